@@ -1,0 +1,3 @@
+from accel_ckpt.__about__ import __version__ as __version__
+
+__all__: list[str]

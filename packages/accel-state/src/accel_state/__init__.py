@@ -1,0 +1,9 @@
+"""Environment, devices, processes, collectives, configuration schema and launching for PyTorch programs."""
+
+from accel_state._lazy import attach
+from accel_state.__about__ import __version__ as __version__
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {},
+)

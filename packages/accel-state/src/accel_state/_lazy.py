@@ -1,0 +1,43 @@
+"""Lazy package tops: a name is imported from its home module when it is first used.
+
+A package top states its public names once, as a table ``home module → names``, and a stub file ``__init__.pyi`` beside it
+says the same to type checkers; ``tools/check_exports.py`` proves that the two agree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["attach"]
+
+
+def attach(
+    package: str, exports: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Make the three hooks of a lazy package top.
+
+    Args:
+        package: the package's ``__name__``.
+        exports: home module (absolute) to the public names that it provides.
+
+    Returns:
+        ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top of the package.
+    """
+    homes = {name: home for home, names in exports.items() for name in names}
+    public = sorted(homes)
+
+    def __getattr__(name: str) -> Any:
+        home = homes.get(name)
+        if home is None:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(home), name)
+        setattr(sys.modules[package], name, value)  # later lookups do not come back here
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*public, *vars(sys.modules[package])})
+
+    return __getattr__, __dir__, public

@@ -1,0 +1,137 @@
+"""Run a function in a world of N gloo processes, quickly.
+
+The processes are forked from a server that has imported torch but never computed, so no thread pool exists at the
+fork and a world costs a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import cloudpickle
+
+_PRELOAD = ["torch", "torch.distributed", "numpy", "cloudpickle", "testkit.worlds"]
+
+
+class RankError(AssertionError):
+    """A rank failed; the message is that rank's traceback."""
+
+
+def free_port() -> int:
+    """A TCP port on the loopback interface that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes, pipe: Connection) -> None:
+    faulthandler.enable()
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:] = path
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        function, args, kwargs = cloudpickle.loads(blob)
+        pipe.send((True, cloudpickle.dumps(function(*args, **kwargs))))
+    except BaseException as error:
+        pipe.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    finally:
+        pipe.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # A failed rank must not wait for its peers in destructors of the process group.
+        os._exit(0)
+
+
+def run(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    environ: dict[str, str] | None = None,
+    timeout: float = 60.0,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``function(*args, **kwargs)`` on every rank and return the results in rank order.
+
+    Ranks find each other through torchrun's environment variables, as a launched script would; the function itself
+    creates ``PartialState``, ``Accelerator`` or a process group. A world of one gets no such variables.
+
+    Raises:
+        RankError: with the traceback of the first rank that failed, or the stacks' absence after ``timeout`` seconds.
+    """
+    module = sys.modules[function.__module__]
+    with contextlib.suppress(ValueError):
+        cloudpickle.register_pickle_by_value(module)
+    blob = cloudpickle.dumps((function, args, kwargs))
+    context = _context()
+    port = free_port()
+    base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(environ or {})}
+    processes: list[BaseProcess] = []
+    pipes: list[Connection] = []
+    for rank in range(world_size):
+        env = dict(base)
+        if world_size > 1:
+            env |= {
+                "RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, args=(rank, env, sys.path, blob, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+        pipes.append(ours)
+    try:
+        return _collect(pipes, time.monotonic() + timeout, timeout)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _collect(pipes: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while open_pipes:
+        ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(f"ranks {sorted(open_pipes.values())} did not answer within {timeout} s")
+        for pipe in ready:
+            rank = open_pipes.pop(pipe)  # type: ignore[call-overload]
+            try:
+                succeeded, payload = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RankError(f"rank {rank} exited without an answer") from None
+            if not succeeded:
+                raise RankError(payload)
+            results[rank] = cloudpickle.loads(payload)
+    return [results[rank] for rank in sorted(results)]
+
+
+@contextlib.contextmanager
+def scratch() -> Any:
+    """A temporary directory that every rank of a world can reach."""
+    with tempfile.TemporaryDirectory(prefix="accel-test-") as folder:
+        yield folder
