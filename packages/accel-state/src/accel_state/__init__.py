@@ -1,9 +1,34 @@
 """Environment, devices, processes, collectives, configuration schema and launching for PyTorch programs."""
 
-from accel_state._lazy import attach
 from accel_state.__about__ import __version__ as __version__
+from accel_state._lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
-    {},
+    {
+        "accel_state.enums": (
+            "BaseEnum",
+            "ComputeEnvironment",
+            "DistributedType",
+            "DynamoBackend",
+            "EnumWithContains",
+            "FP8BackendType",
+            "LoggerType",
+            "PrecisionType",
+            "RNGType",
+            "SageMakerDistributedType",
+        ),
+        "accel_state.environment": (
+            "clear_environment",
+            "get_int_from_env",
+            "parse_choice_from_env",
+            "parse_flag_from_env",
+            "patch_environment",
+            "str_to_bool",
+        ),
+        "accel_state.handlers": (
+            "InitProcessGroupKwargs",
+            "KwargsHandler",
+        ),
+    },
 )

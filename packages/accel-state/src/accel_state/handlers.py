@@ -1,0 +1,42 @@
+"""Bundles of keyword arguments for objects that the library creates on a user's behalf. Loads no torch."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from accel_state.environment import clear_environment
+
+__all__ = ["InitProcessGroupKwargs", "KwargsHandler"]
+
+
+class KwargsHandler:
+    """Base of the dataclasses that carry keyword arguments to an object created later."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """A deep copy of all fields."""
+        return copy.deepcopy(self.__dict__)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields that differ from those of a handler built without arguments in an empty environment."""
+        with clear_environment():
+            default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of ``torch.distributed.init_process_group``.
+
+    Attributes:
+        backend: the communication library. The default stands for the one that fits the device (NCCL on
+            CUDA, Gloo on CPU, …), because only values that differ from a default are passed on.
+        init_method: a URL that tells ranks how to meet; by default they meet at MASTER_ADDR and MASTER_PORT.
+        timeout: how long a collective may take; None: PyTorch's default, 10 minutes for NCCL, 30 for others.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
