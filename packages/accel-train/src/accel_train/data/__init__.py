@@ -1,0 +1,1 @@
+"""Data loaders for many processes: sharding by arithmetic, dispatch, device transfer, resume."""

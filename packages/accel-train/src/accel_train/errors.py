@@ -1,0 +1,53 @@
+"""Exceptions of accel-train.
+
+AccelError
+├── OptionError (ValueError)            an argument has a value that cannot be used
+│   └── IncompatibleOptionsError        … together with another one
+├── PrepareError (ValueError)           an object cannot be prepared as asked
+├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
+├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
+├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
+└── DataError (ValueError)              a data loader cannot be sharded as asked
+"""
+
+from __future__ import annotations
+
+from accel_state.errors import AccelError
+
+__all__ = [
+    "AccumulationError",
+    "AmbiguousLoaderError",
+    "DataError",
+    "IncompatibleOptionsError",
+    "MetricsShapeError",
+    "OptionError",
+    "PrepareError",
+]
+
+
+class OptionError(AccelError, ValueError):
+    """An argument has a value that cannot be used."""
+
+
+class IncompatibleOptionsError(OptionError):
+    """Two options exclude each other; the message names both."""
+
+
+class PrepareError(AccelError, ValueError):
+    """An object cannot be prepared as asked."""
+
+
+class AmbiguousLoaderError(AccelError, RuntimeError):
+    """Several live data loaders could be meant; the message names them."""
+
+
+class AccumulationError(AccelError, RuntimeError):
+    """A gradient window was used in a way that has no meaning."""
+
+
+class MetricsShapeError(AccelError, ValueError):
+    """A value gathered for metrics does not have one row per sample of the batch."""
+
+
+class DataError(AccelError, ValueError):
+    """A data loader cannot be sharded as asked."""
