@@ -1,7 +1,7 @@
 """Run a function in a world of N gloo processes, quickly.
 
-The processes are forked from a server that has imported torch but never computed, so no thread pool exists at the
-fork and a world costs a fraction of a second.
+The processes are forked from a server that has imported torch but never computed, so no thread pool exists at
+the fork and a world costs a fraction of a second.
 """
 
 from __future__ import annotations
@@ -73,11 +73,12 @@ def run(
 ) -> list[Any]:
     """Call ``function(*args, **kwargs)`` on every rank and return the results in rank order.
 
-    Ranks find each other through torchrun's environment variables, as a launched script would; the function itself
-    creates ``PartialState``, ``Accelerator`` or a process group. A world of one gets no such variables.
+    Ranks find each other through torchrun's environment variables, as a launched script would; the function
+    itself creates ``PartialState``, ``Accelerator`` or a process group. A world of one gets none of them.
 
     Raises:
-        RankError: with the traceback of the first rank that failed, or the stacks' absence after ``timeout`` seconds.
+        RankError: with the traceback of the first rank that failed, or naming the ranks that did not answer
+            within ``timeout`` seconds.
     """
     module = sys.modules[function.__module__]
     with contextlib.suppress(ValueError):

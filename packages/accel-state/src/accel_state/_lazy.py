@@ -1,7 +1,7 @@
 """Lazy package tops: a name is imported from its home module when it is first used.
 
-A package top states its public names once, as a table ``home module → names``, and a stub file ``__init__.pyi`` beside it
-says the same to type checkers; ``tools/check_exports.py`` proves that the two agree.
+A package top states its public names once, as a table ``home module → names``, and a stub ``__init__.pyi`` beside
+it says the same to type checkers; ``tools/check_exports.py`` proves that the two agree.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def attach(
     homes = {name: home for home, names in exports.items() for name in names}
     public = sorted(homes)
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the hook of the module
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -37,7 +37,7 @@ def attach(
         setattr(sys.modules[package], name, value)  # later lookups do not come back here
         return value
 
-    def __dir__() -> list[str]:
+    def __dir__() -> list[str]:  # noqa: N807
         return sorted({*public, *vars(sys.modules[package])})
 
     return __getattr__, __dir__, public

@@ -7,7 +7,7 @@ AccelError
 ├── DeviceError (RuntimeError)          the device asked for is not there
 ├── StateError (RuntimeError)           process state used before it exists, or twice in conflicting ways
 ├── DistributedOperationException (RuntimeError)   ranks disagree about a collective
-│   └── CollectiveMismatchError         … and there is proof of it: other shapes, another operation, a rank gone
+│   └── CollectiveMismatchError         … and there is proof: other shapes, another operation, a rank gone
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
 └── NotAvailableError (RuntimeError)    a documented option whose feature is not in this version
 """
