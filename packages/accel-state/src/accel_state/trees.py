@@ -1,0 +1,567 @@
+"""Walking nested structures of tensors.
+
+A tree is a tensor or other leaf, or a container of trees: a list, tuple or named tuple, a mapping, a
+dataclass instance, or a subclass of one. Containers come back as what they were, attributes of their own
+included; nothing here changes its input.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import itertools
+from collections import UserDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "TensorInformation",
+    "TreeSpec",
+    "concatenate",
+    "convert_to_fp32",
+    "find_batch_size",
+    "find_device",
+    "flatten",
+    "get_data_structure",
+    "get_shape",
+    "honor_type",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_namedtuple",
+    "is_tensor_information",
+    "is_torch_tensor",
+    "listify",
+    "pad_input_tensors",
+    "path_of",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+    "tensor_leaves",
+    "unflatten",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInformation:
+    """What is needed to make room for a tensor without having it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _Container(NamedTuple):
+    """How one type of container is taken apart and put together again."""
+
+    children: Callable[[Any], Sequence[Any]]
+    outline: Callable[[Any], Any]
+    """Plain data that, with the children, is enough for ``build``."""
+    rebuild: Callable[[Any, list[Any]], Any]
+    """From an original and new children."""
+    build: Callable[[Any, Any, list[Any]], Any]
+    """From a type, an outline and children."""
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    """Whether ``tensor`` is a ``torch.Tensor``."""
+    return isinstance(tensor, Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether ``tensor_info`` is a :class:`TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether ``data`` is an instance of a named tuple."""
+    return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """Make a sequence of the type of ``obj`` from the items of ``generator``.
+
+    Args:
+        obj: a list, tuple, named tuple or a subclass; only read.
+        generator: the new items, as many as ``obj`` has where its type needs that (named tuples).
+    """
+    container = _container(type(obj))
+    if container is None or not isinstance(obj, list | tuple):
+        raise TypeError(f"honor_type needs a list or tuple, got {type(obj).__name__}")
+    return container.rebuild(obj, list(generator))
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply ``func`` to every leaf of ``data`` that passes ``test_type``.
+
+    Args:
+        func: called as ``func(leaf, *args, **kwargs)``.
+        data: a tree.
+        *args: for ``func``.
+        test_type: which leaves to change.
+        error_on_other_type: refuse other leaves instead of passing them through.
+        **kwargs: for ``func``.
+
+    Raises:
+        TypeError: for another leaf, when asked; the message says where it is.
+    """
+
+    def visit(node: Any) -> Any:
+        container = _container(type(node))
+        if container is not None and not (container is _DATACLASS and test_type(node)):
+            return container.rebuild(node, [visit(child) for child in container.children(node)])
+        if test_type(node):
+            return func(node, *args, **kwargs)
+        if error_on_other_type:
+            raise TypeError(
+                f"{getattr(func, '__name__', func)} takes tensors in nested lists, tuples, mappings and "
+                f"dataclasses; found {type(node).__name__} at {path_of(data, node) or 'the top'}"
+            )
+        return node
+
+    return visit(data)
+
+
+def send_to_device(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> Any:
+    """Move every tensor, and every object that has a ``to`` method, to ``device``.
+
+    Args:
+        tensor: a tree.
+        device: where to.
+        non_blocking: let the copy overlap with the host. It has an effect on the way from pinned memory to a
+            device; copies towards the CPU are always finished on return, since nothing would tell when they
+            can be read.
+        skip_keys: keys of mappings, at any depth, whose values stay where they are.
+    """
+    where = device if type(device) is torch.device else torch.device(device)
+    if skip_keys is not None:
+        keys = frozenset((skip_keys,) if isinstance(skip_keys, str) else skip_keys)
+    else:
+        keys = frozenset()
+    return _send(tensor, where, non_blocking and where.type != "cpu", keys)
+
+
+def _send(node: Any, device: torch.device, non_blocking: bool, skip: frozenset[str]) -> Any:
+    cls = type(node)
+    if cls is Tensor:
+        return node if node.device == device else node.to(device, non_blocking=non_blocking)
+    if cls is tuple:
+        return tuple([_send(item, device, non_blocking, skip) for item in node])
+    if cls is list:
+        return [_send(item, device, non_blocking, skip) for item in node]
+    if cls is dict and not skip:
+        return {key: _send(value, device, non_blocking, skip) for key, value in node.items()}
+    container = _container(cls)
+    keyed = skip and isinstance(node, Mapping)
+    if hasattr(node, "to") and not keyed:
+        return node.to(device, non_blocking=True) if non_blocking and _to_overlaps(cls) else node.to(device)
+    if container is None:
+        return node
+    names = node.keys() if keyed else itertools.repeat(None)
+    children = [
+        child if keyed and name in skip else _send(child, device, non_blocking, skip)
+        for name, child in zip(names, container.children(node), strict=False)
+    ]
+    return container.rebuild(node, children)
+
+
+def _takes_non_blocking(cls: Any) -> bool:
+    """Whether the ``to`` of a type takes ``non_blocking``."""
+    if issubclass(cls, Tensor):
+        return True
+    try:
+        parameters = inspect.signature(cls.to).parameters.values()
+    except (
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # implemented in C, or found by __getattr__: nothing is known
+        return False
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+_to_overlaps: Callable[[type], bool] = lru_cache(maxsize=1024)(_takes_non_blocking)
+
+
+def get_data_structure(data: Any) -> Any:
+    """Replace tensors by their :class:`TensorInformation`."""
+    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """Replace tensors by their shapes, as lists."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """Replace each :class:`TensorInformation` by an uninitialised CPU tensor of that shape and dtype."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
+        data_structure,
+        test_type=is_tensor_information,
+    )
+
+
+def find_batch_size(data: Any) -> int:
+    """Size of the first dimension of the first tensor that has one, depth first.
+
+    Raises:
+        ValueError: the tree is empty, or all of its tensors are 0-dimensional.
+        TypeError: the tree holds leaves, but no tensor.
+    """
+    leaves = list(_leaves(data))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError(
+            f"the batch size is read from tensors; found {type(leaves[0]).__name__} and no tensor"
+        )
+    raise ValueError(f"no tensor with a first dimension in this {type(data).__name__}: it has no batch size")
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """:func:`find_batch_size`, or None where there is none to find."""
+    for leaf in _leaves(data):
+        if isinstance(leaf, Tensor) and leaf.dim() > 0:
+            return int(leaf.shape[0])
+    return None
+
+
+def listify(data: Any) -> Any:
+    """Replace tensors by (nested) Python lists or numbers; dtypes Python does not know go through float32."""
+
+    def to_list(tensor: Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        return tensor.float().tolist() if _is_small_float(tensor.dtype) else tensor.tolist()
+
+    return recursively_apply(to_list, data)
+
+
+def find_device(data: Any) -> torch.device | None:
+    """Device of the first tensor, depth first, or None without any."""
+    return next((leaf.device for leaf in _leaves(data) if isinstance(leaf, Tensor)), None)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Index every tensor with ``tensor_slice``.
+
+    Args:
+        data: a tree of tensors.
+        tensor_slice: what to take of the first dimension.
+        process_index: accepted for compatibility; the slice alone decides.
+        num_processes: as ``process_index``.
+    """
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenate trees of equal structure, tensor by tensor.
+
+    Args:
+        data: the trees, in order.
+        dim: along which dimension.
+
+    Raises:
+        TypeError: a leaf that is not a tensor, unless there is only one tree.
+        ValueError: nothing to concatenate, or the structures differ.
+    """
+    if not data:
+        raise ValueError("concatenate needs at least one tree")
+    first = data[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(data), dim=dim)
+    container = _container(type(first))
+    if container is None:
+        if len(data) == 1:
+            return first
+        raise TypeError(f"only tensors can be concatenated, found {type(first).__name__}")
+    outline = container.outline(first)
+    columns: list[Sequence[Any]] = []
+    for tree in data:
+        children = _aligned_children(container, outline, first, tree)
+        columns.append(children)
+    return container.rebuild(first, [concatenate(column, dim) for column in zip(*columns, strict=True)])
+
+
+def _aligned_children(container: _Container, outline: Any, first: Any, tree: Any) -> Sequence[Any]:
+    """Children of ``tree`` in the order of those of ``first``."""
+    if isinstance(first, Mapping) and isinstance(tree, Mapping) and first.keys() == tree.keys():
+        return [tree[key] for key in first]
+    if _container(type(tree)) is container and container.outline(tree) == outline:
+        return container.children(tree)
+    raise ValueError(
+        f"trees of different structure cannot be concatenated: {_brief(first)} and {_brief(tree)}"
+    )
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Convert tensors in float16 and bfloat16 to float32; all others stay."""
+    low = (torch.float16, torch.bfloat16)
+    return recursively_apply(
+        Tensor.float, tensor, test_type=lambda leaf: isinstance(leaf, Tensor) and leaf.dtype in low
+    )
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Append zeros along ``dim`` until the batch divides evenly among processes.
+
+    Args:
+        tensor: a tree; tensors whose ``dim`` is not ``batch_size`` long stay as they are.
+        batch_size: rows in the batch.
+        num_processes: what the padded size is a multiple of.
+        dim: the dimension of the batch.
+    """
+    missing = -batch_size % num_processes
+
+    def pad(leaf: Tensor) -> Tensor:
+        if missing == 0 or leaf.dim() <= dim or leaf.shape[dim] != batch_size:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
+
+    return recursively_apply(pad, tensor)
+
+
+def tensor_leaves(data: Any) -> list[Tensor]:
+    """The tensors of a tree, depth first.
+
+    Raises:
+        TypeError: for another leaf; the message says where it is.
+    """
+    found: list[Tensor] = []
+    for leaf in _leaves(data):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"only tensors in nested lists, tuples, mappings and dataclasses are accepted; "
+                f"found {type(leaf).__name__} at {path_of(data, leaf) or 'the top'}"
+            )
+        found.append(leaf)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TreeSpec:
+    """A container without its tensors: plain data that pickles and compares.
+
+    Attributes:
+        kind: the container's type; None for a tensor; ``Ellipsis`` for any other leaf.
+        outline: keys and the like; the leaf itself for a leaf that is no tensor.
+        children: one spec per child.
+    """
+
+    kind: Any
+    outline: Any = None
+    children: tuple[TreeSpec, ...] = ()
+
+
+_TENSOR = TreeSpec(None)
+
+
+def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
+    """Take the tensors out of a tree.
+
+    Returns:
+        the tensors, depth first, and a spec that holds everything else.
+    """
+    leaves: list[Tensor] = []
+
+    def visit(node: Any) -> TreeSpec:
+        if isinstance(node, Tensor):
+            leaves.append(node)
+            return _TENSOR
+        container = _container(type(node))
+        if container is None:
+            return TreeSpec(..., node)
+        children = tuple([visit(child) for child in container.children(node)])
+        return TreeSpec(type(node), container.outline(node), children)
+
+    return leaves, visit(tree)
+
+
+def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
+    """Put tensors back: the inverse of :func:`flatten`.
+
+    Raises:
+        ValueError: fewer or more tensors than the spec has places.
+    """
+    source = iter(leaves)
+    missing = object()
+
+    def visit(node: TreeSpec) -> Any:
+        if node.kind is None:
+            leaf = next(source, missing)
+            if leaf is missing:
+                raise ValueError("unflatten got fewer tensors than the spec has places")
+            return leaf
+        if node.kind is ...:
+            return node.outline
+        container = _container(node.kind)
+        assert container is not None, node.kind
+        return container.build(node.kind, node.outline, [visit(child) for child in node.children])
+
+    tree = visit(spec)
+    if next(source, missing) is not missing:
+        raise ValueError("unflatten got more tensors than the spec has places")
+    return tree
+
+
+def path_of(data: Any, leaf: Any) -> str:
+    """Where the object ``leaf`` first stands in ``data``, as Python code would reach it; "" at the top."""
+
+    def search(node: Any, path: str) -> str | None:
+        if node is leaf:
+            return path
+        container = _container(type(node))
+        if container is None:
+            return None
+        for name, child in zip(_child_names(node), container.children(node), strict=True):
+            found = search(child, path + name)
+            if found is not None:
+                return found
+        return None
+
+    return search(data, "") or ""
+
+
+def _child_names(node: Any) -> list[str]:
+    if isinstance(node, Mapping):
+        return [f"[{key!r}]" for key in node]
+    if isinstance(node, list | tuple):
+        names = getattr(node, "_fields", None)
+        return [f".{name}" for name in names] if names else [f"[{index}]" for index in range(len(node))]
+    return [f".{name}" for name in _field_names(node)]
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    container = None if isinstance(node, Tensor) else _container(type(node))
+    if container is None:
+        yield node
+        return
+    for child in container.children(node):
+        yield from _leaves(child)
+
+
+def _brief(node: Any) -> str:
+    container = _container(type(node))
+    if container is None:
+        return type(node).__name__
+    return f"{type(node).__name__}({', '.join(name.strip('.[]') for name in _child_names(node))})"
+
+
+def _is_small_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and (dtype == torch.bfloat16 or dtype.itemsize == 1)
+
+
+# --- the kinds of containers ---
+
+
+def _rebuild_list(original: list[Any], children: list[Any]) -> list[Any]:
+    if type(original) is list:
+        return children
+    new = copy.copy(original)
+    new[:] = children
+    return new
+
+
+def _build_tuple(cls: Any, outline: Any, children: list[Any]) -> Any:
+    return tuple(children) if cls is tuple else cls(children)
+
+
+def _rebuild_tuple(original: tuple[Any, ...], children: list[Any]) -> Any:
+    new = _build_tuple(type(original), None, children)
+    state = getattr(original, "__dict__", None)
+    if state:
+        vars(new).update(state)
+    return new
+
+
+def _build_mapping(cls: Any, outline: Any, children: list[Any]) -> Any:
+    keys, factory = outline
+    items = dict(zip(keys, children, strict=True))
+    if cls is dict:
+        return items
+    return cls(factory, items) if issubclass(cls, defaultdict) else cls(items)
+
+
+def _rebuild_mapping(original: Any, children: list[Any]) -> Any:
+    if type(original) is dict:
+        return dict(zip(original, children, strict=True))
+    if not isinstance(original, dict | UserDict):
+        # Another mapping may share its inner storage with a shallow copy, so it is made anew.
+        return type(original)(dict(zip(original, children, strict=True)))
+    new = copy.copy(original)
+    for key, child in zip(original, children, strict=True):
+        new[key] = child
+    return new
+
+
+def _mapping_outline(original: Mapping[Any, Any]) -> Any:
+    return tuple(original), getattr(original, "default_factory", None)
+
+
+def _field_names(original: Any) -> tuple[str, ...]:
+    """Fields that have a value; one with ``init=False`` may have none yet."""
+    return tuple(field.name for field in dataclasses.fields(original) if hasattr(original, field.name))
+
+
+def _set_fields(target: Any, names: Iterable[str], children: list[Any]) -> Any:
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(
+            target, name, child
+        )  # also fields of frozen classes and those that __init__ does not take
+    return target
+
+
+def _rebuild_dataclass(original: Any, children: list[Any]) -> Any:
+    names = _field_names(original)
+    if all(getattr(original, name) is child for name, child in zip(names, children, strict=True)):
+        return original
+    return _set_fields(copy.copy(original), names, children)
+
+
+_LIST = _Container(lambda o: o, len, _rebuild_list, lambda cls, _, c: c if cls is list else cls(c))
+_TUPLE = _Container(lambda o: o, len, _rebuild_tuple, _build_tuple)
+_NAMEDTUPLE = _Container(
+    lambda o: o, len, lambda o, c: type(o)(*c), lambda cls, _, c: cls(*c)
+)  # fmt: skip
+_MAPPING = _Container(lambda o: list(o.values()), _mapping_outline, _rebuild_mapping, _build_mapping)
+_DATACLASS = _Container(
+    lambda o: [getattr(o, name) for name in _field_names(o)],
+    _field_names,
+    _rebuild_dataclass,
+    lambda cls, names, c: _set_fields(object.__new__(cls), names, c),
+)
+
+
+def _classify(cls: type) -> _Container | None:
+    if issubclass(cls, list):
+        return _LIST
+    if issubclass(cls, tuple):
+        return _NAMEDTUPLE if hasattr(cls, "_asdict") and hasattr(cls, "_fields") else _TUPLE
+    if issubclass(cls, Mapping):
+        return _MAPPING
+    if dataclasses.is_dataclass(cls) and not issubclass(cls, Tensor | torch.nn.Module):
+        return _DATACLASS
+    return None
+
+
+_container: Callable[[type], _Container | None] = lru_cache(maxsize=4096)(_classify)
