@@ -17,5 +17,23 @@ from accel_state.environment import patch_environment as patch_environment
 from accel_state.environment import str_to_bool as str_to_bool
 from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.handlers import KwargsHandler as KwargsHandler
+from accel_state.trees import TensorInformation as TensorInformation
+from accel_state.trees import concatenate as concatenate
+from accel_state.trees import convert_to_fp32 as convert_to_fp32
+from accel_state.trees import find_batch_size as find_batch_size
+from accel_state.trees import find_device as find_device
+from accel_state.trees import get_data_structure as get_data_structure
+from accel_state.trees import get_shape as get_shape
+from accel_state.trees import honor_type as honor_type
+from accel_state.trees import ignorant_find_batch_size as ignorant_find_batch_size
+from accel_state.trees import initialize_tensors as initialize_tensors
+from accel_state.trees import is_namedtuple as is_namedtuple
+from accel_state.trees import is_tensor_information as is_tensor_information
+from accel_state.trees import is_torch_tensor as is_torch_tensor
+from accel_state.trees import listify as listify
+from accel_state.trees import pad_input_tensors as pad_input_tensors
+from accel_state.trees import recursively_apply as recursively_apply
+from accel_state.trees import send_to_device as send_to_device
+from accel_state.trees import slice_tensors as slice_tensors
 
 __all__: list[str]
