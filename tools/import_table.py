@@ -1,0 +1,125 @@
+"""The page that says, import by import, where a name of Accelerate is found here.
+
+``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's home.
+What a package really exports is read from the table in its ``__init__.py``; nothing is imported, so the documentation
+can be built without torch. Run from the repository root: ``python tools/import_table.py`` prints the page, and
+``--check`` tells whether names and packages agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
+PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
+# A script imports from one place where it can: training names are re-exported by accel-train, inference by bigmodel.
+PREFERRED = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel-cli")
+NOT_YET = "not yet"
+
+INTRODUCTION = """\
+# Imports, name by name
+
+Where each public name of Accelerate 1.15 is found here. This page is generated from the packages when the documentation
+is built. A name marked *{not_yet}* is not in this version; {available} of {total} names are available.
+
+A training script takes everything from `accel_train`, an inference script from `accel_bigmodel`; the home is the
+package that defines the name, for code that wants to depend on nothing above it.
+"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A name of Accelerate, the module it is imported from there, and its home here."""
+
+    module: str
+    name: str
+    home: str
+
+
+def load_rows(path: Path = DATA) -> list[Row]:
+    """The rows of the data file, in its order."""
+    with path.open(encoding="utf-8", newline="") as file:
+        return [Row(**row) for row in csv.DictReader(file, delimiter="\t")]
+
+
+def exports(root: Path) -> dict[str, frozenset[str]]:
+    """Package to the public names that the table in its ``__init__.py`` declares."""
+    return {package: frozenset(_table(root, package)) for package in PACKAGES}
+
+
+def _table(root: Path, package: str) -> Iterator[str]:
+    module = package.replace("-", "_")
+    source = (root / "packages" / package / "src" / module / "__init__.py").read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
+            for names in ast.literal_eval(node.args[1]).values():
+                yield from names
+
+
+def import_line(name: str, exported: Mapping[str, frozenset[str]]) -> str:
+    """The import that replaces Accelerate's, or ``not yet``."""
+    for package in PREFERRED:
+        if name in exported[package]:
+            return f"from {package.replace('-', '_')} import {name}"
+    return NOT_YET
+
+
+def problems(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> list[str]:
+    """Available names that are not at home, or that a training or inference script would have to look for."""
+    found = []
+    for row in rows:
+        holders = [package for package in PACKAGES if row.name in exported[package]]
+        if holders and row.home not in holders:
+            found.append(f"{row.name}: its home is {row.home}, but only {', '.join(holders)} exports it")
+        in_reach = row.home in {"accel-state", "accel-ckpt", "accel-train"}
+        if (
+            holders
+            and in_reach
+            and row.module in {"accelerate", "accelerate.utils"}
+            and "accel-train" not in holders
+        ):
+            found.append(f"{row.name}: {row.module} has it, accel_train does not re-export it")
+    return found
+
+
+def render(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> str:
+    """The page, in Markdown."""
+    available = sum(import_line(row.name, exported) != NOT_YET for row in rows)
+    parts = [INTRODUCTION.format(not_yet=NOT_YET, available=available, total=len(rows))]
+    for module, group in groupby(rows, key=lambda row: row.module):
+        parts.append(f"\n## `{module}`\n\n| name | here | home |\n|---|---|---|\n")
+        for row in group:
+            line = import_line(row.name, exported)
+            shown = f"*{NOT_YET}*" if line == NOT_YET else f"`{line}`"
+            parts.append(f"| `{row.name}` | {shown} | `{row.home}` |\n")
+    return "".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the page, or with ``--check`` what disagrees; 1 when anything does."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="print what disagrees instead of the page")
+    parser.add_argument("--root", type=Path, default=Path(), help="repository root")
+    options = parser.parse_args(arguments)
+    rows, exported = load_rows(), exports(options.root)
+    if not options.check:
+        print(render(rows, exported), end="")
+        return 0
+    found = problems(rows, exported)
+    for problem in found:
+        print(problem)
+    print(f"imports: {len(found)} problems in {len(rows)} names")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The import table agrees with what can really be imported."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import import_table
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROWS = import_table.load_rows()
+EXPORTED = import_table.exports(ROOT)
+
+
+def test_the_data_has_accelerates_top_level_and_no_name_twice():
+    assert len({(row.module, row.name) for row in ROWS}) == len(ROWS)
+    # 29 unconditional names, counted in the __init__.py of Accelerate 1.15
+    assert sum(row.module == "accelerate" for row in ROWS) == 29
+    assert {row.home for row in ROWS} <= set(import_table.PACKAGES)
+
+
+@pytest.mark.parametrize("package", import_table.PACKAGES)
+def test_the_table_read_from_source_is_all(package):
+    module = importlib.import_module(package.replace("-", "_"))
+    assert sorted(EXPORTED[package]) == sorted(module.__all__)
+
+
+def test_every_import_on_the_page_works_and_nothing_available_is_marked_missing():
+    tops = [importlib.import_module(package.replace("-", "_")) for package in import_table.PACKAGES]
+    for row in ROWS:
+        line = import_table.import_line(row.name, EXPORTED)
+        if line == import_table.NOT_YET:
+            assert not [top.__name__ for top in tops if hasattr(top, row.name)], row.name
+        else:
+            exec(line, {})
+
+
+def test_names_are_at_home():
+    assert import_table.problems(ROWS, EXPORTED) == []
+
+
+def _exported(**names: set[str]) -> dict[str, frozenset[str]]:
+    given = {package.replace("_", "-"): frozenset(found) for package, found in names.items()}
+    return {package: given.get(package, frozenset()) for package in import_table.PACKAGES}
+
+
+def test_problems_name_what_is_away_from_home_and_what_is_not_re_exported():
+    rows = [import_table.Row("accelerate.utils", "gather", "accel-state")]
+    assert import_table.problems(rows, _exported()) == []
+    assert import_table.problems(rows, _exported(accel_state={"gather"}, accel_train={"gather"})) == []
+    assert import_table.problems(rows, _exported(accel_state={"gather"})) == [
+        "gather: accelerate.utils has it, accel_train does not re-export it"
+    ]
+    assert import_table.problems(rows, _exported(accel_train={"gather"})) == [
+        "gather: its home is accel-state, but only accel-train exports it"
+    ]
+
+
+def test_the_page_prefers_accel_train_and_marks_what_is_missing():
+    rows = [
+        import_table.Row("accelerate", "PartialState", "accel-state"),
+        import_table.Row("accelerate", "Accelerator", "accel-train"),
+    ]
+    page = import_table.render(rows, _exported(accel_state={"PartialState"}, accel_train={"PartialState"}))
+    assert "| `PartialState` | `from accel_train import PartialState` | `accel-state` |" in page
+    assert "| `Accelerator` | *not yet* | `accel-train` |" in page
+    assert "1 of 2 names are available" in page
+
+
+def test_main_prints_the_page(capsys):
+    assert import_table.main(["--root", str(ROOT)]) == 0
+    assert capsys.readouterr().out.startswith("# Imports, name by name")
