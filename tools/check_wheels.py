@@ -2,9 +2,9 @@
 
 Builds all distributions with ``hatch build --all``, then gives each package a fresh virtual environment that
 holds its wheel, the wheels of the packages below it, and links to exactly the third-party distributions that
-their metadata asks for (links, so that nothing is downloaded twice). In there every public name must import, and
-the packages above and beside must be absent. Run from the repository root, where the third-party distributions
-are installed: ``python tools/check_wheels.py``.
+their metadata asks for (links, so that nothing is downloaded twice). In there every public name must import,
+and the packages above and beside must be absent. Run from the repository root, where the third-party
+distributions are installed: ``python tools/check_wheels.py``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The page that says, import by import, where a name of Accelerate is found here.
 
-``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's home.
-What a package really exports is read from the table in its ``__init__.py``; nothing is imported, so the documentation
-can be built without torch. Run from the repository root: ``python tools/import_table.py`` prints the page, and
-``--check`` tells whether names and packages agree.
+``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's
+home. What a package really exports is read from the table in its ``__init__.py``; nothing is imported, so the
+documentation can be built without torch. Run from the repository root: ``python tools/import_table.py``
+prints the page, and ``--check`` tells whether names and packages agree.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ from pathlib import Path
 
 DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
-# A script imports from one place where it can: training names are re-exported by accel-train, inference by bigmodel.
+# A script imports from one place where it can: training names are re-exported by accel-train, inference by
+# bigmodel.
 PREFERRED = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel-cli")
 NOT_YET = "not yet"
 
 INTRODUCTION = """\
 # Imports, name by name
 
-Where each public name of Accelerate 1.15 is found here. This page is generated from the packages when the documentation
-is built. A name marked *{not_yet}* is not in this version; {available} of {total} names are available.
+Where each public name of Accelerate 1.15 is found here. This page is generated from the packages when the
+documentation is built. A name marked *{not_yet}* is not in this version; {available} of {total} names are
+available.
 
-A training script takes everything from `accel_train`, an inference script from `accel_bigmodel`; the home is the
-package that defines the name, for code that wants to depend on nothing above it.
+A training script takes everything from `accel_train`, an inference script from `accel_bigmodel`; the home is
+the package that defines the name, for code that wants to depend on nothing above it.
 """
 
 

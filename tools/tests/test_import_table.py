@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-import import_table
 import pytest
+
+import import_table
 
 ROOT = Path(__file__).parents[2]
 ROWS = import_table.load_rows()
