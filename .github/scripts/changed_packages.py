@@ -1,7 +1,7 @@
 """Which packages a change touches, with everything above them; printed as a JSON list for the test matrix.
 
-Usage: ``git diff --name-only BASE HEAD | python .github/scripts/changed_packages.py``. A file that no package owns
-(root configuration, shared tools, workflows) selects all packages; documentation alone selects none.
+Usage: ``git diff --name-only BASE HEAD | python .github/scripts/changed_packages.py``. A file that no package
+owns (root configuration, shared tools, workflows) selects all packages; documentation alone selects none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Check a release tag such as ``accel-ckpt-v0.1.0`` and print ``package=…`` and ``version=…`` for the workflow.
+"""Check a release tag such as ``accel-ckpt-v0.1.0`` and print its package and version for the workflow.
 
-The tag must name a package of ``packages/``, its version must be the one in ``__about__.py``, the changelog must have
-a section for it, and no fragment may be left in ``changelog.d/``.
+The tag must name a package of ``packages/``, its version must be the one in ``__about__.py``, the changelog
+must have a section for it, and no fragment may be left in ``changelog.d/``.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ def parse(tag: str, root: Path) -> tuple[str, str]:
     about = (folder / "src" / package.replace("-", "_") / "__about__.py").read_text(encoding="utf-8")
     stated = re.search(r'__version__ = "([^"]+)"', about)
     if stated is None or stated[1] != version:
-        raise ValueError(f"tag {tag!r} releases {version}, __about__.py says {stated and stated[1]}; change one of them")
+        raise ValueError(
+            f"tag {tag!r} releases {version}, __about__.py says {stated and stated[1]}; change one of them"
+        )
     left = sorted(path.name for path in (folder / "changelog.d").glob("*.md"))
     if left:
-        raise ValueError(f"changelog fragments are left: {left}; run towncrier build --config {folder}/pyproject.toml")
+        raise ValueError(
+            f"changelog fragments are left: {left}; run towncrier build --config {folder}/pyproject.toml"
+        )
     if f"## {version} " not in (folder / "CHANGELOG.md").read_text(encoding="utf-8"):
         raise ValueError(f"CHANGELOG.md of {package} has no section for {version}")
     return package, version

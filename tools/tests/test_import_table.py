@@ -66,7 +66,7 @@ def test_the_page_prefers_accel_train_and_marks_what_is_missing():
     page = import_table.render(rows, _exported(accel_state={"PartialState"}, accel_train={"PartialState"}))
     assert "| `PartialState` | `from accel_train import PartialState` | `accel-state` |" in page
     assert "| `Accelerator` | *not yet* | `accel-train` |" in page
-    assert "1 of 2 names are available" in page
+    assert "1 of 2 names are\navailable" in page
 
 
 def test_main_prints_the_page(capsys):
