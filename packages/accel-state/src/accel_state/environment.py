@@ -1,7 +1,7 @@
 """The process environment: the only module of the project that reads or changes ``os.environ``.
 
-Reading goes through ``get``, ``snapshot`` and the parsers; the only changes are the temporary ones of
-``patch_environment`` and ``clear_environment``.
+Reading goes through ``get``, ``snapshot``, ``decode`` and the parsers. Changes are the temporary ones of
+``patch_environment`` and ``clear_environment``, and ``publish``, which sets missing variables of a fixed table.
 """
 
 from __future__ import annotations
@@ -10,17 +10,25 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 from accel_state.errors import ConfigError
 
+if TYPE_CHECKING:
+    from accel_state.config.codec import RanksTopology
+    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.sagemaker import SageMakerConfig
+
 __all__ = [
     "clear_environment",
+    "decode",
+    "encode",
     "get",
     "get_int_from_env",
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
+    "publish",
     "snapshot",
     "str_to_bool",
 ]
@@ -129,3 +137,35 @@ def clear_environment() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def decode() -> LaunchConfig:
+    """The configuration that this process's environment carries.
+
+    Raises:
+        ConfigError: a variable has a value that cannot be used, or two of them contradict each other.
+    """
+    from accel_state.config.codec import decode as decode_variables
+
+    config: LaunchConfig = decode_variables(os.environ)
+    return config
+
+
+def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
+    """The variables that carry ``config`` to a rank, spelled as Accelerate spells them; changes nothing."""
+    from accel_state.config.codec import encode as encode_config
+
+    return encode_config(config)
+
+
+def publish(config: LaunchConfig, topology: RanksTopology | None = None) -> dict[str, str]:
+    """Set the variables that other libraries read in this process and that are missing.
+
+    None is ever overwritten. The names, and who reads them, are ``accel_state.config.PUBLISHED``.
+
+    Returns:
+        What was set.
+    """
+    from accel_state.config.codec import publish as publish_config
+
+    return publish_config(config, os.environ, topology)

@@ -2,7 +2,8 @@
 
 AccelError
 ├── ConfigError (ValueError)            a configuration file, flag or variable has a wrong value
-│   └── UnknownKeyError                 … or a key that does not exist
+│   ├── UnknownKeyError                 … or a key that does not exist
+│   └── ConfigNotFoundError (FileNotFoundError)  … or the file is not there
 ├── LaunchError (RuntimeError)          processes could not be started, or one failed
 ├── DeviceError (RuntimeError)          the device asked for is not there
 ├── StateError (RuntimeError)           process state used before it exists, or twice in conflicting ways
@@ -18,6 +19,7 @@ __all__ = [
     "AccelError",
     "CollectiveMismatchError",
     "ConfigError",
+    "ConfigNotFoundError",
     "DeviceError",
     "DistributedOperationException",
     "LaunchError",
@@ -38,6 +40,10 @@ class ConfigError(AccelError, ValueError):
 
 class UnknownKeyError(ConfigError):
     """A configuration has a key that does not exist; the message suggests the nearest one."""
+
+
+class ConfigNotFoundError(ConfigError, FileNotFoundError):
+    """A configuration file is not there."""
 
 
 class LaunchError(AccelError, RuntimeError):

@@ -1,0 +1,37 @@
+"""The launch schema: what can be said about a run, in files, variables, flags and code."""
+
+from accel_state._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(
+    __name__,
+    {
+        "accel_state.config.accumulation": ("GradientAccumulationSection",),
+        "accel_state.config.basic": ("default_config_file", "load_config_from_file", "write_basic_config"),
+        "accel_state.config.codec": (
+            "PUBLISHED",
+            "decode",
+            "encode",
+            "launcher_only_fields",
+            "publish",
+            "rank_environment",
+            "variables",
+        ),
+        "accel_state.config.deepspeed": ("DeepSpeedLaunchSection", "DeepSpeedSection"),
+        "accel_state.config.dynamo": ("DynamoSection",),
+        "accel_state.config.files": ("DefaultFile", "default_path", "find_default", "load", "save"),
+        "accel_state.config.flags": ("ParsedFlags", "parse_flags", "to_flags"),
+        "accel_state.config.fp8": ("Fp8Section",),
+        "accel_state.config.fsdp": ("FsdpSection",),
+        "accel_state.config.hardware": ("DEVICE_LIST_VARIABLES",),
+        "accel_state.config.launch": ("LaunchConfig",),
+        "accel_state.config.megatron_lm": ("MegatronLMSection",),
+        "accel_state.config.merge": ("Origin", "Resolved", "resolve"),
+        "accel_state.config.mpirun": ("MpirunSection",),
+        "accel_state.config.option": ("Carrier", "Option", "Section"),
+        "accel_state.config.parallelism": ("ParallelismSection",),
+        "accel_state.config.runtime": ("RuntimeSection",),
+        "accel_state.config.sagemaker": ("SageMakerConfig",),
+        "accel_state.config.schema": ("BoundOption", "Schema", "schema_of"),
+        "accel_state.config.tpu": ("TpuSection",),
+    },
+)

@@ -1,0 +1,228 @@
+"""Configuration to environment variables and back.
+
+The variables and their spelling are those that Accelerate uses, so a rank does not care which launcher
+started it.
+Pure functions: the process's own environment is read and changed by ``accel_state.environment`` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from accel_state.config.kinds import Bool, Kind
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.option import Carrier, Section
+from accel_state.config.schema import BoundOption, build, schema_of, value_of, variables_of
+from accel_state.errors import ConfigError
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from accel_state.config.sagemaker import SageMakerConfig
+
+    class RanksTopology(Protocol):
+        """The fields of ``accel_state.topology.Topology`` that have a variable."""
+
+        @property
+        def rank(self) -> int: ...
+        @property
+        def world_size(self) -> int: ...
+        @property
+        def local_rank(self) -> int: ...
+        @property
+        def local_world_size(self) -> int: ...
+        @property
+        def master_addr(self) -> str | None: ...
+        @property
+        def master_port(self) -> int | None: ...
+
+
+__all__ = [
+    "PUBLISHED",
+    "decode",
+    "decode_layer",
+    "encode",
+    "launcher_only_fields",
+    "publish",
+    "rank_environment",
+    "variables",
+]
+
+PUBLISHED: Mapping[str, str] = MappingProxyType(
+    {
+        "RANK": "torch.distributed, transformers, DeepSpeed",
+        "WORLD_SIZE": "torch.distributed, transformers, DeepSpeed",
+        "LOCAL_RANK": "transformers, DeepSpeed",
+        "LOCAL_WORLD_SIZE": "torch.distributed, DeepSpeed",
+        "MASTER_ADDR": "torch.distributed, DeepSpeed",
+        "MASTER_PORT": "torch.distributed, DeepSpeed",
+        "ACCELERATE_MIXED_PRECISION": "transformers",
+        "ACCELERATE_USE_FSDP": "transformers",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "transformers",
+        "ACCELERATE_USE_DEEPSPEED": "transformers",
+    }
+)
+"""The only variables that ``publish`` sets, and who reads them."""
+
+# Written with these words, not true and false, because that is what Accelerate writes.
+_WORDS: Mapping[str, tuple[str, str]] = {
+    "ACCELERATE_CPU_AFFINITY": ("0", "1"),
+    "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": ("0", "1"),
+    "ACCELERATE_FP8_PAD_INNER_DIM": ("0", "1"),
+}
+_DERIVED = frozenset(
+    {"ACCELERATE_CONFIG_DS_FIELDS", "ACCELERATE_USE_SAGEMAKER", "XLA_DOWNCAST_BF16", "XLA_USE_BF16"}
+)
+
+
+def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
+    """The variables that carry ``config`` to a rank; ``decode`` is its inverse.
+
+    A value is written when it differs from its default. Of a section that the run uses, every set value is
+    written, because scripts that use Accelerate have other defaults than its launcher.
+    """
+    found: dict[str, str] = {}
+    for bound in schema_of(type(config)).options:
+        value = value_of(config, bound)
+        if not variables_of(bound) or value is None:
+            continue
+        if value != bound.default or config.is_active(bound.section):
+            found.update(_encode_option(bound, value))
+    found.update(_derived(config))
+    return found
+
+
+def decode(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> Any:
+    """The configuration that ``environ`` carries: a ``LaunchConfig``, or an instance of ``root``.
+
+    Raises:
+        ConfigError: a variable has a value that cannot be used, or two of them contradict each other.
+    """
+    return build(root, decode_layer(environ, root))
+
+
+def decode_layer(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> dict[str, Any]:
+    """Paths and values of the options that ``environ`` sets. Empty variables count as unset."""
+    found = {}
+    for bound in schema_of(root).options:
+        value = _decode_option(bound, environ)
+        if value is not None:
+            found[bound.path] = value
+    return found
+
+
+def variables(root: type[Section] = LaunchConfig) -> frozenset[str]:
+    """Every variable that ``encode`` may write."""
+    return frozenset(schema_of(root).by_variable) | _DERIVED
+
+
+def launcher_only_fields() -> tuple[str, ...]:
+    """Paths of the options that no variable carries: the launcher must act on each of them by itself."""
+    return tuple(
+        bound.path for bound in schema_of(LaunchConfig).options if Carrier.LAUNCHER in bound.carriers
+    )
+
+
+def rank_environment(config: LaunchConfig | SageMakerConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` for a child, in which the variables of the schema say ``config`` and nothing else."""
+    known = variables(type(config))
+    return {name: value for name, value in environ.items() if name not in known} | encode(config)
+
+
+def publish(
+    config: LaunchConfig, environ: MutableMapping[str, str], topology: RanksTopology | None = None
+) -> dict[str, str]:
+    """Set those variables of ``PUBLISHED`` that are missing, for other libraries in this process to read.
+
+    Args:
+        config: what the process runs with.
+        environ: changed in place; a variable that exists, even an empty one, stays as it is.
+        topology: source of torchrun's names; without it they are left alone.
+
+    Returns:
+        What was set.
+    """
+    known = {**encode(config), **_torchrun_names(topology)}
+    missing = {name: known[name] for name in PUBLISHED if name in known and name not in environ}
+    environ.update(missing)
+    return missing
+
+
+def _torchrun_names(topology: RanksTopology | None) -> dict[str, str]:
+    if topology is None:
+        return {}
+    values = {
+        "RANK": topology.rank,
+        "WORLD_SIZE": topology.world_size,
+        "LOCAL_RANK": topology.local_rank,
+        "LOCAL_WORLD_SIZE": topology.local_world_size,
+        "MASTER_ADDR": topology.master_addr,
+        "MASTER_PORT": topology.master_port,
+    }
+    return {name: str(value) for name, value in values.items() if value is not None}
+
+
+def _encode_option(bound: BoundOption, value: Any) -> dict[str, str]:
+    for meaning, variable in bound.about.switches.values():
+        if variable is not None and value == meaning:
+            return {variable: "true"}
+    if len(bound.variables) > 1:
+        return {name: Bool().format(item) for name, item in zip(bound.variables, value, strict=True)}
+    name = bound.variables[0]
+    if isinstance(value, bool) and name in _WORDS:
+        return {name: _WORDS[name][value]}
+    return {name: bound.kind.format(value)}
+
+
+def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
+    on = [
+        (meaning, variable)
+        for meaning, variable in bound.about.switches.values()
+        if variable is not None and environ.get(variable) and _truth(variable, environ[variable])
+    ]
+    if len(on) > 1:
+        names = " and ".join(variable for _, variable in on)
+        raise ConfigError(
+            f"environment variables {names} are both on, but a run uses one of them; unset the others"
+        )
+    if on:
+        return on[0][0]
+    texts = [environ.get(name) or "" for name in bound.variables]
+    if not any(texts):
+        return None
+    if len(texts) > 1:
+        # Accelerate writes all parts or none; a missing part is off.
+        return tuple(
+            bool(text) and _truth(name, text) for name, text in zip(bound.variables, texts, strict=True)
+        )
+    if texts[0].strip().lower() == "none" and type(bound.kind) is not Kind:
+        return None
+    return bound.parse(texts[0], f"environment variable {bound.variables[0]}")
+
+
+def _truth(name: str, text: str) -> bool:
+    try:
+        return Bool().parse(text)
+    except ValueError as error:
+        raise ConfigError(f"environment variable {name} is {text!r}; expected {error}") from None
+
+
+def _derived(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
+    """Variables that repeat in another form what options say: others read them, ``decode`` does not."""
+    if not isinstance(config, LaunchConfig):
+        return {"ACCELERATE_USE_SAGEMAKER": "true"}
+    found = {}
+    if config.use_deepspeed:
+        keys = [
+            bound.keys[0]
+            for bound in schema_of(LaunchConfig).options
+            if (bound.section == "deepspeed" or bound.path == "gradient_accumulation.num_steps")
+            and value_of(config, bound) is not None
+        ]
+        if keys:
+            found["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(keys)
+    if config.use_tpu and config.mixed_precision == "bf16":
+        found["XLA_DOWNCAST_BF16" if config.tpu.downcast_bf16 else "XLA_USE_BF16"] = "1"
+    return found

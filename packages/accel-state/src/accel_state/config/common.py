@@ -1,0 +1,58 @@
+"""Options that a local run and a SageMaker job share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.config.option import Section, option
+
+__all__ = ["CommonOptions"]
+
+
+@dataclass(frozen=True, repr=False)
+class CommonOptions(Section):
+    """Precision, device and size of a run, wherever it runs."""
+
+    mixed_precision: str | None = option(
+        help="Precision that the model is computed in.",
+        env=("ACCELERATE_MIXED_PRECISION",),
+        choices=("no", "fp16", "bf16", "fp8"),
+        launch_default="no",
+        prompt="Do you want to use mixed precision?",
+    )
+    use_cpu: bool = option(
+        False,
+        help="Run on the CPU even where there is an accelerator.",
+        name="cpu",
+        key="use_cpu",
+        flags=("--use_cpu",),
+        env=("ACCELERATE_USE_CPU",),
+        toggle=True,
+        prompt="Do you want to run on CPU only, even if an accelerator is available?",
+    )
+    debug: bool = option(
+        False,
+        help="Check the shapes of tensors in every collective, and print more about failures.",
+        env=("ACCELERATE_DEBUG_MODE",),
+        toggle=True,
+        prompt="Should distributed operations be checked while they run? This costs time.",
+    )
+    num_machines: int = option(
+        1,
+        help="Number of machines of the run.",
+        low=1,
+        flags=("--nnodes",),
+        prompt="How many machines will you use?",
+    )
+    gpu_ids: str | None = option(
+        help='Ids of the accelerators to use on this machine, with commas between them, or "all".',
+        launch_default="all",
+        prompt="Which accelerators (by id) should be used, with commas between them?",
+    )
+    enable_cpu_affinity: bool = option(
+        False,
+        help="Bind each process to the CPU cores near its accelerator (NUMA).",
+        env=("ACCELERATE_CPU_AFFINITY",),
+        toggle=True,
+        prompt="Should processes be bound to the CPU cores near their accelerator?",
+    )

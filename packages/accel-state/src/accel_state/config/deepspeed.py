@@ -1,0 +1,103 @@
+"""DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.config.option import Section, option
+
+__all__ = ["DeepSpeedLaunchSection", "DeepSpeedSection"]
+
+_DEVICES = ("none", "cpu", "nvme")
+
+
+@dataclass(frozen=True, repr=False)
+class DeepSpeedSection(Section):
+    """What the DeepSpeed plugin is built from; fields are named as in the plugin."""
+
+    file_key = "deepspeed_config"
+    env_prefix = "ACCELERATE_DEEPSPEED_"
+    title = "DeepSpeed"
+
+    hf_ds_config: str | None = option(
+        help="DeepSpeed's own configuration: a path, JSON text or base64 text.",
+        name="deepspeed_config_file",
+        env=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
+        unset=("none",),
+        prompt="Please enter the path to the json DeepSpeed config file:",
+    )
+    zero_stage: int | None = option(
+        help="ZeRO stage: what is sharded (1 optimizer states, 2 gradients, 3 parameters).",
+        low=0,
+        high=3,
+        prompt="What should be your DeepSpeed's ZeRO optimization stage?",
+    )
+    offload_optimizer_device: str | None = option(
+        help="Where optimizer states are kept (stage 2 and 3).",
+        choices=_DEVICES,
+        prompt="Where to offload optimizer states?",
+    )
+    offload_param_device: str | None = option(
+        help="Where parameters are kept (stage 3).",
+        choices=_DEVICES,
+        prompt="Where to offload parameters?",
+    )
+    offload_optimizer_nvme_path: str | None = option(
+        help="Folder for optimizer states on NVMe.",
+        unset=("none",),
+        prompt="NVMe path to offload optimizer states?",
+    )
+    offload_param_nvme_path: str | None = option(
+        help="Folder for parameters on NVMe.",
+        unset=("none",),
+        prompt="NVMe path to offload parameters?",
+    )
+    gradient_clipping: float | None = option(
+        help="Norm that gradients are clipped to.",
+        env=("ACCELERATE_GRADIENT_CLIPPING",),
+        unset=("auto", "none"),
+        low=0,
+        prompt="What is the gradient clipping value?",
+    )
+    zero3_init_flag: bool | None = option(
+        help="Create models inside deepspeed.zero.Init, sharded from the start (stage 3).",
+        env=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
+        prompt="Do you want to enable deepspeed.zero.Init when using ZeRO Stage-3?",
+    )
+    zero3_save_16bit_model: bool | None = option(
+        help="Save gathered 16-bit weights (stage 3).",
+        prompt="Do you want to save 16-bit model weights when using ZeRO Stage-3?",
+    )
+    transformer_moe_cls_names: str | None = option(
+        help="Classes of mixture-of-experts layers, with commas between them.",
+        name="deepspeed_moe_layer_cls_names",
+        env=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
+        prompt="Specify the transformer MoE layer class names, with commas between them:",
+    )
+
+
+@dataclass(frozen=True, repr=False)
+class DeepSpeedLaunchSection(DeepSpeedSection):
+    """The plugin's options, and those that only DeepSpeed's launcher for several machines needs."""
+
+    deepspeed_hostfile: str | None = option(
+        help="DeepSpeed hostfile that lists machines and their slots.",
+        env=(),
+        prompt="DeepSpeed configures multi-node compute resources with a hostfile. Where is it?",
+    )
+    deepspeed_exclusion_filter: str | None = option(
+        help="Machines and devices to leave out, as in DeepSpeed's --exclude.",
+        env=(),
+        prompt="DeepSpeed exclusion filter string:",
+    )
+    deepspeed_inclusion_filter: str | None = option(
+        help="Machines and devices to use, as in DeepSpeed's --include.",
+        env=(),
+        prompt="DeepSpeed inclusion filter string:",
+    )
+    deepspeed_multinode_launcher: str | None = option(
+        help="Launcher for several machines.",
+        env=(),
+        choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
+        prompt="Which type of launcher do you want to use?",
+    )

@@ -1,0 +1,54 @@
+"""``torch.compile``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.config.option import Section, option
+from accel_state.enums import DynamoBackend
+
+__all__ = ["DynamoSection"]
+
+
+@dataclass(frozen=True, repr=False)
+class DynamoSection(Section):
+    """What ``torch.compile`` does to prepared models."""
+
+    file_key = "dynamo_config"
+    prefix = "dynamo_"
+    env_prefix = "ACCELERATE_DYNAMO_"
+    title = "torch.compile"
+
+    backend: str | None = option(
+        help="Backend of torch.compile; no: models are not compiled.",
+        choices=tuple(DynamoBackend.list()),
+        synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
+        prompt="Which dynamo backend would you like to use?",
+    )
+    mode: str | None = option(
+        help="Mode of torch.compile.",
+        choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+        launch_default="default",
+        prompt="Which mode do you want to use?",
+    )
+    fullgraph: bool | None = option(
+        help="Compile each model as one graph, or fail.",
+        name="dynamo_use_fullgraph",
+        env=("ACCELERATE_DYNAMO_USE_FULLGRAPH",),
+        toggle=True,
+        launch_default=False,
+        prompt="Do you want the fullgraph mode, or is it ok to break the model into several graphs?",
+    )
+    dynamic: bool | None = option(
+        help="Compile for changing shapes; not given: torch.compile finds out.",
+        name="dynamo_use_dynamic",
+        env=("ACCELERATE_DYNAMO_USE_DYNAMIC",),
+        toggle=True,
+        prompt="Do you want to enable dynamic shape tracing?",
+    )
+    use_regional_compilation: bool | None = option(
+        help="Compile repeated blocks once each instead of the whole model.",
+        toggle=True,
+        launch_default=False,
+        prompt="Do you want to compile repeated blocks only?",
+    )

@@ -1,0 +1,260 @@
+"""Configuration files: where they lie, reading them strictly, writing them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.config.kinds import Table
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
+from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
+
+if TYPE_CHECKING:
+    from accel_state.config.sagemaker import SageMakerConfig
+
+__all__ = [
+    "DefaultFile",
+    "FileLayer",
+    "default_path",
+    "find_default",
+    "load",
+    "read_layer",
+    "save",
+]
+
+_NAME = "default_config.yaml"
+_log = logging.getLogger(__name__)
+
+# Keys of older versions that mean nothing any more: said, not refused.
+_RETIRED: Mapping[str, str] = {
+    "ipex_config": "IPEX is part of PyTorch now",
+    "use_xpu": "devices are found by PyTorch",
+    "mpirun_config.mpirun_ccl": "oneCCL's workers are set by its own variables",
+}
+# Keys that stood elsewhere, or still do in files that Accelerate writes.
+_MOVED: Mapping[tuple[str | None, str], str] = {
+    ("deepspeed_config", "gradient_accumulation_steps"): "gradient_accumulation.num_steps",
+    (None, "dynamo_backend"): "dynamo.backend",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class DefaultFile:
+    """A configuration file found without being named.
+
+    Attributes:
+        path: where it lies.
+        foreign: it is Accelerate's; it is read, never changed.
+    """
+
+    path: Path
+    foreign: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FileLayer:
+    """What a file says.
+
+    Attributes:
+        root: ``LaunchConfig`` or ``SageMakerConfig``, by its ``compute_environment``.
+        values: path of an option to its value.
+        notes: what a user should know about how the file was read.
+    """
+
+    root: type[LaunchConfig] | type[SageMakerConfig]
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def load(path: str | Path) -> LaunchConfig | SageMakerConfig:
+    """Read a configuration file: JSON if its name ends in ``.json``, else YAML.
+
+    Raises:
+        ConfigNotFoundError: the file is not there.
+        UnknownKeyError: a key does not exist, at any depth; the message has its path and the nearest keys.
+        ConfigError: the file is no YAML or JSON mapping, or a value has the wrong type.
+    """
+    layer = read_layer(path)
+    for note in layer.notes:
+        _log.warning(note)
+    config: LaunchConfig | SageMakerConfig = build(layer.root, layer.values)
+    return config
+
+
+def save(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
+    """Write a configuration file: JSON if its name ends in ``.json``, else YAML; folders are made.
+
+    Unset values and empty sections are left out. Options that belong to one start of a program (``--module``,
+    ``--dry_run``, …) are not part of files. What was written loads back equal.
+
+    Returns:
+        The path.
+    """
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = config.to_dict()
+    if path.suffix == ".json":
+        text = json.dumps(data, indent=2, sort_keys=True) + "\n"
+    else:
+        import yaml
+
+        text = yaml.safe_dump(data, allow_unicode=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+    return path
+
+
+def default_path(environ: Mapping[str, str]) -> Path:
+    """Where our configuration lies and is written: ``$HF_HOME/accel/default_config.yaml``."""
+    return _hf_home(environ) / "accel" / _NAME
+
+
+def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
+    """The file that is used when none is named: ours, else Accelerate's, else none."""
+    own = default_path(environ)
+    if own.is_file():
+        return DefaultFile(own, foreign=False)
+    theirs = _hf_home(environ) / "accelerate" / _NAME
+    return DefaultFile(theirs, foreign=True) if theirs.is_file() else None
+
+
+def read_layer(path: str | Path) -> FileLayer:
+    """Read a file as a layer of ``resolve``; errors are those of ``load``."""
+    path = Path(path).expanduser()
+    return _Reader(_read(path), str(path)).layer()
+
+
+def _hf_home(environ: Mapping[str, str]) -> Path:
+    home = environ.get("HF_HOME")
+    if home:
+        return Path(home).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigNotFoundError(
+            f"configuration file {path} does not exist; `accel config` makes one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+    data: Any
+    if path.suffix == ".json":
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+    else:
+        import yaml
+
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{path} holds {type(data).__name__}; expected a mapping of option names to values")
+    return data
+
+
+class _Reader:
+    """One pass over the data of a file."""
+
+    def __init__(self, data: Mapping[str, Any], source: str) -> None:
+        self.data = dict(data)
+        self.source = source
+        self.values: dict[str, Any] = {}
+        self.keys: dict[str, str] = {}  # path to the key that set it
+        self.notes: list[str] = []
+        self.unknown: list[UnknownKeyError] = []
+
+    def layer(self) -> FileLayer:
+        root = self._root(self.data.pop("compute_environment", None))
+        known = schema_of(root)
+        fp16 = self.data.pop("fp16", None)
+        for key, value in self.data.items():
+            if key in known.file_keys:
+                self._section(known, key, value)
+            else:
+                self._entry(known, None, key, value)
+        if self.unknown:
+            raise UnknownKeyError("; ".join(f"{self.source}: {error}" for error in self.unknown))
+        if fp16 is True and self.values.get("mixed_precision") is None:
+            self.values["mixed_precision"] = "fp16"
+        if root is LaunchConfig:
+            self._derive()
+        return FileLayer(root, self.values, tuple(self.notes))
+
+    def _root(self, environment: Any) -> type[LaunchConfig] | type[SageMakerConfig]:
+        if environment in (None, LaunchConfig.compute_environment):
+            return LaunchConfig
+        from accel_state.config.sagemaker import SageMakerConfig
+
+        if environment == SageMakerConfig.compute_environment:
+            return SageMakerConfig
+        raise ConfigError(
+            f"{self.source}: compute_environment is {environment!r}; "
+            f"expected one of {LaunchConfig.compute_environment}, {SageMakerConfig.compute_environment}"
+        )
+
+    def _section(self, known: Schema, file_key: str, value: Any) -> None:
+        if value is None:
+            return
+        try:
+            inner = Table().read(value)
+        except ValueError:
+            raise ConfigError(
+                f"{self.source}: {file_key} is {value!r}; expected a mapping of options to values"
+            ) from None
+        for key, item in inner.items():
+            self._entry(known, file_key, key, item)
+
+    def _entry(self, known: Schema, file_key: str | None, key: str, value: Any) -> None:
+        full = f"{file_key}.{key}" if file_key else key
+        bound = known.by_key.get((file_key, key)) or known.by_path.get(_MOVED.get((file_key, key), ""))
+        if bound is None:
+            if full in _RETIRED:
+                self.notes.append(f"{self.source}: {full} is ignored: {_RETIRED[full]}")
+            else:
+                self.unknown.append(_unknown_key(known, file_key, key))
+            return
+        read = None if value is None else bound.read(value, f"{self.source}: {full}")
+        if read is not None:
+            self._set(bound, full, read)
+
+    def _set(self, bound: BoundOption, full: str, value: Any) -> None:
+        before = self.keys.get(bound.path)
+        if before is not None and self.values[bound.path] != value:
+            raise ConfigError(
+                f"{self.source}: {before} is {self.values[bound.path]!r} and {full} is {value!r}, "
+                "but both set the same option; keep one of them"
+            )
+        self.values[bound.path] = value
+        self.keys[bound.path] = full
+
+    def _derive(self) -> None:
+        if self.values.get("distributed_type") == "NO":
+            self.values.setdefault("num_processes", 1)
+        if any(path.startswith("parallelism.") for path in self.values):
+            self.values.setdefault("use_parallelism_config", True)
+
+
+def _unknown_key(known: Schema, file_key: str | None, key: str) -> UnknownKeyError:
+    full = f"{file_key}.{key}" if file_key else key
+    elsewhere = [bound.file_path for (_, other), bound in known.by_key.items() if other == key]
+    if elsewhere:
+        return UnknownKeyError(f"key {full} does not exist; it belongs at {elsewhere[0]}")
+    if file_key is None:
+        names = [bound.keys[0] for (place, _), bound in known.by_key.items() if place is None]
+        return unknown(full, [*names, *known.file_keys, "compute_environment"], "key")
+    names = [f"{place}.{other}" for place, other in known.by_key if place == file_key]
+    return unknown(full, names, "key")

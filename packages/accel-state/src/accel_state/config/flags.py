@@ -1,0 +1,186 @@
+"""Command-line flags of the schema: reading them, and writing a configuration as flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from accel_state.config.kinds import Bool, BoolOrText, Texts
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.option import Section
+from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
+from accel_state.errors import ConfigError
+
+__all__ = ["ParsedFlags", "parse_flags", "to_flags"]
+
+_NO = "no_"
+
+
+@dataclasses.dataclass(frozen=True)
+class ParsedFlags:
+    """What stood on a command line.
+
+    Attributes:
+        values: path of an option to its value; the paths of a ``SageMakerConfig`` where only it has the flag.
+        spelled: path to the flag as it was typed, for messages.
+        rest: everything from the first word that is not a flag: the script and its arguments.
+        others: flags named in ``extra``, without dashes and with underscores, to their values.
+    """
+
+    values: dict[str, Any]
+    spelled: dict[str, str]
+    rest: tuple[str, ...]
+    others: dict[str, Any]
+
+
+def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) -> ParsedFlags:
+    """Read flags until the first word that is not one, or until ``--``.
+
+    Dashes and underscores in a flag are the same. A truth value is ``--flag``, ``--no-flag`` or
+    ``--flag=false``; those that take a value in Accelerate also read the next word when it is one
+    (``--fsdp_offload_params true``). Later flags win over earlier ones; a flag that is given once per item
+    collects.
+
+    Args:
+        arguments: the words after the name of the command.
+        extra: flags of the command itself, without dashes, to whether they take a value.
+
+    Raises:
+        UnknownKeyError: a flag does not exist; the message suggests the nearest ones.
+        ConfigError: a value is missing or cannot be used, or two flags exclude each other.
+    """
+    reader = _Reader(list(arguments), extra or {})
+    reader.run()
+    return ParsedFlags(reader.values, reader.spelled, tuple(reader.words[reader.at :]), reader.others)
+
+
+def to_flags(config: Section) -> list[str]:
+    """Flags that ``parse_flags`` reads back as the values of ``config`` that differ from their defaults."""
+    words: list[str] = []
+    values = flatten(config)
+    for bound in schema_of(type(config)).options:
+        value = values[bound.path]
+        if not bound.flags or value is None or value == bound.default:
+            continue
+        words += _words(bound, value)
+    return words
+
+
+def _words(bound: BoundOption, value: Any) -> list[str]:
+    flag = bound.flags[0]
+    if isinstance(bound.kind, Texts):
+        return [f"{flag}={item}" for item in value]
+    if isinstance(value, bool) and bound.about.toggle:
+        return [flag if value else f"--no-{flag[2:]}"]
+    return [f"{flag}={bound.kind.format(value)}"]
+
+
+class _Reader:
+    """One pass over a command line."""
+
+    def __init__(self, words: list[str], extra: dict[str, bool]) -> None:
+        self.words = words
+        self.extra = {plain_flag(f"--{name}"): takes for name, takes in extra.items()}
+        self.at = 0
+        self.values: dict[str, Any] = {}
+        self.spelled: dict[str, str] = {}
+        self.others: dict[str, Any] = {}
+        self.switched: dict[str, str] = {}
+
+    def run(self) -> None:
+        while self.at < len(self.words):
+            word = self.words[self.at]
+            if word == "--":
+                self.at += 1
+                return
+            if not word.startswith("-") or word == "-":
+                return
+            self.at += 1
+            flag, equals, text = word.partition("=")
+            self._flag(flag, text if equals else None)
+
+    def _flag(self, flag: str, text: str | None) -> None:
+        name = plain_flag(flag)
+        if name in self.extra:
+            self.others[name] = self._value(flag, text) if self.extra[name] else True
+            return
+        tables = _tables(name)
+        if name in tables.switches:
+            self._switch(flag, *tables.switches[name], on=text is None or _truth(flag, text))
+        elif name in tables.by_flag:
+            self._option(flag, tables.by_flag[name], text)
+        elif name.startswith(_NO) and name[len(_NO) :] in tables.switches and text is None:
+            self._switch(flag, *tables.switches[name[len(_NO) :]], on=False)
+        elif name.startswith(_NO) and _is_truth(tables.by_flag.get(name[len(_NO) :])) and text is None:
+            self._store(flag, tables.by_flag[name[len(_NO) :]], False)
+        else:
+            known = [*tables.by_flag, *tables.switches, *self.extra]
+            shown = (f"--{item}" if not item.startswith("-") else item for item in known)
+            raise unknown(f"--{name}" if flag.startswith("--") else flag, shown, "flag")
+
+    def _option(self, flag: str, bound: BoundOption, text: str | None) -> None:
+        if text is None and isinstance(bound.kind, (Bool, BoolOrText)):
+            following = self.words[self.at] if self.at < len(self.words) else ""
+            if bound.about.toggle or not _reads(bound, following):
+                self._store(flag, bound, True)
+                return
+        value = bound.parse(self._value(flag, text), flag)
+        if isinstance(bound.kind, Texts) and bound.path in self.values:
+            value = (*self.values[bound.path], *value)
+        self._store(flag, bound, value)
+
+    def _switch(self, flag: str, bound: BoundOption, meaning: str, *, on: bool) -> None:
+        if on:
+            for before, other in self.switched.items():
+                if other != meaning:
+                    raise ConfigError(f"{before} and {flag} exclude each other; give one of them")
+            self.switched[flag] = meaning
+            self._store(flag, bound, meaning)
+        elif self.values.get(bound.path) in (None, meaning):
+            self.values[bound.path] = None
+            self.spelled[bound.path] = flag
+
+    def _store(self, flag: str, bound: BoundOption, value: Any) -> None:
+        self.values[bound.path] = value
+        self.spelled[bound.path] = flag
+
+    def _value(self, flag: str, text: str | None) -> str:
+        if text is not None:
+            return text
+        if self.at == len(self.words):
+            raise ConfigError(f"{flag} needs a value after it")
+        self.at += 1
+        return self.words[self.at - 1]
+
+
+def _tables(name: str) -> Schema:
+    """The schema that has the flag: that of local runs, else that of SageMaker."""
+    local = schema_of(LaunchConfig)
+    bare = name.removeprefix(_NO)
+    if any(form in table for form in (name, bare) for table in (local.by_flag, local.switches)):
+        return local
+    from accel_state.config.sagemaker import SageMakerConfig
+
+    other = schema_of(SageMakerConfig)
+    return other if name in other.by_flag or bare in other.by_flag else local
+
+
+def _is_truth(bound: BoundOption | None) -> bool:
+    return bound is not None and isinstance(bound.kind, (Bool, BoolOrText))
+
+
+def _reads(bound: BoundOption, word: str) -> bool:
+    """Whether the next word is the value of a truth flag, not the script."""
+    try:
+        bound.parse(word, "")
+    except ConfigError:
+        return False
+    return bool(word)
+
+
+def _truth(flag: str, text: str) -> bool:
+    try:
+        return Bool().parse(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is {text!r}; expected {error}") from None

@@ -1,0 +1,102 @@
+"""The root of the schema for runs on machines of one's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from accel_state.config.accumulation import GradientAccumulationSection
+from accel_state.config.data import to_data
+from accel_state.config.deepspeed import DeepSpeedLaunchSection
+from accel_state.config.dynamo import DynamoSection
+from accel_state.config.fp8 import Fp8Section
+from accel_state.config.fsdp import FsdpSection
+from accel_state.config.hardware import HardwareOptions
+from accel_state.config.megatron_lm import MegatronLMSection
+from accel_state.config.mpirun import MpirunSection
+from accel_state.config.parallelism import ParallelismSection
+from accel_state.config.run import RunOptions
+from accel_state.config.runtime import RuntimeSection
+from accel_state.config.tpu import TpuSection
+
+__all__ = ["LaunchConfig"]
+
+
+@dataclass(frozen=True, repr=False)
+class LaunchConfig(RunOptions, HardwareOptions):
+    """Everything that can be said about a run before it starts.
+
+    ``None`` means "not set". What an unset option stands for is decided where it is used: by the
+    launcher, or by the plugin that is built from a section.
+    """
+
+    title = "Processes"
+    compute_environment: ClassVar[str] = "LOCAL_MACHINE"
+
+    gradient_accumulation: GradientAccumulationSection = field(default_factory=GradientAccumulationSection)
+    dynamo: DynamoSection = field(default_factory=DynamoSection)
+    fsdp: FsdpSection = field(default_factory=FsdpSection)
+    deepspeed: DeepSpeedLaunchSection = field(default_factory=DeepSpeedLaunchSection)
+    megatron_lm: MegatronLMSection = field(default_factory=MegatronLMSection)
+    parallelism: ParallelismSection = field(default_factory=ParallelismSection)
+    fp8: Fp8Section = field(default_factory=Fp8Section)
+    mpirun: MpirunSection = field(default_factory=MpirunSection)
+    tpu: TpuSection = field(default_factory=TpuSection)
+    runtime: RuntimeSection = field(default_factory=RuntimeSection)
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Micro-batches per optimizer step, or None where nobody said."""
+        return self.gradient_accumulation.num_steps
+
+    @property
+    def use_deepspeed(self) -> bool:
+        """Whether DeepSpeed was chosen."""
+        return self.distributed_type == "DEEPSPEED"
+
+    @property
+    def use_fsdp(self) -> bool:
+        """Whether FSDP was chosen."""
+        return self.distributed_type == "FSDP"
+
+    @property
+    def use_megatron_lm(self) -> bool:
+        """Whether Megatron-LM was chosen."""
+        return self.distributed_type == "MEGATRON_LM"
+
+    @property
+    def use_tpu(self) -> bool:
+        """Whether TPUs were chosen."""
+        return self.distributed_type == "XLA"
+
+    @property
+    def multi_accelerator(self) -> bool:
+        """Whether several accelerators with one replica each were chosen (MULTI_GPU and its siblings)."""
+        return (self.distributed_type or "").startswith("MULTI_") and self.distributed_type != "MULTI_CPU"
+
+    def is_active(self, section: str) -> bool:
+        """Whether the run uses the section of that name; if so, ranks receive all its set values."""
+        match section:
+            case "dynamo":
+                return self.dynamo.backend not in (None, "NO")
+            case "fsdp":
+                return self.use_fsdp
+            case "deepspeed":
+                return self.use_deepspeed
+            case "megatron_lm":
+                return self.use_megatron_lm
+            case "parallelism":
+                return self.use_parallelism_config
+            case "fp8":
+                return self.mixed_precision == "fp8"
+            case _:
+                return False
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as data for a file: nothing unset, no empty sections."""
+        data = {"compute_environment": self.compute_environment, **to_data(self)}
+        # A parallelism section says by itself that it is used; the key is only needed where it does not.
+        data.pop("use_parallelism_config", None)
+        if self.use_parallelism_config != (ParallelismSection.file_key in data):
+            data["use_parallelism_config"] = self.use_parallelism_config
+        return data

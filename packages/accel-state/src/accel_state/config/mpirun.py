@@ -1,0 +1,23 @@
+"""MPI as launcher."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.config.option import Section, option
+
+__all__ = ["MpirunSection"]
+
+
+@dataclass(frozen=True, repr=False)
+class MpirunSection(Section):
+    """How ``mpirun`` starts the processes."""
+
+    file_key = "mpirun_config"
+    prefix = "mpirun_"
+    title = "MPI"
+
+    hostfile: str | None = option(
+        help="Hostfile of mpirun; when it is given, mpirun starts the processes.",
+        prompt="Please enter the path to the hostfile to use with mpirun",
+    )

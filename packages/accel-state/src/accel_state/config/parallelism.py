@@ -1,0 +1,77 @@
+"""Sizes of the dimensions of the device mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accel_state.config.option import Section, option
+
+__all__ = ["ParallelismSection"]
+
+
+@dataclass(frozen=True, repr=False)
+class ParallelismSection(Section):
+    """How ranks are divided among kinds of parallelism."""
+
+    file_key = "parallelism_config"
+    prefix = "parallelism_config_"
+    env_prefix = "PARALLELISM_CONFIG_"
+    title = "Parallelism"
+
+    dp_replicate_size: int | None = option(
+        help="Ranks that hold replicas of the parameters.",
+        low=1,
+        launch_default=1,
+        prompt="What is the data parallelism replicate size?",
+    )
+    dp_shard_size: int | None = option(
+        help="Ranks that parameters are sharded over.",
+        low=1,
+        launch_default=1,
+        prompt="What is the FSDP size?",
+    )
+    tp_size: int | None = option(
+        help="Ranks of tensor parallelism.",
+        low=1,
+        launch_default=1,
+        prompt="What is the tensor parallelism size?",
+    )
+    cp_size: int | None = option(
+        help="Ranks of context parallelism.",
+        low=1,
+        launch_default=1,
+        prompt="What is the context parallelism size?",
+    )
+    cp_backend: str | None = option(
+        help="Implementation of context parallelism.", choices=("torch",), launch_default="torch"
+    )
+    cp_comm_strategy: str | None = option(
+        help="How keys and values travel in context parallelism.",
+        choices=("allgather", "alltoall"),
+        launch_default="allgather",
+        prompt="What is the context parallelism communication strategy?",
+    )
+    sp_size: int | None = option(help="Ranks of sequence parallelism.", low=1, launch_default=1)
+    sp_backend: str | None = option(
+        help="Implementation of sequence parallelism.", choices=("deepspeed",), launch_default="deepspeed"
+    )
+    sp_seq_length: int | None = option(help="Length of sequences, when it is fixed.", unset=("none",), low=1)
+    sp_seq_length_is_variable: bool | None = option(
+        help="Sequences differ in length from batch to batch.", launch_default=True
+    )
+    sp_attn_implementation: str | None = option(
+        help="Attention that sequence parallelism replaces, by its name in transformers.",
+        unset=("none",),
+        launch_default="sdpa",
+    )
+
+    def launch_defaults(self) -> dict[str, Any]:
+        """As declared; details of a dimension only where that dimension has several ranks."""
+        found = super().launch_defaults()
+        if (self.cp_size or 1) == 1:
+            found.pop("cp_comm_strategy", None)
+        if (self.sp_size or 1) == 1:
+            found.pop("sp_seq_length_is_variable", None)
+            found.pop("sp_attn_implementation", None)
+        return found

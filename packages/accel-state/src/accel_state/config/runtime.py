@@ -1,0 +1,43 @@
+"""Switches that only the environment carries. They change how a program behaves, not how it is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_state.config.option import Section, option
+
+__all__ = ["RuntimeSection"]
+
+
+@dataclass(frozen=True, repr=False)
+class RuntimeSection(Section):
+    """Settings of a running program that are given by variables alone."""
+
+    env_prefix = "ACCELERATE_"
+    title = "Variables of a running program"
+
+    torch_device: str | None = option(
+        help="Device to use instead of the one that would be chosen.", in_file=False, in_flags=False
+    )
+    log_level: str | None = option(
+        help="Level of loggers that get_logger makes without a level of their own.",
+        in_file=False,
+        in_flags=False,
+    )
+    enable_rich: bool = option(False, help="Show tracebacks with rich.", in_file=False, in_flags=False)
+    bypass_device_map: bool = option(
+        False,
+        help="Allow a model that is spread over several devices in a distributed run.",
+        in_file=False,
+        in_flags=False,
+    )
+    allow_cp_standalone: bool = option(
+        False, help="Allow context parallelism without FSDP.", in_file=False, in_flags=False
+    )
+    init_include_buffers: bool = option(
+        False,
+        help="Create buffers on the meta device too, where init_empty_weights is not told otherwise.",
+        in_file=False,
+        in_flags=False,
+    )
+    in_tpu_pod: bool = option(False, help="Set on the machines of a TPU pod.", in_file=False, in_flags=False)

@@ -1,0 +1,89 @@
+"""The root of the schema for jobs on Amazon SageMaker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from accel_state.config.common import CommonOptions
+from accel_state.config.data import to_data
+from accel_state.config.dynamo import DynamoSection
+from accel_state.config.fp8 import Fp8Section
+from accel_state.config.option import option
+from accel_state.enums import SageMakerDistributedType
+
+__all__ = ["SageMakerConfig"]
+
+
+@dataclass(frozen=True, repr=False)
+class SageMakerConfig(CommonOptions):
+    """A job that SageMaker runs."""
+
+    title = "SageMaker"
+    compute_environment: ClassVar[str] = "AMAZON_SAGEMAKER"
+
+    distributed_type: str | None = option(
+        help="How the job is distributed.",
+        env=("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",),
+        choices=tuple(member.value for member in SageMakerDistributedType),
+        prompt="What is the distributed mode?",
+    )
+    ec2_instance_type: str | None = option(
+        help="Type of the machines, such as ml.p3.2xlarge.",
+        prompt="Which EC2 instance type do you want to use for your training?",
+    )
+    iam_role_name: str | None = option(
+        help="Role that the job runs as.", prompt="Enter your IAM role name for SageMaker:"
+    )
+    image_uri: str | None = option(
+        help="Docker image of the job.", prompt="Enter your Docker image URI, if you use a custom one:"
+    )
+    profile: str | None = option(
+        help="AWS profile to log in with.", env=("AWS_PROFILE",), prompt="Enter your AWS Profile name:"
+    )
+    region: str = option(
+        "us-east-1",
+        help="AWS region of the job.",
+        env=("AWS_DEFAULT_REGION",),
+        prompt="Enter your AWS Region:",
+    )
+    base_job_name: str = option("accelerate-sagemaker-1", help="First part of the name of the job.")
+    pytorch_version: str = option("1.10.2", help="Version of PyTorch in the job's image.")
+    transformers_version: str = option("4.17.0", help="Version of transformers in the job's image.")
+    py_version: str = option("py38", help="Version of Python in the job's image.")
+    sagemaker_inputs_file: str | None = option(
+        help="TSV file with the columns channel_name and data_location.",
+        prompt="Enter the path to the SageMaker inputs TSV file:",
+    )
+    sagemaker_metrics_file: str | None = option(
+        help="TSV file with the columns metric_name and metric_regex.",
+        prompt="Enter the path to the SageMaker metrics TSV file:",
+    )
+    additional_args: Mapping[str, Any] | None = option(
+        help="More arguments of the estimator, as a JSON object on the command line."
+    )
+    aws_access_key_id: str | None = option(
+        help="Key to log in with, when no profile is named.",
+        env=("AWS_ACCESS_KEY_ID",),
+        in_file=False,
+        secret=True,
+    )
+    aws_secret_access_key: str | None = option(
+        help="Secret to log in with, when no profile is named.",
+        env=("AWS_SECRET_ACCESS_KEY",),
+        in_file=False,
+        secret=True,
+    )
+    dynamo: DynamoSection = field(default_factory=DynamoSection)
+    fp8: Fp8Section = field(default_factory=Fp8Section)
+
+    def is_active(self, section: str) -> bool:
+        """Whether the job uses the nested section of that name."""
+        if section == "dynamo":
+            return self.dynamo.backend not in (None, "NO")
+        return section == "fp8" and self.mixed_precision == "fp8"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The configuration as data for a file: nothing unset, no empty sections."""
+        return {"compute_environment": self.compute_environment, **to_data(self)}

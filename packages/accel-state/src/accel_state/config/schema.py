@@ -1,0 +1,256 @@
+"""The options of a root configuration, bound to their names in files, flags and variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from accel_state.config.kinds import BoolOrText, Kind, kind_of
+from accel_state.config.option import Carrier, Option, Section
+from accel_state.errors import ConfigError, UnknownKeyError
+
+__all__ = [
+    "BoundOption",
+    "Schema",
+    "build",
+    "flatten",
+    "plain_flag",
+    "schema_of",
+    "unknown",
+    "value_of",
+    "variables_of",
+]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BoundOption:
+    """An option of a root: what the field declares, with all its names worked out.
+
+    Attributes:
+        path: name inside the root, such as ``num_processes`` or ``fsdp.cpu_offload``.
+        section: attribute of the root that holds it; empty for the root's own fields.
+        attribute: name of the field in its section.
+        title: heading that it stands under in help.
+        about: what the field declares.
+        kind: how values are read and written.
+        default: value when nobody sets it.
+        file_key: mapping of a file that holds it; None: the top of the file.
+        keys: keys that are accepted there; the first is written.
+        flags: flags that are accepted, with their dashes; the first is written.
+        variables: environment variables that carry it to the ranks; empty: it does not travel so.
+    """
+
+    path: str
+    section: str
+    attribute: str
+    title: str
+    about: Option
+    kind: Kind
+    default: Any
+    file_key: str | None
+    keys: tuple[str, ...]
+    flags: tuple[str, ...]
+    variables: tuple[str, ...]
+
+    @property
+    def carriers(self) -> frozenset[Carrier]:
+        """The ways by which a value of this option travels."""
+        found = set()
+        if self.keys:
+            found.add(Carrier.FILE)
+        if self.flags:
+            found.add(Carrier.FLAG)
+        found.add(Carrier.ENVIRONMENT if self.variables else Carrier.LAUNCHER)
+        return frozenset(found)
+
+    @property
+    def file_path(self) -> str:
+        """Full key in a file."""
+        return f"{self.file_key}.{self.keys[0]}" if self.file_key else self.keys[0]
+
+    @property
+    def label(self) -> str:
+        """How messages name the option: by flag, else by variable, else by key."""
+        return self.flags[0] if self.flags else (self.variables[0] if self.variables else self.path)
+
+    def parse(self, text: str, where: str) -> Any:
+        """The value that ``text`` stands for.
+
+        Raises:
+            ConfigError: it stands for none; the message starts with ``where``.
+        """
+        return self._convert(text, where, self.kind.parse)
+
+    def read(self, data: Any, where: str) -> Any:
+        """The value that ``data`` out of YAML, JSON or code stands for.
+
+        Raises:
+            ConfigError: it stands for none; the message starts with ``where``.
+        """
+        if data is False and "no" in (choice.lower() for choice in self.about.choices):
+            data = "no"  # YAML 1.1 reads a bare ``no`` as false
+        return self._convert(data, where, self.kind.read)
+
+    def _convert(self, data: Any, where: str, convert: Any) -> Any:
+        if isinstance(data, str) and (not data.strip() or data.strip().lower() in self.about.unset):
+            return None
+        try:
+            return self._check(convert(data))
+        except ValueError as error:
+            shown = "***" if self.about.secret else repr(data)
+            raise ConfigError(f"{where} is {shown}; expected {error}") from None
+
+    def _check(self, value: Any) -> Any:
+        about = self.about
+        if about.choices and not isinstance(value, bool):
+            return self._choice(str(value))
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            low, high = about.low, about.high
+            if (low is not None and value < low) or (high is not None and value > high):
+                raise ValueError(f"{self.kind.expected} {_limits(low, high)}")
+        return value
+
+    def _choice(self, text: str) -> str:
+        word = text.strip().lower()
+        about = self.about
+        for choice in about.choices:
+            if choice.lower() == word:
+                return choice
+        if word in about.synonyms:
+            return about.synonyms[word]
+        if about.numbered and word.isdecimal() and 1 <= int(word) <= len(about.choices):
+            return about.choices[int(word) - 1]
+        words = ["true", "false"] if isinstance(self.kind, BoolOrText) else []
+        raise ValueError(f"one of {', '.join([*words, *about.choices])}")
+
+
+class Schema:
+    """All options of one root, with the tables that look them up by name.
+
+    Attributes:
+        root: the root's class.
+        options: every option, in order of declaration.
+        by_path, by_flag, by_variable: name to option; flags as ``plain_flag`` spells them.
+        by_key: mapping of a file (None: its top) and key to option.
+        sections: attribute of the root to class of section.
+        switches: plain flag to the option that it sets and the value that it stands for.
+    """
+
+    def __init__(self, root: type[Section]) -> None:
+        self.root = root
+        self.sections: dict[str, type[Section]] = {}
+        self.options: tuple[BoundOption, ...] = tuple(self._bind(root))
+        self.by_path = {bound.path: bound for bound in self.options}
+        self.by_flag = {plain_flag(flag): bound for bound in self.options for flag in bound.flags}
+        self.by_variable = {name: bound for bound in self.options for name in variables_of(bound)}
+        self.by_key = {(bound.file_key, key): bound for bound in self.options for key in bound.keys}
+        self.switches = {
+            plain_flag(flag): (bound, value)
+            for bound in self.options
+            for flag, (value, _) in bound.about.switches.items()
+        }
+
+    @property
+    def file_keys(self) -> dict[str, str]:
+        """Keys of a file that hold a mapping, to the section that they hold."""
+        return {cls.file_key: name for name, cls in self.sections.items() if cls.file_key is not None}
+
+    def _bind(self, root: type[Section]) -> Iterator[BoundOption]:
+        for field in dataclasses.fields(root):
+            section: Any = field.default_factory
+            if isinstance(section, type) and issubclass(section, Section):
+                self.sections[field.name] = section
+                for inner in dataclasses.fields(section):
+                    yield _bound(inner, field.name, section)
+            else:
+                yield _bound(field, "", root)
+
+
+def schema_of(root: type[Section]) -> Schema:
+    """The schema of a root, worked out once."""
+    if root not in _SCHEMAS:
+        _SCHEMAS[root] = Schema(root)
+    return _SCHEMAS[root]
+
+
+_SCHEMAS: dict[type[Section], Schema] = {}
+
+
+def plain_flag(flag: str) -> str:
+    """One spelling for all spellings of a flag: underscores and no dashes in front; ``-m`` stays as it is."""
+    return flag[2:].replace("-", "_") if flag.startswith("--") else flag
+
+
+def variables_of(bound: BoundOption) -> tuple[str, ...]:
+    """All variables that carry the option, those of its switches included."""
+    switches = (variable for _, variable in bound.about.switches.values() if variable)
+    return (*bound.variables, *switches)
+
+
+def flatten(config: Section) -> dict[str, Any]:
+    """Every option's path and value."""
+    return {bound.path: value_of(config, bound) for bound in schema_of(type(config)).options}
+
+
+def value_of(config: Section, bound: BoundOption) -> Any:
+    """The option's value in ``config``."""
+    holder = getattr(config, bound.section) if bound.section else config
+    return getattr(holder, bound.attribute)
+
+
+def build(root: type[Section], values: Mapping[str, Any]) -> Any:
+    """An instance of ``root`` from paths and values; what is not named keeps its default."""
+    known = schema_of(root)
+    own: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        bound = known.by_path[path]
+        if value is None:
+            value = bound.default
+        (inner.setdefault(bound.section, {}) if bound.section else own)[bound.attribute] = value
+    sections = {name: known.sections[name](**found) for name, found in inner.items()}
+    return root(**own, **sections)
+
+
+def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
+    """The error for a name that does not exist, with the nearest ones that do."""
+    import difflib
+
+    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return UnknownKeyError(f"{what} {name} does not exist{hint}")
+
+
+def _bound(field: dataclasses.Field[Any], section: str, cls: type[Section]) -> BoundOption:
+    about: Option = field.metadata["option"]
+    name = about.name or cls.prefix + field.name
+    key = about.key or name
+    # Accelerate puts a section's prefix before keys that lack it, so both forms are in use.
+    forms = [key, *about.keys]
+    if cls.prefix:
+        bare = [form.removeprefix(cls.prefix) for form in forms]
+        forms += [*bare, *(cls.prefix + form for form in bare)]
+    if about.env is not None:
+        variables = about.env
+    else:
+        variables = (cls.env_prefix + field.name.upper(),) if cls.env_prefix else ()
+    return BoundOption(
+        path=f"{section}.{field.name}" if section else field.name,
+        section=section,
+        attribute=field.name,
+        title=cls.title,
+        about=about,
+        kind=kind_of(str(field.type), comma_list=about.comma_list),
+        default=field.default,
+        file_key=cls.file_key,
+        keys=tuple(dict.fromkeys(forms)) if about.in_file else (),
+        flags=(f"--{name}", *about.flags) if about.in_flags else (),
+        variables=variables,
+    )
+
+
+def _limits(low: float | None, high: float | None) -> str:
+    if high is None:
+        return f"of at least {low}"
+    return f"from {low} to {high}" if low is not None else f"of at most {high}"
