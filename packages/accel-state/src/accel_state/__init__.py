@@ -6,6 +6,11 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_state.config.basic": ("default_config_file", "load_config_from_file", "write_basic_config"),
+        "accel_state.config.files": ("load_config", "save_config"),
+        "accel_state.config.launch": ("LaunchConfig",),
+        "accel_state.config.merge": ("resolve_config",),
+        "accel_state.config.sagemaker": ("SageMakerConfig",),
         "accel_state.enums": (
             "BaseEnum",
             "ComputeEnvironment",

@@ -1,4 +1,12 @@
 from accel_state.__about__ import __version__ as __version__
+from accel_state.config.basic import default_config_file as default_config_file
+from accel_state.config.basic import load_config_from_file as load_config_from_file
+from accel_state.config.basic import write_basic_config as write_basic_config
+from accel_state.config.files import load_config as load_config
+from accel_state.config.files import save_config as save_config
+from accel_state.config.launch import LaunchConfig as LaunchConfig
+from accel_state.config.merge import resolve_config as resolve_config
+from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig
 from accel_state.enums import BaseEnum as BaseEnum
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import DistributedType as DistributedType

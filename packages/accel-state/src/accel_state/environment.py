@@ -1,7 +1,7 @@
 """The process environment: the only module of the project that reads or changes ``os.environ``.
 
 Reading goes through ``get``, ``snapshot``, ``decode`` and the parsers. Changes are the temporary ones of
-``patch_environment`` and ``clear_environment``, and ``publish``, which sets missing variables of a fixed table.
+``patch_environment`` and ``clear_environment``, and ``publish``, which sets missing variables of one table.
 """
 
 from __future__ import annotations

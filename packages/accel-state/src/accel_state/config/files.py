@@ -23,8 +23,10 @@ __all__ = [
     "default_path",
     "find_default",
     "load",
+    "load_config",
     "read_layer",
     "save",
+    "save_config",
 ]
 
 _NAME = "default_config.yaml"
@@ -108,6 +110,11 @@ def save(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
     return path
+
+
+# The names under which the top of the package has them, where a bare ``load`` would say too little.
+load_config = load
+save_config = save
 
 
 def default_path(environ: Mapping[str, str]) -> Path:

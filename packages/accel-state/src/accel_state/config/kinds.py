@@ -93,11 +93,11 @@ class Int(Kind):
     def _integral(self, data: str | float) -> int:
         try:
             number = float(data)
-            if number.is_integer():
-                return int(number)
-        except (ValueError, OverflowError):
-            pass
-        raise ValueError(self.expected)
+        except ValueError:
+            raise ValueError(self.expected) from None
+        if not number.is_integer():
+            raise ValueError(self.expected)
+        return int(number)
 
 
 class Float(Kind):

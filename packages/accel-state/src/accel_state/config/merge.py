@@ -20,7 +20,7 @@ from accel_state.errors import ConfigError
 if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
 
-__all__ = ["Origin", "Resolved", "resolve"]
+__all__ = ["Origin", "Resolved", "resolve", "resolve_config"]
 
 
 class Origin(IntEnum):
@@ -116,6 +116,9 @@ def resolve(
         notes += check(merged, origins, _sources(path, flags))
     config = _with_launch_defaults(build(root, merged))
     return Resolved(config, origins, path, tuple(notes))
+
+
+resolve_config = resolve  # its name at the top of the package
 
 
 def _file_layer(

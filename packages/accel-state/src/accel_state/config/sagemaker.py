@@ -25,6 +25,8 @@ class SageMakerConfig(CommonOptions):
 
     distributed_type: str | None = option(
         help="How the job is distributed.",
+        name="sagemaker_distributed_type",
+        key="distributed_type",
         env=("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",),
         choices=tuple(member.value for member in SageMakerDistributedType),
         prompt="What is the distributed mode?",

@@ -1,0 +1,53 @@
+"""Values for every option, made from the schema itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from accel_state.config.kinds import Bool, BoolOrText, Float, Int, Kind, Names, Table, Texts, ThreeBools
+from accel_state.config.option import Section
+from accel_state.config.schema import BoundOption, build, schema_of
+
+_LETTERS = st.characters(min_codepoint=33, max_codepoint=0x2FFF, exclude_categories=("C", "Z"))
+TEXT = st.text(_LETTERS, min_size=1, max_size=12)
+
+
+def values(bound: BoundOption) -> st.SearchStrategy[Any]:
+    """Values that the option allows."""
+    about, kind = bound.about, bound.kind
+    if isinstance(kind, BoolOrText):
+        return st.booleans() | st.sampled_from(about.choices)
+    if about.choices:
+        return st.sampled_from([choice for choice in about.choices if choice.lower() not in about.unset])
+    if isinstance(kind, Bool):
+        return st.booleans()
+    if isinstance(kind, Int):
+        low = -1000 if about.low is None else int(about.low)
+        high = 10**9 if about.high is None else int(about.high)
+        return st.integers(low, high)
+    if isinstance(kind, Float):
+        return st.floats(
+            -1e6 if about.low is None else about.low,
+            1e6 if about.high is None else about.high,
+            allow_nan=False,
+        )
+    if isinstance(kind, Names):
+        name = TEXT.filter(lambda text: "," not in text)
+        return st.lists(name, min_size=1, max_size=3).map(tuple)
+    if isinstance(kind, Texts):
+        return st.lists(TEXT, min_size=1, max_size=3).map(tuple)
+    if isinstance(kind, ThreeBools):
+        return st.tuples(st.booleans(), st.booleans(), st.booleans())
+    if isinstance(kind, Table):
+        return st.dictionaries(TEXT, TEXT | st.integers() | st.booleans(), min_size=1, max_size=3)
+    assert type(kind) is Kind, f"no values for {bound.path}"
+    return TEXT.filter(lambda text: text.lower() not in about.unset)
+
+
+def configs(root: type[Section], keep: Any = lambda bound: True) -> st.SearchStrategy[Any]:
+    """Configurations in which any of the options that ``keep`` lets through are set."""
+    options = [bound for bound in schema_of(root).options if keep(bound)]
+    layer = st.fixed_dictionaries({}, optional={bound.path: values(bound) for bound in options})
+    return layer.map(lambda found: build(root, found))
