@@ -1,0 +1,33 @@
+"""Every code block of the documentation and of the READMEs runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from testkit import blocks, worlds
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "packages").glob("*/README.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+SKIPPED = [block for page in PAGES for block in blocks.parse(page) if blocks.skip_reason(block) is not None]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_page(page, tmp_path):
+    if any(block.language in {"python", "py", "diff", "bash", "sh"} for block in blocks.parse(page)):
+        worlds.run(blocks.run_page, 1, str(page), str(tmp_path), timeout=280)
+
+
+@pytest.mark.parametrize("block", SKIPPED, ids=lambda block: f"{_name(block.page)}:{block.line}")
+def test_block_that_cannot_run_here(block):
+    pytest.skip(f"{_name(block.page)}:{block.line}: {blocks.skip_reason(block)}")
