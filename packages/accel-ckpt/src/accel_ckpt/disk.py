@@ -1,0 +1,98 @@
+"""The calls through which a checkpoint reaches the disk.
+
+They are methods of one small class so that tests can make each of them fail in turn; nothing else in this
+package writes, renames or removes files.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import secrets
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["LOCAL", "Disk"]
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+class Disk:
+    """The local file system."""
+
+    def open_new(self, path: Path) -> int:
+        """Create a file that must not exist and open it for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write some of ``data`` and return how many bytes were taken."""
+        return os.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        """Return when what was written is on the disk."""
+        os.fsync(descriptor)
+
+    def mkdir(self, path: Path) -> None:
+        """Create a directory that must not exist."""
+        os.mkdir(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Rename, replacing a file that is there."""
+        os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target, follow_symlinks=False)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def remove_tree(self, path: Path) -> None:
+        """Remove a directory and what is in it."""
+        shutil.rmtree(path)
+
+    def exchange(self, first: Path, second: Path) -> bool:
+        """Let two directories swap names in one step; false where the platform or file system cannot."""
+        call = _renameat2()
+        if call is None:
+            return False
+        if call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+            return True
+        code = ctypes.get_errno()
+        if code in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+            return False
+        raise OSError(code, os.strerror(code), str(first), None, str(second))
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the names in a directory are on the disk; Windows has no such call."""
+        if os.name == "nt":
+            return
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+LOCAL = Disk()
+
+
+def hidden_sibling(path: Path, kind: str) -> Path:
+    """A new name beside ``path`` that no reader of checkpoints takes for one."""
+    return path.with_name(f".{path.name}.{kind}-{secrets.token_hex(6)}")
+
+
+@cache
+def _renameat2() -> Any:
+    if not sys.platform.startswith("linux"):
+        return None
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return call

@@ -1,0 +1,80 @@
+"""Exceptions of accel-ckpt.
+
+AccelError
+└── CheckpointError (RuntimeError)
+    ├── CheckpointNotFoundError (FileNotFoundError)  there is no checkpoint, file or part of that name
+    ├── CheckpointSaveError (OSError)        a save failed; what was there before is still there
+    ├── CorruptCheckpointError (ValueError)  a file is truncated, changed, or not what its header says
+    ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
+    ├── MissingPartError (KeyError)          a part of a training state was not saved
+    ├── UnsafeCheckpointError (ValueError)   a file would run code, or a name leaves the folder
+    ├── UnsupportedValueError (TypeError)    a value that cannot be saved without pickling
+    ├── NameCollisionError (ValueError)      two tensors would be saved under one name
+    ├── StateMismatchError (ValueError)      checkpoint and model, or optimizer, disagree
+    └── UninitializedTensorError (ValueError)  a tensor would be left on the meta device
+"""
+
+from __future__ import annotations
+
+from accel_state.errors import AccelError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "CheckpointSaveError",
+    "CheckpointVersionError",
+    "CorruptCheckpointError",
+    "MissingPartError",
+    "NameCollisionError",
+    "StateMismatchError",
+    "UninitializedTensorError",
+    "UnsafeCheckpointError",
+    "UnsupportedValueError",
+]
+
+
+class CheckpointError(AccelError, RuntimeError):
+    """Root of the errors about checkpoints."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint, file or part of the given name."""
+
+
+class CheckpointSaveError(CheckpointError, OSError):
+    """A save failed; nothing that was there before has been lost."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """A file is truncated or changed, or its header does not describe its content."""
+
+
+class CheckpointVersionError(CheckpointError, ValueError):
+    """A checkpoint was written in a format that this version does not know."""
+
+
+class MissingPartError(CheckpointError, KeyError):
+    """A part of a training state was not saved."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its argument
+        return str(self.args[0]) if self.args else ""
+
+
+class UnsafeCheckpointError(CheckpointError, ValueError):
+    """Reading a file would run code from it, or a name in it leaves the checkpoint's folder."""
+
+
+class UnsupportedValueError(CheckpointError, TypeError):
+    """A value cannot be saved exactly without pickling; the message gives the path to it and its type."""
+
+
+class NameCollisionError(CheckpointError, ValueError):
+    """Two different tensors would be saved under one name."""
+
+
+class StateMismatchError(CheckpointError, ValueError):
+    """Checkpoint and model, or checkpoint and optimizer, disagree about names or shapes."""
+
+
+class UninitializedTensorError(CheckpointError, ValueError):
+    """A tensor would be left on the meta device, without values."""

@@ -1,0 +1,173 @@
+"""Temporary folders of saves: locked while their save lives, found and removed when it died."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import socket
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from accel_ckpt.disk import LOCAL, Disk
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    _fcntl = None  # type: ignore[assignment]
+fcntl: ModuleType | Any = _fcntl
+
+__all__ = [
+    "TemporaryFolder",
+    "clean_leftovers",
+    "host_token",
+    "locked",
+    "previous_name",
+    "restore_interrupted_swaps",
+    "temporary_name",
+]
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY = re.compile(r"\.(.+)\.(saving|previous)-([0-9a-f]{12}@.+)")
+_FOREIGN_AGE = (
+    24 * 3600
+)  # seconds; a lock of another machine cannot be seen, so its folder is judged by its age
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()) or "host"
+
+
+def temporary_name(directory: Path, token: str) -> Path:
+    """Where a save of ``directory`` writes until it is complete; every rank that knows the token finds it."""
+    return directory.with_name(f".{directory.name}.saving-{token}")
+
+
+def previous_name(directory: Path, token: str) -> Path:
+    """Where the old folder waits during a swap in two steps."""
+    return directory.with_name(f".{directory.name}.previous-{token}")
+
+
+class TemporaryFolder:
+    """A new folder that is locked for as long as this object, and so this process, lives.
+
+    The lock is on the folder itself and follows it through a rename.
+    """
+
+    def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        while True:
+            disk.mkdir(path)
+            if fcntl is None:
+                return
+            with contextlib.suppress(FileNotFoundError):  # another save cleaned it before it was locked
+                self._descriptor = os.open(path, os.O_RDONLY)
+                _try_lock(self._descriptor)
+                if os.stat(path).st_ino == os.fstat(self._descriptor).st_ino:
+                    return
+            self.release()
+
+    def release(self) -> None:
+        """Give up the lock; the folder stays."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # a file system without locks: other saves go by the age of the folder
+        logger.info("folders of this file system cannot be locked: %s", error)
+        return False
+    return True
+
+
+def host_token(random: str) -> str:
+    """The token of a save: a random part and the machine that coordinates it."""
+    return f"{random}@{_host()}"
+
+
+def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
+    """Remove what dead saves left in a folder of checkpoints, with a warning that names each.
+
+    A folder whose save is alive stays. Whether a save of another machine is alive cannot be known; its folder
+    stays for a day.
+
+    Args:
+        parent: the folder that holds the checkpoints.
+        now: the file system's own time, in seconds since the epoch.
+        disk: where.
+
+    Returns:
+        What was removed.
+    """
+    removed = []
+    for path, name, kind, token in _leftovers(parent):
+        if (kind == "previous" and not (parent / name).exists()) or _is_alive(path, token, now):
+            continue
+        warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
+        disk.remove_tree(path)
+        removed.append(path)
+    return removed
+
+
+def _leftovers(parent: Path) -> list[tuple[Path, str, str, str]]:
+    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in sorted(parent.iterdir()))
+    return [
+        (path, match[1], match[2], match[3]) for path, match in found if match is not None and path.is_dir()
+    ]
+
+
+def _is_alive(path: Path, token: str, now: float) -> bool:
+    try:
+        if fcntl is None or token.rpartition("@")[2] != _host():
+            return now - path.stat().st_mtime < _FOREIGN_AGE
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:  # its own save has just finished
+        return True
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of an existing folder, so that others see its save as alive."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        _try_lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def restore_interrupted_swaps(parent: Path, disk: Disk = LOCAL) -> None:
+    """Give old checkpoints their names back where a swap in two steps died between the steps."""
+    if not parent.is_dir():
+        return
+    for path, name, kind, token in _leftovers(parent):
+        target = parent / name
+        if (
+            kind != "previous"
+            or target.exists()
+            or _is_alive(path, token, path.stat().st_mtime + _FOREIGN_AGE)
+        ):
+            continue
+        warnings.warn(
+            f"a save was interrupted while it replaced {target}; the previous one is put back", stacklevel=2
+        )
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            disk.rename(path, target)

@@ -1,0 +1,251 @@
+"""Saving the weights of a model, and single objects, for other programs to read."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.index import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    WEIGHTS_INDEX_NAME,
+    index_text,
+)
+from accel_ckpt.manifest import MANIFEST_NAME
+from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.tensors import clean_state_dict_for_safetensors, id_tensor_storage, tied_aliases
+from accel_ckpt.writer import FileRecord, FileWriter, replace_file, write_safetensors, write_torch
+
+__all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
+
+TORCH_SAFE_GLOBALS: list[Any] = [
+    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    np.ndarray,
+    np.dtype,
+    codecs.encode,
+    *sorted({type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}, key=str),
+]
+"""What :func:`load` allows besides tensors: NumPy arrays and scalars of plain types."""
+
+_WEIGHT_FILE = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
+)
+
+
+def save_model(
+    model: nn.Module | Mapping[str, torch.Tensor],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
+
+    The calling process writes; call it on one rank. Files of an earlier ``save_model`` in the folder, shards
+    and index of either format, are gone afterwards; other files stay. A file that is replaced is never
+    changed in place, so a process that has it mapped keeps its old content. Names are canonical: what DDP,
+    ``torch.compile`` and the like put in front is left out. Of tied names the first is saved; the others are
+    kept in the metadata as ``safetensors.torch.save_model`` does.
+
+    Args:
+        model: a module, or a state dict of full tensors on any device.
+        save_directory: the folder; made if it is not there.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``; 10 GB as in Accelerate. A larger tensor
+            gets a file of its own.
+        safe_serialization: safetensors, or else files of ``torch.save``.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included.
+
+    Raises:
+        CheckpointSaveError: the folder is a file, or is a training state.
+        UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
+            layout that the format does not know.
+    """
+    limit = convert_file_size_to_int(max_shard_size)
+    state_dict = weights_of(model)
+    directory = Path(save_directory)
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointSaveError(f"{directory} is a file; save_model writes a folder, choose another name")
+    if (directory / MANIFEST_NAME).exists():
+        raise CheckpointSaveError(
+            f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
+            f"to another folder"
+        )
+    files = plan_model_files(
+        state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+    for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        # Without an index a half-replaced set of shards cannot be taken for a whole one.
+        if (directory / stale).is_file():
+            disk.unlink(directory / stale)
+    for name, part in files.shards.items():
+        replace_file(directory / name, partial(files.write, tensors=part, disk=disk), disk)
+    written = [*files.shards]
+    if files.index is not None:
+        text = files.index.encode()
+        replace_file(directory / index, lambda path: _write_bytes(path, text, disk), disk)
+        written.append(index)
+    for path in directory.iterdir():
+        if _WEIGHT_FILE.fullmatch(path.name) and path.name not in written and path.is_file():
+            disk.unlink(path)
+    disk.sync_directory(directory)
+    return tuple(written)
+
+
+def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The canonical state dict of a module, or a state dict checked to hold nothing but tensors."""
+    if isinstance(model, nn.Module):
+        state_dict = canonical_state_dict(model.state_dict(), model)
+    else:
+        state_dict = canonical_state_dict(model)
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedValueError(
+                f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
+            )
+        if value.device.type == "meta":
+            raise UnsupportedValueError(
+                f"the tensor {name!r} is on the meta device and has no values; load its weights first"
+            )
+        if hasattr(value, "full_tensor"):
+            raise UnsupportedValueError(
+                f"the tensor {name!r} is sharded over ranks; pass full tensors, as full_tensor() gives"
+            )
+    return state_dict
+
+
+class ModelFiles:
+    """The files of one model: which tensors go where, and the text of their index."""
+
+    def __init__(
+        self,
+        shards: Mapping[str, Mapping[str, torch.Tensor]],
+        aliases: Mapping[str, str],
+        index: str | None,
+        safe_serialization: bool,
+    ) -> None:
+        self.shards = shards
+        self.aliases = aliases
+        self.index = index
+        self.safe_serialization = safe_serialization
+
+    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk = LOCAL) -> FileRecord:
+        """Write one shard to ``path``."""
+        if not self.safe_serialization:
+            return write_torch(path, _compact(tensors), disk)
+        metadata = {
+            "format": "pt",
+            **{alias: name for alias, name in self.aliases.items() if name in tensors},
+        }
+        return write_safetensors(path, tensors, metadata, disk)
+
+
+def plan_model_files(
+    state_dict: Mapping[str, torch.Tensor], max_shard_size: int, safe_serialization: bool, stem: str
+) -> ModelFiles:
+    """Decide which tensors go to which file."""
+    aliases = tied_aliases(state_dict) if safe_serialization else {}
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
+    shards = plan_shards(
+        [
+            # torch.save keeps tensors tied within a file, so they must not be parted.
+            PlannedTensor(
+                name, t.numel() * t.element_size(), None if safe_serialization else id_tensor_storage(t)
+            )
+            for name, t in kept.items()
+        ],
+        max_shard_size,
+    )
+    names = shard_file_names(len(shards), stem, "safetensors" if safe_serialization else "bin")
+    index = None
+    if len(shards) > 1:
+        weight_map = {
+            tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard.names
+        }
+        index = index_text(weight_map, sum(shard.nbytes for shard in shards))
+    parts = {file: {n: kept[n] for n in shard.names} for file, shard in zip(names, shards, strict=True)}
+    return ModelFiles(parts, aliases, index, safe_serialization)
+
+
+def _compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
+    aliases = tied_aliases(tensors)
+    result: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name in aliases:
+            result[name] = result[aliases[name]]
+            continue
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        plain = tensor.detach().cpu()
+        result[name] = plain if whole else plain.clone(memory_format=torch.contiguous_format)
+    return result
+
+
+def _write_bytes(path: Path, data: bytes, disk: Disk) -> FileRecord:
+    with FileWriter(path, disk) as file:
+        file.write(data)
+        return file.finish()
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object on the main process, or on the main process of every node.
+
+    Args:
+        obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dictionary of tensors.
+        f: a path, whose old content stays until the new one is complete, or a binary file.
+        save_on_each_node: save on the local main process of every node, not only on the main process.
+        safe_serialization: write safetensors instead of ``torch.save``'s format.
+    """
+    from accel_ckpt.coordination import is_saving_process
+
+    if not is_saving_process(save_on_each_node):
+        return
+    cleaned = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+    if not isinstance(f, (str, os.PathLike)):
+        if safe_serialization:
+            import safetensors.torch
+
+            f.write(safetensors.torch.save(cleaned, metadata={"format": "pt"}))
+        else:
+            torch.save(obj, f)
+        return
+    if safe_serialization:
+        replace_file(Path(f), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
+    else:
+        replace_file(Path(f), lambda path: write_torch(path, obj))
+
+
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what ``torch.save`` wrote, without running code from it.
+
+    Args:
+        f: a path or a binary file.
+        map_location: as in ``torch.load``.
+        **kwargs: more arguments of ``torch.load``. ``weights_only`` is ``True`` unless given; besides
+            tensors, NumPy arrays and scalars of plain types are allowed.
+    """
+    kwargs.setdefault("weights_only", True)
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return torch.load(f, map_location=map_location, **kwargs)

@@ -1,0 +1,1 @@
+"""What more than one package needs of module trees: tied names, sizes, single tensors, buffers."""

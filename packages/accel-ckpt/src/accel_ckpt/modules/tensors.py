@@ -1,0 +1,184 @@
+"""Single tensors of a module: listing them, and setting one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
+from accel_ckpt.modules.ties import parent_and_leaf
+from accel_ckpt.tensors import parse_dtype
+
+__all__ = [
+    "check_nothing_on_meta",
+    "get_non_persistent_buffers",
+    "named_module_tensors",
+    "set_module_tensor_to_device",
+]
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, then the buffers of a module with their names.
+
+    Args:
+        module: the module.
+        include_buffers: list the buffers too.
+        recurse: list those of submodules too.
+        remove_non_persistent: leave out buffers that ``state_dict()`` leaves out.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    hidden = (
+        get_non_persistent_buffers(module, recurse=recurse, fqns=recurse) if remove_non_persistent else set()
+    )
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in hidden:
+            yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Names of the buffers that ``state_dict()`` leaves out.
+
+    Args:
+        module: the module.
+        recurse: include those of submodules.
+        fqns: with ``recurse``, names from ``module`` down, instead of the names inside each submodule.
+    """
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    found: set[str] = set()
+    for prefix, submodule in module.named_modules():
+        names = submodule._non_persistent_buffers_set
+        found |= {f"{prefix}.{name}" if prefix and fqns else name for name in names}
+    return found
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: torch.Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: MutableMapping[int, dict[torch.device, torch.Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put one parameter or buffer on a device, with a new value if one is given.
+
+    The parameter object is replaced; ``requires_grad`` and attributes set on it are kept. Other names of a
+    tied parameter are not touched: see ``tied_params_map`` and ``retie_parameters``.
+
+    Args:
+        module: the module, changed in place.
+        tensor_name: name from ``module`` down.
+        device: where it goes.
+        value: the new value, of the same shape; needed when the tensor is on the meta device and ``device``
+            is not.
+        dtype: dtype of the result. Without it a ``value`` takes the dtype of the tensor that it replaces.
+        fp16_statistics: the row statistics (``SCB``) of a bitsandbytes int8 ``value``.
+        tied_params_map: address of a tensor's memory → device → the tensor that is there already, shared by
+            several calls so that a tied tensor exists once per device.
+        non_blocking: as in ``Tensor.to``.
+        clear_cache: accepted; there is no cache to clear, because nothing is allocated that is not kept.
+
+    Raises:
+        AttributeError: there is no such tensor.
+        StateMismatchError: the shape is another one.
+        UninitializedTensorError: the tensor is on the meta device and no value is given.
+    """
+    owner, leaf = parent_and_leaf(module, tensor_name)
+    is_buffer = leaf in owner._buffers
+    if not is_buffer and leaf not in owner._parameters:
+        raise AttributeError(
+            f"{type(owner).__name__} has no parameter or buffer {leaf!r} ({tensor_name!r} was asked for)"
+        )
+    old = owner._buffers[leaf] if is_buffer else owner._parameters[leaf]
+    if old is None:
+        raise AttributeError(f"{tensor_name!r} is registered as None and cannot be placed")
+    target = torch.device(device)
+    if value is None and old.device.type == "meta" and target.type != "meta":
+        raise UninitializedTensorError(
+            f"{tensor_name!r} is on the meta device; a value is needed to put it on {target}"
+        )
+    if value is not None and value.shape != old.shape:
+        raise StateMismatchError(
+            f"{tensor_name!r} has the shape {tuple(old.shape)}, but the value has {tuple(value.shape)}"
+        )
+    source = old if value is None else value
+    wanted = _wanted_dtype(old, value, dtype)
+    new = _shared(source, target, tied_params_map)
+    if new is None or new.dtype != wanted:
+        new = source.detach().to(target, wanted, non_blocking=non_blocking)
+        if tied_params_map is not None and source.device.type != "meta":
+            tied_params_map.setdefault(source.data_ptr(), {})[target] = new
+    if is_buffer:
+        owner._buffers[leaf] = new
+    else:
+        owner._parameters[leaf] = rewrap(old, new)
+    if fp16_statistics is not None:
+        owner._parameters[leaf].SCB = fp16_statistics.to(target)  # type: ignore[union-attr]
+
+
+def _wanted_dtype(
+    old: torch.Tensor, value: torch.Tensor | None, dtype: str | torch.dtype | None
+) -> torch.dtype:
+    if dtype is None:
+        # Integer values are quantised weights: their dtype is the point of them.
+        return old.dtype if value is None or value.dtype.is_floating_point else value.dtype
+    source = old if value is None else value
+    return parse_dtype(dtype) if source.dtype.is_floating_point else source.dtype
+
+
+def _shared(
+    source: torch.Tensor,
+    target: torch.device,
+    tied: MutableMapping[int, dict[torch.device, torch.Tensor]] | None,
+) -> torch.Tensor | None:
+    if tied is None or source.device.type == "meta":
+        return None
+    return tied.get(source.data_ptr(), {}).get(target)
+
+
+def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
+    """A parameter over ``data`` with the class, attributes and ``requires_grad`` of another one."""
+    grad = bool(old.requires_grad) and (data.dtype.is_floating_point or data.dtype.is_complex)
+    kind = type(old)
+    new: nn.Parameter = kind(data, requires_grad=grad)
+    new.__dict__.update(old.__dict__)
+    return new
+
+
+def check_nothing_on_meta(model: nn.Module) -> None:
+    """Refuse a model that still has tensors without values.
+
+    Raises:
+        UninitializedTensorError: names them, and says what fills them.
+    """
+    left = [name for name, tensor in _all_tensors(model) if tensor.device.type == "meta"]
+    if not left:
+        return
+    hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    buffers = [name for name in left if name in hidden]
+    message = f"these tensors have no values yet (meta device): {', '.join(left)}"
+    if buffers:
+        message += (
+            f". No checkpoint holds {', '.join(buffers)}, because non-persistent buffers are not saved: "
+            f"build the model "
+            "with real buffers (init_empty_weights(include_buffers=False)), or assign them before loading"
+        )
+    raise UninitializedTensorError(message)
+
+
+def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()

@@ -1,0 +1,99 @@
+"""Canonical names: what a tensor is called whatever its model is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from accel_ckpt.errors import NameCollisionError
+
+__all__ = ["canonical_name", "canonical_names", "canonical_state_dict"]
+
+T = TypeVar("T")
+
+# Names that only wrappers give to their child: torch.compile, activation checkpointing, FSDP 1.
+WRAPPER_SEGMENTS = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"}
+)
+
+
+def canonical_name(name: str) -> str:
+    """Strip what wrappers add to a tensor's name, wherever it stands, and a leading ``module.``.
+
+    ``module`` inside a name is kept, because models use it for children of their own; :func:`canonical_names`
+    decides by the modules' types and is right in either case.
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPER_SEGMENTS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Map the prefix of every module of a model, as ``state_dict()`` writes it, to its canonical prefix.
+
+    Prefixes end in a dot, that of the model itself is empty.
+    """
+    prefixes: dict[str, str] = {}
+    _walk(model, "", "", prefixes, set())
+    return prefixes
+
+
+def _walk(module: nn.Module, prefix: str, canonical: str, out: dict[str, str], above: set[int]) -> None:
+    out[prefix] = canonical
+    for name, child in module._modules.items():
+        if child is None or id(child) in above:
+            continue
+        step = "" if _is_wrapped_child(module, name) else f"{name}."
+        _walk(child, f"{prefix}{name}.", f"{canonical}{step}", out, above | {id(child)})
+
+
+def _is_wrapped_child(module: nn.Module, name: str) -> bool:
+    if name in WRAPPER_SEGMENTS:
+        return True
+    return name == "module" and isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+
+
+def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = None) -> dict[str, T]:
+    """Rename the entries of a state dict to canonical names.
+
+    Args:
+        state_dict: names to anything.
+        model: the module whose state dict this is. With it, ``module.`` is stripped exactly where a parallel
+            wrapper put it; without it, only the names that no model uses for a child of its own are stripped.
+
+    Raises:
+        NameCollisionError: two names become one.
+    """
+    if model is None:
+        renamed = [(name, _strip_segments(name)) for name in state_dict]
+    else:
+        prefixes = canonical_names(model)
+        renamed = [(name, _by_prefix(name, prefixes)) for name in state_dict]
+    _refuse_collisions(renamed)
+    return {new: state_dict[old] for old, new in renamed}
+
+
+def _strip_segments(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def _by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    prefix = name
+    while prefix:
+        prefix = prefix[: prefix.rstrip(".").rfind(".") + 1]
+        if prefix in prefixes:
+            return prefixes[prefix] + name[len(prefix) :]
+    return name
+
+
+def _refuse_collisions(renamed: Iterable[tuple[str, Any]]) -> None:
+    first: dict[str, str] = {}
+    for old, new in renamed:
+        if first.setdefault(new, old) != old:
+            raise NameCollisionError(
+                f"{first[new]!r} and {old!r} both have the canonical name {new!r}, and one would be lost; "
+                "rename one of the modules, or pass a state dict with distinct names"
+            )

@@ -1,0 +1,127 @@
+"""Optimizer states keyed by the names of parameters, so that they do not depend on the order of parameters.
+
+A parameter is called ``model_<i>.<canonical name>`` after the model that it belongs to. A parameter of no
+given model is called ``unnamed.<group>.<position>`` after its place in the optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.names import canonical_state_dict
+
+__all__ = ["load_optimizer_state", "optimizer_state_by_name"]
+
+
+def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """The state of an optimizer as a tree that names its parameters.
+
+    Args:
+        optimizer: any optimizer with torch's ``state_dict()``.
+        models: in the order of their saving; the first model that has a parameter names it, by its first name
+            there.
+
+    Returns:
+        ``{"state": {name: …}, "param_groups": [{"params": [name, …], …}], …}``, sharing tensors with the
+        optimizer. What else its ``state_dict()`` holds is kept under its own key; state under keys that are
+        not parameters is under ``"global_state"``.
+    """
+    names = _parameter_names(optimizer, models)
+    packed = dict(optimizer.state_dict())
+    state = packed.pop("state")
+    groups = packed.pop("param_groups")
+    by_position = {position: name for name, position in _positions(names, groups).items()}
+    tree: dict[str, Any] = {
+        "state": {by_position[key]: value for key, value in state.items() if key in by_position},
+        "param_groups": [
+            {**group, "params": [by_position[position] for position in group["params"]]} for group in groups
+        ],
+        **packed,
+    }
+    if rest := {key: value for key, value in state.items() if key not in by_position}:
+        tree["global_state"] = rest
+    return tree
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
+) -> None:
+    """Give an optimizer the state that :func:`optimizer_state_by_name` returned.
+
+    Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
+    go to the device and dtype of their parameter as torch's ``load_state_dict`` decides.
+
+    Args:
+        optimizer: changed in place.
+        tree: the state. Its tensors are not copied where torch does not copy them.
+        models: as when it was saved.
+
+    Raises:
+        StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
+    """
+    names = _parameter_names(optimizer, models)
+    saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
+    _check_parameters(names, saved)
+    current = optimizer.state_dict()["param_groups"]
+    groups = [
+        {**saved[frozenset(group_names)], "params": list(group["params"])}
+        for group_names, group in zip(names, current, strict=True)
+    ]
+    positions = _positions(names, current)
+    if unknown := sorted(set(tree["state"]) - set(positions)):
+        raise StateMismatchError(
+            f"the saved optimizer holds state for {', '.join(unknown)}, which are in none of its groups"
+        )
+    state = {positions[name]: value for name, value in tree["state"].items()}
+    rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
+    optimizer.load_state_dict(
+        {**rest, "state": {**state, **tree.get("global_state", {})}, "param_groups": groups}
+    )
+
+
+def _parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+    known: dict[int, str] = {}
+    for index, model in enumerate(models):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        for name, parameter in canonical_state_dict(parameters, model).items():
+            known.setdefault(id(parameter), f"model_{index}.{name}")
+    return [
+        [known.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group["params"])]
+        for g, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Name → the number that the optimizer's own state dict gives the parameter."""
+    return {
+        name: number
+        for group_names, group in zip(names, groups, strict=True)
+        for name, number in zip(group_names, group["params"], strict=True)
+    }
+
+
+def _check_parameters(names: Sequence[Sequence[str]], saved: Mapping[frozenset[str], Any]) -> None:
+    here = {name for group in names for name in group}
+    there = {name for group in saved for name in group}
+    problems = []
+    if missing := sorted(here - there):
+        problems.append(f"not in the checkpoint: {', '.join(missing)}")
+    if unexpected := sorted(there - here):
+        problems.append(f"not in the optimizer: {', '.join(unexpected)}")
+    if not problems:
+        problems = [
+            f"parameters that form a group here, but not in the checkpoint: {', '.join(group)}"
+            for group in names
+            if frozenset(group) not in saved
+        ]
+    if problems:
+        raise StateMismatchError(
+            f"the saved optimizer does not fit; {'; '.join(problems)}. Build the optimizer and the models as "
+            f"they were "
+            "when the checkpoint was saved"
+        )

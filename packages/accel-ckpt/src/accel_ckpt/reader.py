@@ -1,0 +1,268 @@
+"""Reading checkpoint files: headers first, and nothing that a file says is believed before it is checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import xxhash
+
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
+from accel_ckpt.tensors import DTYPES, as_bytes
+
+__all__ = ["Header", "MappedShard", "TensorEntry", "read_header", "read_json", "read_pickled", "read_tensors"]
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor stands: its file and the offset of its first byte in it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a safetensors file, checked against the size of the file."""
+
+    file: Path
+    size: int
+    entries: Mapping[str, TensorEntry]
+    """In the order of their bytes in the file."""
+    metadata: Mapping[str, str]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names that were left out because they are tied, to the name that is in the file.
+
+        They are kept as safetensors' own ``save_model`` keeps them: as metadata ``alias: name``.
+        """
+        return {
+            alias: name
+            for alias, name in self.metadata.items()
+            if name in self.entries and alias not in self.entries
+        }
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, or its header is not one that describes it.
+    """
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                raise CorruptCheckpointError(
+                    f"{path} has {size} bytes, but announces a header of {length}; it is truncated or no "
+                    f"safetensors file"
+                )
+            raw = file.read(length)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    return _parse_header(path, size, 8 + length, raw)
+
+
+def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
+    try:
+        fields = json.loads(raw)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"the header of {path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise CorruptCheckpointError(f"the header of {path} is not a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise CorruptCheckpointError(f"the metadata of {path} does not map strings to strings")
+    entries = sorted(
+        (_parse_entry(path, name, field, start) for name, field in fields.items()),
+        key=lambda e: (e.offset, e.nbytes),
+    )
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            raise CorruptCheckpointError(
+                f"in {path} the tensor {entry.name!r} starts at byte {entry.offset}, where {position} was "
+                f"expected: "
+                "tensors overlap or leave a hole"
+            )
+        position += entry.nbytes
+    if position != size:
+        raise CorruptCheckpointError(
+            f"{path} has {size} bytes, but its header describes {position}; it is truncated or changed"
+        )
+    return Header(path, size, MappingProxyType({e.name: e for e in entries}), MappingProxyType(metadata))
+
+
+def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
+    try:
+        dtype = DTYPES[field["dtype"]]
+        shape = tuple(field["shape"])
+        begin, end = field["data_offsets"]
+        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
+            raise ValueError("a size or an offset is not a natural number")
+    except (KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(
+            f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
+        ) from error
+    entry = TensorEntry(name, dtype, shape, path, start + begin)
+    if end - begin != entry.nbytes:
+        raise CorruptCheckpointError(
+            f"{path} gives {end - begin} bytes to the tensor {name!r}, but {list(shape)} of {dtype} take "
+            f"{entry.nbytes}"
+        )
+    return entry
+
+
+class MappedShard:
+    """A safetensors file mapped into memory, privately: writing to its tensors never reaches the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.header = read_header(path)
+        self._bytes: torch.Tensor | None = None
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
+        it.
+        """
+        entry = self.header.entries[name]
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        raw = self._map()[entry.offset : entry.offset + entry.nbytes]
+        if entry.offset % entry.dtype.itemsize:
+            raw = raw.clone()
+        return raw.view(entry.dtype).view(entry.shape)
+
+    def _map(self) -> torch.Tensor:
+        if self._bytes is None:
+            self._bytes = torch.from_file(
+                str(self.header.file), shared=False, size=self.header.size, dtype=torch.uint8
+            )
+        return self._bytes
+
+
+def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
+    """Read every tensor of a safetensors file into memory of its own, in one pass that also checks the
+    checksum.
+
+    Args:
+        path: the file.
+        xxh3: the checksum that the content must have; ``None`` does not check.
+    """
+    header = read_header(path)
+    digest = xxhash.xxh3_64()
+    tensors: dict[str, torch.Tensor] = {}
+    with open(path, "rb", buffering=0) as file:
+        for tensor, view in _destinations(header, tensors):
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                filled = 0
+                while filled < len(chunk):
+                    count = file.readinto(chunk[filled:])
+                    if not count:
+                        raise CorruptCheckpointError(
+                            f"{path} ended while it was read; another process is changing it"
+                        )
+                    filled += count
+                if xxh3 is not None:
+                    digest.update(chunk)
+            del tensor
+    check_digest(path, digest.hexdigest(), xxh3)
+    return header, tensors
+
+
+def _destinations(header: Header, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[Any, memoryview]]:
+    start = min((e.offset for e in header.entries.values()), default=header.size)
+    preamble = bytearray(start)
+    yield preamble, memoryview(preamble)
+    for name, entry in header.entries.items():
+        tensors[name] = tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.nbytes:
+            yield tensor, as_bytes(tensor)
+
+
+def check_digest(path: Path, found: str, expected: str | None) -> None:
+    """Compare a checksum with the one in the manifest."""
+    if expected is not None and found != expected:
+        raise CorruptCheckpointError(
+            f"{path} has the checksum {found}, but the manifest says {expected}: the file has changed since "
+            f"it was "
+            "saved; load another checkpoint"
+        )
+
+
+def file_digest(path: Path) -> str:
+    """The xxh3 checksum of a file."""
+    digest = xxhash.xxh3_64()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_json(path: Path, xxh3: str | None = None) -> Any:
+    """Read a JSON file, checking its checksum first if one is given."""
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    if xxh3 is not None:
+        check_digest(path, xxhash.xxh3_64_hexdigest(raw), xxh3)
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
+
+
+def read_pickled(path: Path, *, mapped: bool = True) -> Any:
+    """Read a file of ``torch.save`` to the CPU without running code from it.
+
+    Args:
+        path: the file.
+        mapped: map the tensors privately instead of reading them, where the file's layout allows.
+
+    Raises:
+        UnsafeCheckpointError: reading it would call something that is not a tensor constructor.
+        CorruptCheckpointError: it is not such a file, or truncated.
+    """
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"there is no file {path}")
+    try:
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path)
+        )
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"{path} was not read, because doing so would run code from it, or because it is damaged: "
+            f"{_first_line(error)}"
+        ) from error
+    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read; it is truncated or changed: {_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

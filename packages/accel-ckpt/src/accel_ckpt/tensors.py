@@ -1,0 +1,105 @@
+"""Which tensors are one and the same memory, and plain copies of those that are not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+__all__ = ["clean_state_dict_for_safetensors", "id_tensor_storage", "parse_dtype", "tied_aliases"]
+
+logger = logging.getLogger(__name__)
+
+# Names of the safetensors format; https://github.com/huggingface/safetensors#format
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64", torch.complex64: "C64",
+    torch.float32: "F32", torch.int32: "I32", torch.uint32: "U32",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int16: "I16", torch.uint16: "U16",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}  # fmt: skip
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+StorageId: TypeAlias = tuple[torch.device, int, int]
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Turn ``"float16"`` or ``"torch.float16"`` into the dtype; dtypes pass.
+
+    Raises:
+        ValueError: torch has no dtype of that name.
+    """
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is not a dtype; give one such as torch.bfloat16 or 'bfloat16'")
+    return found
+
+
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> StorageId:
+    """Identify the memory of a tensor: device, address of the storage, size of the storage in bytes.
+
+    Tensors without memory of their own (on the meta device, or empty) are told apart by the tensor object.
+    """
+    storage = tensor.untyped_storage()
+    address = 0 if tensor.device.type == "meta" else storage.data_ptr()
+    return tensor.device, address or id(tensor), storage.nbytes()
+
+
+def same_tensor_id(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Identify what a tensor reads: equal for two tensors exactly when they are the same view of the same
+    memory.
+    """
+    return (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def tied_aliases(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Map every name that repeats an earlier name's tensor to that earlier name.
+
+    Only identical views count. Two different views of one storage are two tensors: dropping one would lose
+    data.
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in state_dict.items():
+        original = first.setdefault(same_tensor_id(tensor), name)
+        if original != name:
+            aliases[name] = original
+    return aliases
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Make a state dict that safetensors accepts; the one given is not changed.
+
+    Of names that hold the same tensor the first is kept, with a warning. Other tensors that merely share a
+    storage, and tensors that are not contiguous, are copied.
+    """
+    aliases = tied_aliases(state_dict)
+    if aliases:
+        logger.warning(
+            "Names that repeat another name's tensor are left out: %s",
+            ", ".join(f"{alias} (same as {name})" for alias, name in aliases.items()),
+        )
+    used: set[StorageId] = set()
+    cleaned: dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        if name in aliases:
+            continue
+        storage = id_tensor_storage(tensor)
+        fits = tensor.is_contiguous() and storage not in used and _fills_storage(tensor)
+        used.add(storage)
+        cleaned[name] = tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
+    return cleaned
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

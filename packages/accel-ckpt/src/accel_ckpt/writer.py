@@ -1,0 +1,166 @@
+"""Writing the files of a checkpoint: in one pass, hashed on the way, on the disk before the call returns."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
+from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
+
+__all__ = ["FileRecord", "FileWriter", "replace_file", "write_json", "write_safetensors", "write_torch"]
+
+_CHUNK = (
+    1 << 24
+)  # bytes per write: large enough for the disk's rate, small enough to stay in the cache for the hash
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    size: int
+    xxh3: str
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    """For safetensors files: name to dtype, shape and byte range, as in the file's header."""
+
+
+class FileWriter(io.RawIOBase):
+    """A new file that hashes what it is given and is on the disk once closed by :meth:`finish`."""
+
+    def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
+        super().__init__()
+        self.path = path
+        self.disk = disk
+        self.size = 0
+        self.hash = xxhash.xxh3_64()
+        self.descriptor = disk.open_new(path)
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            self.hash.update(chunk)
+            while chunk:
+                chunk = chunk[self.disk.write(self.descriptor, chunk) :]
+        self.size += len(view)
+        return len(view)
+
+    def finish(self) -> FileRecord:
+        """Put the content on the disk and say what it is."""
+        self.disk.fsync(self.descriptor)
+        self.close()
+        return FileRecord(self.size, self.hash.hexdigest())
+
+    def close(self) -> None:
+        """Close the file, finished or not."""
+        if not self.closed:
+            os.close(self.descriptor)
+        super().close()
+
+
+def write_json(path: Path, data: Any, disk: Disk = LOCAL) -> FileRecord:
+    """Write JSON in UTF-8: two spaces of indent, keys in the order given, a newline at the end."""
+    text = json.dumps(data, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+    with FileWriter(path, disk) as file:
+        file.write(text.encode())
+        return file.finish()
+
+
+def write_torch(path: Path, value: Any, disk: Disk = LOCAL) -> FileRecord:
+    """Write what ``torch.save`` writes."""
+    with FileWriter(path, disk) as file:
+        buffered = io.BufferedWriter(file, 1 << 20)
+        torch.save(value, buffered)
+        buffered.flush()
+        return file.finish()
+
+
+def write_safetensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    metadata: Mapping[str, str] | None = None,
+    disk: Disk = LOCAL,
+) -> FileRecord:
+    """Write a safetensors file, one tensor at a time.
+
+    Tensors need not be contiguous, on the CPU or apart from each other in memory: each is made plain just
+    before it is written, so that the extra memory is that of one tensor.
+
+    Raises:
+        UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
+    """
+    # Wide dtypes first: every tensor is then aligned to its own dtype, and can be mapped.
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    entries, end = {}, 0
+    for name, tensor in ordered:
+        _check_writable(name, tensor)
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        entries[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
+    about = {"__metadata__": dict(metadata)} if metadata else {}
+    header = json.dumps({**about, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    header += b" " * (-len(header) % 8)
+    with FileWriter(path, disk) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for _, tensor in ordered:
+            for chunk in _chunks(tensor):
+                file.write(chunk)
+        record = file.finish()
+    return FileRecord(record.size, record.xxh3, entries)
+
+
+def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = LOCAL) -> FileRecord:
+    """Write a file under a temporary name beside ``path`` and rename it, so that the old content stays until
+    then.
+
+    A process that has the old file mapped keeps seeing the old content.
+    """
+    temporary = hidden_sibling(path, "part")
+    try:
+        record = write(temporary)
+        disk.rename(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    disk.sync_directory(path.parent)
+    return record
+
+
+def _check_writable(name: str, tensor: torch.Tensor) -> None:
+    reason = None
+    if tensor.device.type == "meta":
+        reason = "is on the meta device and has no values; load its weights first"
+    elif tensor.layout != torch.strided:
+        reason = f"has the layout {tensor.layout}; make it dense with to_dense() first"
+    elif hasattr(tensor, "full_tensor"):
+        reason = "is sharded over ranks; pass the full tensor, as full_tensor() gives it"
+    elif tensor.dtype not in DTYPE_NAMES:
+        reason = (
+            f"has the dtype {tensor.dtype}, which safetensors does not know; pass safe_serialization=False"
+        )
+    if reason is not None:
+        raise UnsupportedValueError(f"the tensor {name!r} {reason}")
+
+
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    if plain.numel():
+        yield as_bytes(plain)
