@@ -53,16 +53,11 @@ class Manifest:
             "world_size": self.world_size,
             "ranks": list(self.ranks),
             "models": [list(names) for names in self.models],
-            "files": {
-                name: {
-                    "size": record.size,
-                    "xxh3": record.xxh3,
-                    **({"tensors": record.tensors} if record.tensors else {}),
-                }
-                for name, record in sorted(self.files.items())
-            },
+            "files": {name: {"size": r.size, "xxh3": r.xxh3} for name, r in sorted(self.files.items())},
+            "tensors": {name: r.tensors for name, r in sorted(self.files.items()) if r.tensors},
         }
-        raw = (json.dumps(payload, indent=1) + "\n").encode()
+        lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in payload.items())
+        raw = f"{{\n{lines}\n}}\n".encode()
         digest = xxhash.xxh3_64_hexdigest(raw)
         with FileWriter(directory / MANIFEST_NAME, disk) as file:
             file.write(raw.replace(_BLANK.encode(), digest.encode(), 1))
@@ -95,7 +90,7 @@ class Manifest:
                 tuple(payload["ranks"]),
                 tuple(tuple(names) for names in payload["models"]),
                 {
-                    name: FileRecord(record["size"], record["xxh3"], record.get("tensors", {}))
+                    name: FileRecord(record["size"], record["xxh3"], payload.get("tensors", {}).get(name, {}))
                     for name, record in payload["files"].items()
                 },
             )

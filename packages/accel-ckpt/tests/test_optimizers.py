@@ -1,0 +1,158 @@
+"""Optimizer states by the names of parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from accel_ckpt import (
+    StateMismatchError,
+    load_optimizer_state,
+    open_training_state,
+    optimizer_state_by_name,
+    save_training_state,
+)
+
+
+class Net(nn.Module):
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+BATCH = torch.randn(6, 3, generator=torch.Generator().manual_seed(1))
+
+
+def step(model, optimizer):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def through_disk(tmp_path, tree):
+    path = save_training_state(tmp_path / "c", models=[], shared={"o": tree}, per_rank={})
+    return open_training_state(path).shared["o"]
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "nadam": lambda p: torch.optim.NAdam(p),
+    "adafactor": lambda p: torch.optim.Adafactor(p),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, max_iter=3, history_size=4),
+    "tensor lr": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_as_without_the_save(tmp_path, name):
+    model = Net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for _ in range(3):
+        step(model, optimizer)
+    tree = through_disk(tmp_path, optimizer_state_by_name(optimizer, [model]))
+    again = Net(seed=5)
+    again.load_state_dict(model.state_dict())
+    optimizer_2 = OPTIMIZERS[name](again.parameters())
+    load_optimizer_state(optimizer_2, tree, [again])
+    for _ in range(3):
+        step(model, optimizer)
+        step(again, optimizer_2)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_names_are_the_canonical_ones_of_each_model():
+    one, two = Net(), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([{"params": two.parameters(), "lr": 0.5}, {"params": one.parameters()}])
+    tree = optimizer_state_by_name(optimizer, [torch.compile(one), two])
+    assert tree["param_groups"][0]["params"] == ["model_1.weight", "model_1.bias"]
+    assert tree["param_groups"][0]["lr"] == 0.5
+    assert tree["param_groups"][1]["params"][0] == "model_0.first.weight"
+
+
+def test_order_of_parameters_and_groups_does_not_matter():
+    model = Net()
+    first, second = list(model.first.parameters()), list(model.second.parameters())
+    optimizer = torch.optim.Adam([{"params": first, "lr": 0.1}, {"params": second, "lr": 0.2}])
+    step(model, optimizer)
+    tree = optimizer_state_by_name(optimizer, [model])
+    turned = torch.optim.Adam([{"params": second[::-1]}, {"params": first[::-1]}])
+    load_optimizer_state(turned, tree, [model])
+    assert [group["lr"] for group in turned.param_groups] == [0.2, 0.1]
+    for parameter in model.parameters():
+        assert torch.equal(turned.state[parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_parameters_of_no_model_have_a_stable_name():
+    model, loose = Net(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([*model.parameters(), loose], lr=0.1, momentum=0.5)
+    loose.grad = torch.ones(2)
+    optimizer.step()
+    tree = optimizer_state_by_name(optimizer, [model])
+    assert list(tree["state"]) == ["unnamed.0.4"]
+    again = torch.optim.SGD([*model.parameters(), loose], lr=0.3, momentum=0.5)
+    load_optimizer_state(again, tree, [model])
+    assert torch.equal(again.state[loose]["momentum_buffer"], torch.ones(2))
+    assert again.param_groups[0]["lr"] == 0.1
+
+
+def test_a_tied_parameter_has_one_name():
+    model = Net()
+    model.third = nn.Linear(4, 1)
+    model.third.weight = model.second.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = optimizer_state_by_name(optimizer, [model])["param_groups"][0]["params"]
+    assert names == [f"model_0.{name}" for name, _ in model.named_parameters()]
+
+
+def test_missing_and_unexpected_parameters_are_named():
+    model, small = Net(), nn.Linear(2, 2)
+    tree = optimizer_state_by_name(torch.optim.SGD(model.parameters(), lr=0.1), [model])
+    target = torch.optim.SGD([*model.first.parameters(), *small.parameters()], lr=0.7)
+    with pytest.raises(StateMismatchError) as error:
+        load_optimizer_state(target, tree, [model, small])
+    assert "not in the checkpoint: model_1.bias, model_1.weight" in str(error.value)
+    assert "not in the optimizer: model_0.second.bias, model_0.second.weight" in str(error.value)
+    assert target.param_groups[0]["lr"] == 0.7
+
+
+def test_other_groups_are_an_error():
+    model = Net()
+    tree = optimizer_state_by_name(torch.optim.SGD(model.parameters(), lr=0.1), [model])
+    split = torch.optim.SGD(
+        [{"params": model.first.parameters()}, {"params": model.second.parameters()}], lr=0.1
+    )
+    with pytest.raises(StateMismatchError, match=r"form a group here.*model_0\.first\.weight"):
+        load_optimizer_state(split, tree, [model])
+
+
+def test_state_for_a_parameter_of_no_group_is_an_error():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tree = optimizer_state_by_name(optimizer, [model])
+    tree["state"]["model_0.ghost"] = {"momentum_buffer": torch.ones(1)}
+    with pytest.raises(StateMismatchError, match=r"model_0\.ghost"):
+        load_optimizer_state(optimizer, tree, [model])
+
+
+def test_state_that_belongs_to_no_parameter_is_kept():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state["calls"] = 3
+    tree = optimizer_state_by_name(optimizer, [model])
+    assert tree["global_state"] == {"calls": 3}
+    again = torch.optim.SGD(model.parameters(), lr=0.1)
+    load_optimizer_state(again, tree, [model])
+    assert again.state["calls"] == 3
