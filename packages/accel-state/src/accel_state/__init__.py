@@ -35,6 +35,11 @@ __getattr__, __dir__, __all__ = attach(
             "InitProcessGroupKwargs",
             "KwargsHandler",
         ),
+        "accel_state.process": (
+            "PartialState",
+            "wait_for_everyone",
+        ),
+        "accel_state.topology": ("Topology",),
         "accel_state.trees": (
             "TensorInformation",
             "concatenate",

@@ -25,6 +25,9 @@ from accel_state.environment import patch_environment as patch_environment
 from accel_state.environment import str_to_bool as str_to_bool
 from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.handlers import KwargsHandler as KwargsHandler
+from accel_state.process import PartialState as PartialState
+from accel_state.process import wait_for_everyone as wait_for_everyone
+from accel_state.topology import Topology as Topology
 from accel_state.trees import TensorInformation as TensorInformation
 from accel_state.trees import concatenate as concatenate
 from accel_state.trees import convert_to_fp32 as convert_to_fp32

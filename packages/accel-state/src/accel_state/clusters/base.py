@@ -1,0 +1,132 @@
+"""What a process knows about its place in a world, and how a kind of cluster tells it."""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from accel_state.errors import ConfigError
+
+__all__ = [
+    "Cluster",
+    "Topology",
+    "is_loopback",
+    "node_placement",
+    "read_first",
+    "read_int",
+    "read_port",
+    "stable_port",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The place of this process among the processes of one run.
+
+    Attributes:
+        rank: number of this process in the world, from 0.
+        world_size: number of processes in the world.
+        local_rank: number of this process on its node, from 0.
+        local_world_size: number of processes on this node.
+        node_rank: number of this node, from 0.
+        num_nodes: number of nodes.
+        master_addr: host on which rank 0 listens; None when it is not known.
+        master_port: TCP port on which rank 0 listens; None when it is not known.
+        launcher: name of the cluster class that answered: ``torchrun``, ``mpi``, ``slurm`` or ``single``.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    master_addr: str | None = None
+    master_port: int | None = None
+    launcher: str = "single"
+
+
+class Cluster(ABC):
+    """A way in which processes are started. A subclass recognises it by the variables that it sets."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def detect(self, environ: Mapping[str, str]) -> Topology | None:
+        """The topology that ``environ`` describes, or None if this cluster did not start the process.
+
+        Raises:
+            ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
+        """
+
+
+def read_int(
+    environ: Mapping[str, str], name: str, *, minimum: int = 0, below: tuple[str, int] | None = None
+) -> int | None:
+    """The whole number in variable ``name``; None if it is unset, empty or the old mark for "unset", -1.
+
+    Args:
+        environ: the variables.
+        name: the one to read.
+        minimum: smallest number allowed.
+        below: name and value of a number that it must stay below.
+
+    Raises:
+        ConfigError: it is no whole number, or out of range.
+    """
+    text = environ.get(name, "").strip()
+    if text in ("", "-1"):
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        raise ConfigError(
+            f"environment variable {name} is {text!r}; a whole number is needed. Correct or unset it."
+        ) from None
+    if number < minimum:
+        raise ConfigError(f"environment variable {name} is {number}; it must be at least {minimum}")
+    if below is not None and number >= below[1]:
+        raise ConfigError(
+            f"environment variable {name} is {number}, but {below[0]} is {below[1]}; "
+            f"it must be between 0 and {below[1] - 1}"
+        )
+    return number
+
+
+def read_first(environ: Mapping[str, str], names: Sequence[str], *, minimum: int = 0) -> int | None:
+    """The first of the variables ``names`` that holds a number, or None."""
+    for name in names:
+        number = read_int(environ, name, minimum=minimum)
+        if number is not None:
+            return number
+    return None
+
+
+def read_port(environ: Mapping[str, str]) -> int | None:
+    """MASTER_PORT, or None if it is not set."""
+    port = read_int(environ, "MASTER_PORT", minimum=1)
+    if port is not None and port > 65535:
+        raise ConfigError(f"environment variable MASTER_PORT is {port}; ports end at 65535")
+    return port
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether ``host`` can only be this machine."""
+    return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
+
+
+def node_placement(rank: int, world_size: int, local_world_size: int) -> tuple[int, int]:
+    """Node rank and number of nodes when ranks fill one node after the other."""
+    return rank // local_world_size, -(-world_size // local_world_size)
+
+
+def stable_port(job: str) -> int:
+    """A port that every process of a job computes alike, and two jobs rarely share.
+
+    The range 15000 to 31383 is above the registered services in common use and below Linux's ephemeral ports,
+    which begin at 32768.
+    """
+    return 15000 + zlib.crc32(job.encode()) % 16384

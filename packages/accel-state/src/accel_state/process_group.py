@@ -1,0 +1,216 @@
+"""Joining the world: rendezvous, agreement of all ranks on the set-up, and PyTorch's process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from accel_state.clusters.base import Topology
+from accel_state.errors import AccelError, ConfigError, LaunchError, StateError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["OPTIONS", "Membership", "adopt", "join"]
+
+OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
+_JOIN_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a process has once it belongs to a world.
+
+    Attributes:
+        topology: its place.
+        device: the device it computes on.
+        backend: PyTorch's backend string.
+        store: a client of the world's key-value store of its own, so that waiting on it blocks no collective.
+    """
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    store: Store
+
+
+Choice = Callable[[], tuple[torch.device, str]]
+
+
+def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Membership:
+    """Take over the default process group that the user's script has created."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if (
+        topology.world_size != world_size
+    ):  # made without a launcher, as by torch.multiprocessing.spawn: one node
+        topology = Topology(rank, world_size, rank, world_size, launcher="user")
+    topology = replace(topology, rank=rank)
+    store = dist.distributed_c10d._get_default_store()
+    return Membership(topology, choose(topology), dist.get_backend(), _side_channel(store))
+
+
+def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Membership:
+    """Meet the other ranks, check that all chose the same, and create the default process group.
+
+    Args:
+        topology: place of this process.
+        choose: makes the device and the backend. It runs after the ranks have met, so that an error on one of
+            them is raised on all.
+        options: keyword arguments of ``init_process_group``, all in ``OPTIONS``.
+
+    Raises:
+        LaunchError: the ranks could not meet, or one of them could not be set up.
+        StateError: the ranks were set up differently.
+    """
+    url = options.get("init_method") or _address(topology)
+    if url == "env://":
+        url = _address(topology)
+    timeout: timedelta | None = options.get("timeout")
+    base = _meet(url, topology, timeout or _JOIN_TIMEOUT)
+    # A store can outlive a process group (torchrun's agent keeps it); keys of an earlier one must not be
+    # read.
+    generation = base.add(f"accel/generation/{topology.rank}", 1)
+    store = _prefixed(f"accel/{generation}", base)
+    device, backend = _agree(store, topology, choose, timeout or _JOIN_TIMEOUT)
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+    arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
+    if device.index is not None:
+        arguments.setdefault("device_id", device)
+    dist.init_process_group(
+        backend,
+        store=_prefixed("group", store),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        **arguments,
+    )
+    return Membership(topology, device, backend, _side_channel(store))
+
+
+def _prefixed(prefix: str, store: Store) -> Store:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def _side_channel(store: Store) -> Store:
+    return _prefixed("accel/side", store.clone())  # type: ignore[attr-defined]
+
+
+def _address(topology: Topology) -> str:
+    missing = [
+        name
+        for name, value in (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
+        if value is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"{topology.world_size} processes were started by {topology.launcher}, but "
+            f"{' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; set MASTER_ADDR to the host of rank 0 and "
+            "MASTER_PORT "
+            "to a free port there, the same on all ranks"
+        )
+    host = topology.master_addr
+    assert host is not None
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{topology.master_port}"
+
+
+def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
+    """Connect to the store at ``url``; rank 0 creates it.
+
+    The connection is made in a thread of its own: a client of a port on which another program listens would
+    otherwise wait for ever.
+    """
+    result: list[Store | Exception] = []
+
+    def connect() -> None:
+        try:
+            store, _, _ = next(
+                rendezvous(url, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
+            )
+            result.append(store)
+        except Exception as error:  # raised again below, in the thread that asked
+            result.append(error)
+
+    thread = threading.Thread(target=connect, name="accel-rendezvous", daemon=True)
+    thread.start()
+    thread.join(timeout.total_seconds() + 5)
+    where = f"rank {topology.rank} of {topology.world_size} could not meet the others at {url}"
+    if not result:
+        raise LaunchError(
+            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; "
+            "choose "
+            "another MASTER_PORT (--main_process_port), or see whether rank 0 has failed"
+        )
+    if isinstance(result[0], Exception):
+        error = result[0]
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"{where}: port {topology.master_port} is in use on this machine, so rank 0 cannot listen "
+                "on it. "
+                "Choose another MASTER_PORT (--main_process_port; 0 takes a free one)"
+            ) from error
+        raise LaunchError(f"{where}: {error}") from error
+    return result[0]
+
+
+def _agree(store: Store, topology: Topology, choose: Choice, timeout: timedelta) -> tuple[torch.device, str]:
+    """Choose, tell rank 0, and raise on every rank if one failed or chose otherwise."""
+    choice: tuple[torch.device, str] | None = None
+    failure: AccelError | None = None
+    try:
+        choice = choose()
+        answer = {"backend": choice[1], "device": choice[0].type}
+    except AccelError as error:
+        failure = error
+        answer = {"error": str(error)}
+    store.set(f"hello/{topology.rank}", json.dumps(answer))
+    if topology.rank == 0:
+        store.set("verdict", _judge(store, topology.world_size, timeout))
+    store.wait(["verdict"], timeout + timedelta(seconds=5))
+    verdict = store.get("verdict").decode()
+    if verdict:
+        _wait_for_readers(store, topology)
+    if failure is not None:
+        raise failure
+    if verdict:
+        raise StateError(verdict)
+    assert choice is not None
+    return choice
+
+
+def _wait_for_readers(store: Store, topology: Topology) -> None:
+    """Keep rank 0, in which the store lives, until the others have read why they fail."""
+    if store.add("read", 1) == topology.world_size:
+        store.set("read by all", "")
+    if topology.rank == 0:
+        with contextlib.suppress(dist.DistStoreError):  # a rank is gone: nobody to wait for
+            store.wait(["read by all"], timedelta(seconds=5))
+
+
+def _judge(store: Store, world_size: int, timeout: timedelta) -> str:
+    try:
+        store.wait([f"hello/{rank}" for rank in range(world_size)], timeout)
+    except dist.DistStoreError:
+        absent = [rank for rank in range(world_size) if not store.check([f"hello/{rank}"])]
+        return f"ranks {absent} of {world_size} did not arrive within {timeout.total_seconds():g} s"
+    answers = [json.loads(store.get(f"hello/{rank}")) for rank in range(world_size)]
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            return f"rank {rank} could not be set up: {answer['error']}"
+    for rank, answer in enumerate(answers):
+        for what in ("device", "backend"):
+            if answer[what] != answers[0][what]:
+                return (
+                    f"ranks do not agree on the {what}: rank 0 has {answers[0][what]!r}, rank {rank} has "
+                    f"{answer[what]!r}; give all of them the same cpu= and backend="
+                )
+    return ""
