@@ -54,7 +54,7 @@ def test_a_loader_stays_live_until_its_last_iterator_ends():
     ledger.begin(loader)
     ledger.yielded(loader)
     ledger.begin(loader)  # the first iterator is still held
-    assert ledger.active is None
+    assert ledger.active is loader
     ledger.end(loader)
     assert ledger.is_live(loader)
     ledger.end(loader)

@@ -1,0 +1,235 @@
+"""Batch samplers: one rank's share of another batch sampler, and skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from accel_train.data.layout import Layout
+from accel_train.data.orders import Record, is_torch_batch_sampler, order_source
+from accel_train.data.sharing import Alone, Sharing
+from accel_train.data.streams import ArithmeticStream, IndexStream, RoundStream, SingleStream
+from accel_train.errors import DataError
+
+__all__ = ["BatchSamplerShard", "Opening", "ShardedBatchSampler", "SkipBatchSampler", "open_stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an epoch begins.
+
+    Args:
+        recorded: an earlier draw of the order, to be used again.
+        position: where to continue, as `IndexStream.consumed` said it.
+        sharing: makes draws the same on all ranks.
+        in_flight: batches that workers may hold.
+    """
+
+    recorded: Record | None = None
+    position: dict[str, int] | None = None
+    sharing: Sharing = Alone()  # noqa: RUF009 - stateless
+    in_flight: int = 0
+
+
+class ShardedBatchSampler(BatchSampler):
+    """One rank's share of a batch sampler.
+
+    Over torch's own samplers a batch is found by arithmetic, at a cost that does not depend on the number of ranks.
+    Any other batch sampler is iterated, on every rank alike.
+
+    Args:
+        batch_sampler: the batch sampler to share out.
+        num_processes: number of ranks.
+        process_index: this rank.
+        split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of every batch.
+        even_batches: complete the last round with the first samples, so that all ranks have as many batches of the
+            same size. May be changed between epochs.
+
+    Raises:
+        DataError: `split_batches` with a batch size that is missing or not a multiple of `num_processes`.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        # BatchSampler.__init__ would demand a sampler of its own; this class only shares its type.
+        self.batch_sampler = batch_sampler
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        if split_batches:
+            check_split(self.batch_size, num_processes)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the shared batch sampler."""
+        return len(self.batch_sampler)
+
+    @property
+    def by_arithmetic(self) -> bool:
+        """Whether batches are found by arithmetic."""
+        base = self.batch_sampler
+        return is_torch_batch_sampler(base) and order_source(base.sampler) is not None
+
+    def layout(self, total: int, start: int = 0) -> Layout:
+        """The rounds of an epoch of `total` samples, from position `start`."""
+        each = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        return Layout(
+            total=total,
+            batch=each,
+            ranks=self.num_processes,
+            rank=self.process_index,
+            start=start,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+        )
+
+    def open(self, opening: Opening, skip: int = 0) -> IndexStream:
+        """Begin an epoch, leaving out `skip` batches of each rank."""
+        base = self.batch_sampler
+        position = opening.position or {}
+        if is_torch_batch_sampler(base) and (source := order_source(base.sampler)) is not None:
+            start = _position(position, "samples") + skip * self.layout(0).stride
+            return ArithmeticStream(
+                self.layout(source.length(), start), source, opening.sharing, opening.recorded
+            )
+        per_round = 1 if self.split_batches else self.num_processes
+        return RoundStream(
+            iter(base),
+            ranks=self.num_processes,
+            rank=self.process_index,
+            split=self.split_batches,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+            skip_base=_position(position, "base_batches") + skip * per_round,
+            in_flight=opening.in_flight,
+        )
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.open(Opening())
+
+    def __len__(self) -> int:
+        base = self.batch_sampler
+        if is_torch_batch_sampler(base):
+            return self.layout(len(base.sampler)).batches
+        if self.split_batches:
+            return len(base)
+        rounds, left = divmod(len(base), self.num_processes)
+        if left == 0 or self.drop_last:
+            return rounds
+        return rounds + (1 if self.even_batches or self.process_index < left else 0)
+
+
+BatchSamplerShard = ShardedBatchSampler
+"""The name that scripts written for Accelerate use."""
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without the first `skip_batches` batches of another one.
+
+    Args:
+        batch_sampler: any batch sampler.
+        skip_batches: how many batches to leave out, at every iteration.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = getattr(batch_sampler, "sampler", None)
+        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.skip_batches = skip_batches
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the wrapped batch sampler, the skipped ones included."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return open_stream(self, Opening())
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def open_stream(sampler: Any, opening: Opening) -> IndexStream:
+    """Begin an epoch of whatever torch's loader iterates: a batch sampler, or a sampler of single indices."""
+    skip = 0
+    while isinstance(sampler, SkipBatchSampler):
+        skip += sampler.skip_batches
+        sampler = sampler.batch_sampler
+    if isinstance(sampler, ShardedBatchSampler):
+        return sampler.open(opening, skip)
+    position = opening.position or {}
+    if is_torch_batch_sampler(sampler) and (source := order_source(sampler.sampler)) is not None:
+        size = sampler.batch_size
+        layout = Layout(
+            total=source.length(),
+            batch=size,
+            ranks=1,
+            rank=0,
+            start=_position(position, "samples") + skip * size,
+            drop_last=sampler.drop_last,
+            even=False,
+        )
+        return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
+    return SingleStream(
+        iter(sampler),
+        skip=_position(position, "base_batches") + skip,
+        real_rows=_real_rows(sampler),
+        in_flight=opening.in_flight,
+    )
+
+
+def _position(position: dict[str, int], unit: str) -> int:
+    if position and unit not in position:
+        raise DataError(
+            f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts {unit}: it is "
+            "not the kind of sampler that the state was saved with. Prepare the same loader, or do not load its state."
+        )
+    return position.get(unit, 0)
+
+
+def _real_rows(sampler: Any) -> Any:
+    """For batches over torch's `DistributedSampler`, which pads every rank to the same length: the real rows."""
+    base = getattr(sampler, "sampler", None)
+    if not isinstance(base, DistributedSampler) or not is_torch_batch_sampler(sampler) or base.drop_last:
+        return None
+    total, ranks, size = len(base.dataset), base.num_replicas, sampler.batch_size  # type: ignore[arg-type]
+    if total % ranks == 0:
+        return None
+    real = [(total - rank + ranks - 1) // ranks for rank in range(ranks)]
+
+    def valid(batch_index: int) -> tuple[int, ...] | None:
+        done = batch_index * size
+        rows = min(size, base.num_samples - done)
+        counts = tuple(min(max(count - done, 0), rows) for count in real)
+        return None if min(counts) == rows else counts
+
+    return valid
+
+
+def check_split(batch_size: object, num_processes: int) -> None:
+    """Refuse to split batches whose size is not a multiple of the number of ranks."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise DataError(
+            f"split_batches=True needs a batch size that is a whole number, got {batch_size!r}. Give the batch sampler a "
+            "`batch_size` attribute, or use split_batches=False."
+        )
+    if batch_size % num_processes:
+        raise DataError(
+            f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is {batch_size}. "
+            f"Use a multiple of {num_processes} (for instance {-(-batch_size // num_processes) * num_processes}), or "
+            "split_batches=False."
+        )

@@ -1,0 +1,368 @@
+"""Iterators over one rank's index batches for one epoch.
+
+Each answers, for the batch with a given number, whether it is the last and how many of its rows are real. Those that
+compute know; those that iterate a user's sampler look one index batch ahead, and only when asked.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accel_train.data.layout import Layout, clip_rows
+from accel_train.data.orders import Order, OrderSource, Record
+from accel_train.data.sharing import Sharing
+
+__all__ = ["ArithmeticStream", "IndexStream", "RoundStream", "SingleStream"]
+
+_ALL = 2**62
+"""More rows than any batch has: "all rows", where another rank's number of rows is not known."""
+
+
+class IndexStream(ABC):
+    """One epoch of one rank."""
+
+    record: Record = {}
+    """What was drawn to get the order; empty until something is."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    @abstractmethod
+    def __next__(self) -> Any:
+        """The next batch of indices."""
+
+    @abstractmethod
+    def ends_at(self, yielded: int) -> bool:
+        """Whether there are exactly `yielded` batches. May draw the next index batch."""
+
+    @abstractmethod
+    def rows(self, batch_index: int) -> int | None:
+        """Rows of a batch that was handed out already; None when not known any more."""
+
+    @abstractmethod
+    def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        """Per rank, how many leading rows of such a batch are real; None for all."""
+
+    @abstractmethod
+    def consumed(self, yielded: int) -> dict[str, int]:
+        """The position after `yielded` batches: ``samples`` of the order, or ``base_batches`` of the sampler."""
+
+
+class ArithmeticStream(IndexStream):
+    """Slices of an order that is drawn at once, when the first batch is asked for.
+
+    Args:
+        layout: which slices.
+        source: draws the order.
+        sharing: makes the draw the same on all ranks.
+        recorded: an earlier draw to be used again.
+    """
+
+    def __init__(
+        self, layout: Layout, source: OrderSource, sharing: Sharing, recorded: Record | None = None
+    ) -> None:
+        self.layout = layout
+        self.record = {}
+        self._source = source
+        self._sharing = sharing
+        self._recorded = recorded
+        self._order: Order | None = None
+        self._ready: Iterator[list[int]] = iter(())
+        self._rounds_cut = 0
+        self._full = layout.full
+        self._tail_span = layout.tail_span()
+        self._done = False
+
+    def __next__(self) -> list[int]:
+        for batch in self._ready:
+            return batch
+        return self._refill()
+
+    def _refill(self) -> list[int]:
+        order = self._order
+        if order is None:
+            order, self.record = self._source.draw(self._sharing, self._recorded)
+            self._order = order
+        layout, cut = self.layout, self._rounds_cut
+        rounds = min(order.block, self._full - cut)
+        if rounds > 0:
+            self._rounds_cut = cut + rounds
+            low = layout.rank * layout.batch
+            start = layout.start + cut * layout.stride
+            self._ready = iter(order.rows(start, rounds, layout.stride, low, low + layout.batch))
+            return next(self._ready)
+        order.exhaust()
+        span, self._tail_span = self._tail_span, None
+        if span is not None:
+            return self._tail(order, *span)
+        if not self._done:
+            self._done = True
+            order.finished()
+        raise StopIteration
+
+    def _tail(self, order: Order, low: int, high: int) -> list[int]:
+        layout = self.layout
+        base = layout.start + layout.full * layout.stride
+        real = order.take(base + min(low, layout.tail), base + min(high, layout.tail))
+        missing = range(max(low, layout.tail), high)
+        if not missing:
+            return real
+        first = order.take(0, min(layout.total, layout.stride))
+        return real + [first[layout.padding(offset)] for offset in missing]
+
+    def ends_at(self, yielded: int) -> bool:
+        return yielded >= self.layout.batches
+
+    def rows(self, batch_index: int) -> int | None:
+        return self.layout.rows(batch_index)
+
+    def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        return self.layout.valid_rows(batch_index)
+
+    def consumed(self, yielded: int) -> dict[str, int]:
+        return {"samples": self.layout.consumed(yielded)}
+
+
+_Facts = tuple[int | None, tuple[int, ...] | None]
+_Produced = tuple[Any, int | None, tuple[int, ...] | None]
+_UNKNOWN: _Facts = (None, None)
+
+
+class _Iterated(IndexStream):
+    """A stream over an iterated sampler that keeps what it must say about recent batches.
+
+    Args:
+        in_flight: how many batches can be drawn and not yet handed to the user (worker prefetch).
+    """
+
+    def __init__(self, in_flight: int) -> None:
+        self.record = {}
+        self._remembered = in_flight + 3  # … the user's own, the one held back, and the one being drawn
+        self._drawn = 0  # batches found, the one held back included
+        self._held: list[Any] = []
+        self._exhausted = False
+        self._facts: dict[int, _Facts] = {}
+
+    @abstractmethod
+    def _produce(self) -> _Produced:
+        """The next batch, its rows, and the real rows per rank."""
+
+    def _pull(self) -> Any:
+        batch, rows, valid = self._produce()
+        self._facts[self._drawn] = (rows, valid)
+        self._facts.pop(self._drawn - self._remembered, None)
+        self._drawn += 1
+        return batch
+
+    def __next__(self) -> Any:
+        if self._held:
+            return self._held.pop()
+        if self._exhausted:
+            raise StopIteration
+        try:
+            return self._pull()
+        except StopIteration:
+            self._exhausted = True
+            raise
+
+    def ends_at(self, yielded: int) -> bool:
+        if yielded < self._drawn:
+            return False
+        if not self._exhausted:
+            try:
+                self._held.append(self._pull())
+            except StopIteration:
+                self._exhausted = True
+        return yielded >= self._drawn
+
+    def rows(self, batch_index: int) -> int | None:
+        return self._facts.get(batch_index, _UNKNOWN)[0]
+
+    def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        return self._facts.get(batch_index, _UNKNOWN)[1]
+
+
+class SingleStream(_Iterated):
+    """The user's sampler as it is: one rank, or a sampler that is sharded already.
+
+    Args:
+        iterator: the sampler's iterator.
+        skip: batches to leave out first.
+        real_rows: ``real_rows(batch_index)`` for a sharded sampler that is known to pad.
+        in_flight: as in `_Iterated`.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        *,
+        skip: int = 0,
+        real_rows: Callable[[int], tuple[int, ...] | None] | None = None,
+        in_flight: int = 0,
+    ) -> None:
+        super().__init__(in_flight)
+        self._iterator = iterator
+        self._skip = self._skipped = skip
+        self._real_rows = real_rows
+
+    def _produce(self) -> _Produced:
+        while self._skip:
+            self._skip -= 1
+            next(self._iterator)
+        batch = next(self._iterator)
+        valid = None if self._real_rows is None else self._real_rows(self._skipped + self._drawn)
+        return batch, _size(batch), valid
+
+    def consumed(self, yielded: int) -> dict[str, int]:
+        return {"base_batches": self._skipped + yielded}
+
+
+class RoundStream(_Iterated):
+    """Whole batches of an iterated batch sampler in rounds of one per rank, or slices of each.
+
+    Args:
+        iterator: the base batch sampler's iterator.
+        ranks: number of ranks.
+        rank: this rank.
+        split: each base batch is cut into one slice per rank; otherwise each rank takes one base batch of a round.
+        batch_size: the size of a full base batch, or None when it varies.
+        drop_last: an incomplete last round (or, when split, an incomplete last batch) is dropped.
+        even: it is completed with the first samples or batches; otherwise ranks may get less, or nothing.
+        skip_base: base batches to leave out before the first round; the first of them still provide the padding.
+        in_flight: as in `_Iterated`.
+    """
+
+    def __init__(
+        self,
+        iterator: Iterator[Any],
+        *,
+        ranks: int,
+        rank: int,
+        split: bool,
+        batch_size: int | None,
+        drop_last: bool,
+        even: bool,
+        skip_base: int = 0,
+        in_flight: int = 0,
+    ) -> None:
+        super().__init__(in_flight)
+        self._iterator = iterator
+        self._ranks = ranks
+        self._rank = rank
+        self._split = split
+        self._batch_size = batch_size
+        self._drop_last = drop_last
+        self._even = even
+        self._skip_base = self._skipped_base = skip_base
+        self._uniform = batch_size is not None
+        self._first: list[Any] = []  # the first round, for padding
+        self._ahead: list[Any] = []  # at most one base batch beyond the current round
+        self._base_ended = False
+
+    def _base(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
+        if self._base_ended:
+            raise StopIteration
+        try:
+            batch = next(self._iterator)
+        except StopIteration:
+            self._base_ended = True
+            raise
+        if len(self._first) < (1 if self._split else self._ranks):
+            self._first.append(batch)
+        return batch
+
+    def _at_end(self) -> bool:
+        if not self._ahead:
+            try:
+                self._ahead.append(self._base())
+            except StopIteration:
+                return True
+        return False
+
+    def _full(self, batch: Any) -> bool:
+        return self._batch_size is None or _size(batch) == self._batch_size
+
+    def _produce(self) -> _Produced:
+        while self._skip_base:
+            self._skip_base -= 1
+            self._base()
+        return self._slice() if self._split else self._round()
+
+    def _round(self) -> _Produced:
+        batches: list[Any] = []
+        while len(batches) < self._ranks:
+            try:
+                batches.append(self._base())
+            except StopIteration:
+                break
+        if not batches:
+            raise StopIteration
+        short = next((i for i, batch in enumerate(batches) if not self._full(batch)), None)
+        complete = len(batches) == self._ranks
+        last = not complete or (short is not None and self._at_end())
+        by_samples = self._uniform and (short is None or short == len(batches) - 1)
+        self._uniform = self._uniform and short is None
+        if not last or (complete and not by_samples):
+            return self._whole(batches)
+        if self._drop_last:
+            raise StopIteration
+        if self._even and by_samples:
+            return self._completed([index for batch in batches for index in batch])
+        return self._whole(batches)
+
+    def _whole(self, batches: list[Any]) -> _Produced:
+        """This rank's batch of a round that is not cut up; ranks without one repeat the first batches, or stop."""
+        if self._rank < len(batches):
+            mine = batches[self._rank]
+        elif self._even:
+            mine = self._first[(self._rank - len(batches)) % len(self._first)]
+        else:
+            raise StopIteration
+        missing = self._ranks - len(batches)
+        if not self._even or not missing:
+            return mine, _size(mine), None
+        sizes = (_size(batch) for batch in batches)
+        valid = tuple(_ALL if size is None else size for size in sizes)
+        return mine, _size(mine), valid + (0,) * missing
+
+    def _slice(self) -> _Produced:
+        batch = self._base()
+        assert self._batch_size is not None, "split batches need a batch size; checked at preparation"
+        each = self._batch_size // self._ranks
+        if self._full(batch):
+            return batch[self._rank * each : (self._rank + 1) * each], each, None
+        if self._drop_last and self._at_end():
+            raise StopIteration
+        if self._even:
+            return self._completed(list(batch))
+        mine = batch[self._rank * each : (self._rank + 1) * each]
+        if not mine:
+            raise StopIteration
+        return mine, len(mine), None
+
+    def _completed(self, real: list[Any]) -> _Produced:
+        """This rank's part of the incomplete round `real`, completed with the first samples of the epoch."""
+        assert self._batch_size is not None, "only rounds of equal batches are completed by samples"
+        each = self._batch_size // self._ranks if self._split else self._batch_size
+        first = [index for batch in self._first for index in batch]
+        low = self._rank * each
+        mine = [
+            real[at] if at < len(real) else first[(at - len(real)) % len(first)]
+            for at in range(low, low + each)
+        ]
+        valid = None if len(real) == each * self._ranks else clip_rows(len(real), each, self._ranks)
+        return mine, each, valid
+
+    def consumed(self, yielded: int) -> dict[str, int]:
+        return {"base_batches": self._skipped_base + yielded * (1 if self._split else self._ranks)}
+
+
+def _size(batch: Any) -> int | None:
+    try:
+        return len(batch)
+    except TypeError:  # one index instead of a batch: the dataset decides how many rows it becomes
+        return None
