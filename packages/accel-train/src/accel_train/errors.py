@@ -7,7 +7,9 @@ AccelError
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
-└── DataError (ValueError)              a data loader cannot be sharded as asked
+├── DataError (ValueError)              a data loader cannot be sharded as asked
+├── DataTypeError (TypeError)           something else than a data loader was given
+└── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ __all__ = [
     "AccumulationError",
     "AmbiguousLoaderError",
     "DataError",
+    "DataTypeError",
+    "DispatchError",
     "IncompatibleOptionsError",
     "MetricsShapeError",
     "OptionError",
@@ -51,3 +55,11 @@ class MetricsShapeError(AccelError, ValueError):
 
 class DataError(AccelError, ValueError):
     """A data loader cannot be sharded as asked."""
+
+
+class DataTypeError(AccelError, TypeError):
+    """Something else than a data loader was given where one is needed."""
+
+
+class DispatchError(AccelError, RuntimeError):
+    """Rank 0 could not read, cut or send a batch; the message holds its traceback."""

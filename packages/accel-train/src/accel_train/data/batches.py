@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from accel_train.data.layout import Layout
-from accel_train.data.orders import Record, is_torch_batch_sampler, order_source
+from accel_train.data.orders import (
+    OrderSource,
+    Record,
+    is_torch_batch_sampler,
+    order_source,
+    share_generator,
+)
 from accel_train.data.sharing import Alone, Sharing
-from accel_train.data.streams import ArithmeticStream, IndexStream, RoundStream, SingleStream
+from accel_train.data.streams import (
+    ArithmeticStream,
+    IndexStream,
+    RoundStream,
+    SingleIndexStream,
+    SingleStream,
+)
 from accel_train.errors import DataError
 
 __all__ = ["BatchSamplerShard", "Opening", "ShardedBatchSampler", "SkipBatchSampler", "open_stream"]
@@ -26,12 +39,14 @@ class Opening:
         position: where to continue, as `IndexStream.consumed` said it.
         sharing: makes draws the same on all ranks.
         in_flight: batches that workers may hold.
+        skip: batches to leave out.
     """
 
     recorded: Record | None = None
     position: dict[str, int] | None = None
     sharing: Sharing = Alone()  # noqa: RUF009 - stateless
     in_flight: int = 0
+    skip: int = 0
 
 
 class ShardedBatchSampler(BatchSampler):
@@ -62,7 +77,7 @@ class ShardedBatchSampler(BatchSampler):
     ) -> None:
         # BatchSampler.__init__ would demand a sampler of its own; this class only shares its type.
         self.batch_sampler = batch_sampler
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.num_processes = num_processes
         self.process_index = process_index
@@ -76,15 +91,10 @@ class ShardedBatchSampler(BatchSampler):
         """Number of batches of the shared batch sampler."""
         return len(self.batch_sampler)
 
-    @property
-    def by_arithmetic(self) -> bool:
-        """Whether batches are found by arithmetic."""
-        base = self.batch_sampler
-        return is_torch_batch_sampler(base) and order_source(base.sampler) is not None
-
     def layout(self, total: int, start: int = 0) -> Layout:
         """The rounds of an epoch of `total` samples, from position `start`."""
-        each = self.batch_size // self.num_processes if self.split_batches else self.batch_size
+        size = 1 if self.batch_size is None else self.batch_size
+        each = size // self.num_processes if self.split_batches else size
         return Layout(
             total=total,
             batch=each,
@@ -97,22 +107,23 @@ class ShardedBatchSampler(BatchSampler):
 
     def open(self, opening: Opening, skip: int = 0) -> IndexStream:
         """Begin an epoch, leaving out `skip` batches of each rank."""
-        base = self.batch_sampler
         position = opening.position or {}
-        if is_torch_batch_sampler(base) and (source := order_source(base.sampler)) is not None:
+        source = arithmetic_source(self.batch_sampler)
+        if source is not None:
             start = _position(position, "samples") + skip * self.layout(0).stride
-            return ArithmeticStream(
-                self.layout(source.length(), start), source, opening.sharing, opening.recorded
-            )
+            kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
+            return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
         per_round = 1 if self.split_batches else self.num_processes
+        record = _share_sampler(self.batch_sampler, opening)
         return RoundStream(
-            iter(base),
+            iter(self.batch_sampler),
             ranks=self.num_processes,
             rank=self.process_index,
             split=self.split_batches,
             batch_size=self.batch_size,
             drop_last=self.drop_last,
             even=self.even_batches,
+            record=record,
             skip_base=_position(position, "base_batches") + skip * per_round,
             in_flight=opening.in_flight,
         )
@@ -124,6 +135,8 @@ class ShardedBatchSampler(BatchSampler):
         base = self.batch_sampler
         if is_torch_batch_sampler(base):
             return self.layout(len(base.sampler)).batches
+        if order_source(base) is not None:
+            return self.layout(len(base)).batches
         if self.split_batches:
             return len(base)
         rounds, left = divmod(len(base), self.num_processes)
@@ -146,8 +159,8 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)
-        self.batch_size = getattr(batch_sampler, "batch_size", None)
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
         self.skip_batches = skip_batches
 
@@ -165,14 +178,15 @@ class SkipBatchSampler(BatchSampler):
 
 def open_stream(sampler: Any, opening: Opening) -> IndexStream:
     """Begin an epoch of whatever torch's loader iterates: a batch sampler, or a sampler of single indices."""
-    skip = 0
+    skip = opening.skip
     while isinstance(sampler, SkipBatchSampler):
         skip += sampler.skip_batches
         sampler = sampler.batch_sampler
     if isinstance(sampler, ShardedBatchSampler):
         return sampler.open(opening, skip)
     position = opening.position or {}
-    if is_torch_batch_sampler(sampler) and (source := order_source(sampler.sampler)) is not None:
+    source = arithmetic_source(sampler)
+    if source is not None and isinstance(sampler, BatchSampler):
         size = sampler.batch_size
         layout = Layout(
             total=source.length(),
@@ -187,9 +201,28 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
     return SingleStream(
         iter(sampler),
         skip=_position(position, "base_batches") + skip,
-        real_rows=_real_rows(sampler),
+        real_rows=padded_rows(sampler),
         in_flight=opening.in_flight,
     )
+
+
+def arithmetic_source(sampler: Any) -> OrderSource | None:
+    """How to draw the order below `sampler` (a batch sampler or a sampler of single indices) at once, if possible."""
+    while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
+        sampler = sampler.batch_sampler
+    if is_torch_batch_sampler(sampler):
+        return order_source(sampler.sampler)
+    return None if isinstance(sampler, BatchSampler) else order_source(sampler)
+
+
+def _share_sampler(sampler: Any, opening: Opening) -> Record:
+    """Give an iterated sampler's own generator the same state on all ranks; returns that state."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return share_generator(generator, opening.sharing, opening.recorded)
+        sampler = getattr(sampler, "sampler", None)
+    return {}
 
 
 def _position(position: dict[str, int], unit: str) -> int:
@@ -201,8 +234,8 @@ def _position(position: dict[str, int], unit: str) -> int:
     return position.get(unit, 0)
 
 
-def _real_rows(sampler: Any) -> Any:
-    """For batches over torch's `DistributedSampler`, which pads every rank to the same length: the real rows."""
+def padded_rows(sampler: Any) -> Callable[[int], tuple[int, ...] | None] | None:
+    """The real rows of each batch over torch's `DistributedSampler`, if it pads; None for other samplers."""
     base = getattr(sampler, "sampler", None)
     if not isinstance(base, DistributedSampler) or not is_torch_batch_sampler(sampler) or base.drop_last:
         return None

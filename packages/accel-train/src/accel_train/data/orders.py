@@ -179,7 +179,7 @@ class _Random:
     def draw(self, sharing: Sharing, recorded: Record | None) -> tuple[Order, Record]:
         theirs = self._sampler.generator
         if theirs is not None:
-            record = _share_generator(theirs, sharing, recorded)
+            record = share_generator(theirs, sharing, recorded)
             # The user's generator may have other users: no draw may happen earlier than it would in torch.
             return self._order(theirs, block=1), record
         seed = _recorded_seed(recorded)
@@ -252,7 +252,7 @@ class _Direct:
     def draw(self, sharing: Sharing, recorded: Record | None) -> tuple[Order, Record]:
         theirs = self._sampler.generator
         if theirs is not None:
-            record = _share_generator(theirs, sharing, recorded)
+            record = share_generator(theirs, sharing, recorded)
             samples = self._draw(theirs)
         elif recorded is not None and "generator" in recorded:
             record = recorded
@@ -294,7 +294,8 @@ def _generator_at(state: Tensor) -> torch.Generator:
     return generator
 
 
-def _share_generator(generator: torch.Generator, sharing: Sharing, recorded: Record | None) -> Record:
+def share_generator(generator: torch.Generator, sharing: Sharing, recorded: Record | None) -> Record:
+    """Set a user's generator to rank 0's state, or to the recorded one; returns what it was set to."""
     if recorded is not None and "generator" in recorded:
         state = recorded["generator"]
         generator.set_state(state)

@@ -14,9 +14,9 @@ from accel_train.data.layout import Layout, clip_rows
 from accel_train.data.orders import Order, OrderSource, Record
 from accel_train.data.sharing import Sharing
 
-__all__ = ["ArithmeticStream", "IndexStream", "RoundStream", "SingleStream"]
+__all__ = ["ALL_ROWS", "ArithmeticStream", "IndexStream", "RoundStream", "SingleIndexStream", "SingleStream"]
 
-_ALL = 2**62
+ALL_ROWS = 2**62
 """More rows than any batch has: "all rows", where another rank's number of rows is not known."""
 
 
@@ -25,6 +25,8 @@ class IndexStream(ABC):
 
     record: Record = {}
     """What was drawn to get the order; empty until something is."""
+    first: int = 0
+    """Number of this rank's first batch here, counted from the beginning of the epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -44,6 +46,10 @@ class IndexStream(ABC):
     @abstractmethod
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of such a batch are real; None for all."""
+
+    def prime(self) -> None:
+        """Make the draws that belong to the batches before the first one now, and not when it is asked for."""
+        return
 
     @abstractmethod
     def consumed(self, yielded: int) -> dict[str, int]:
@@ -65,6 +71,7 @@ class ArithmeticStream(IndexStream):
     ) -> None:
         self.layout = layout
         self.record = {}
+        self.first = layout.start // layout.stride
         self._source = source
         self._sharing = sharing
         self._recorded = recorded
@@ -130,6 +137,20 @@ _Produced = tuple[Any, int | None, tuple[int, ...] | None]
 _UNKNOWN: _Facts = (None, None)
 
 
+class SingleIndexStream(ArithmeticStream):
+    """An order handed out one index at a time, for loaders that do not batch; each sample is a batch of its own."""
+
+    def __next__(self) -> Any:
+        return super().__next__()[0]
+
+    def rows(self, batch_index: int) -> int | None:
+        return None
+
+    def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        valid = super().valid_rows(batch_index)
+        return None if valid is None else tuple(ALL_ROWS if count else 0 for count in valid)
+
+
 class _Iterated(IndexStream):
     """A stream over an iterated sampler that keeps what it must say about recent batches.
 
@@ -177,6 +198,10 @@ class _Iterated(IndexStream):
                 self._exhausted = True
         return yielded >= self._drawn
 
+    def prime(self) -> None:
+        # A sampler may draw as late as its first batch, so one batch is drawn and kept.
+        self.ends_at(self._drawn)
+
     def rows(self, batch_index: int) -> int | None:
         return self._facts.get(batch_index, _UNKNOWN)[0]
 
@@ -204,7 +229,7 @@ class SingleStream(_Iterated):
     ) -> None:
         super().__init__(in_flight)
         self._iterator = iterator
-        self._skip = self._skipped = skip
+        self._skip = self.first = skip
         self._real_rows = real_rows
 
     def _produce(self) -> _Produced:
@@ -212,11 +237,11 @@ class SingleStream(_Iterated):
             self._skip -= 1
             next(self._iterator)
         batch = next(self._iterator)
-        valid = None if self._real_rows is None else self._real_rows(self._skipped + self._drawn)
+        valid = None if self._real_rows is None else self._real_rows(self.first + self._drawn)
         return batch, _size(batch), valid
 
     def consumed(self, yielded: int) -> dict[str, int]:
-        return {"base_batches": self._skipped + yielded}
+        return {"base_batches": self.first + yielded}
 
 
 class RoundStream(_Iterated):
@@ -230,6 +255,7 @@ class RoundStream(_Iterated):
         batch_size: the size of a full base batch, or None when it varies.
         drop_last: an incomplete last round (or, when split, an incomplete last batch) is dropped.
         even: it is completed with the first samples or batches; otherwise ranks may get less, or nothing.
+        record: what was drawn for the base batch sampler.
         skip_base: base batches to leave out before the first round; the first of them still provide the padding.
         in_flight: as in `_Iterated`.
     """
@@ -244,10 +270,12 @@ class RoundStream(_Iterated):
         batch_size: int | None,
         drop_last: bool,
         even: bool,
+        record: Record,
         skip_base: int = 0,
         in_flight: int = 0,
     ) -> None:
         super().__init__(in_flight)
+        self.record = record
         self._iterator = iterator
         self._ranks = ranks
         self._rank = rank
@@ -256,6 +284,7 @@ class RoundStream(_Iterated):
         self._drop_last = drop_last
         self._even = even
         self._skip_base = self._skipped_base = skip_base
+        self.first = skip_base // (1 if split else ranks)
         self._uniform = batch_size is not None
         self._first: list[Any] = []  # the first round, for padding
         self._ahead: list[Any] = []  # at most one base batch beyond the current round
@@ -326,7 +355,7 @@ class RoundStream(_Iterated):
         if not self._even or not missing:
             return mine, _size(mine), None
         sizes = (_size(batch) for batch in batches)
-        valid = tuple(_ALL if size is None else size for size in sizes)
+        valid = tuple(ALL_ROWS if size is None else size for size in sizes)
         return mine, _size(mine), valid + (0,) * missing
 
     def _slice(self) -> _Produced:

@@ -1,0 +1,247 @@
+"""Cutting a round of batches into one part per rank, on the rank that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accel_state.trees import TreeSpec, concatenate, flatten, ignorant_find_batch_size, unflatten
+from torch import Tensor
+
+from accel_train.data.layout import clip_rows
+from accel_train.errors import DataError, DispatchError
+
+__all__ = ["Round", "cut_round", "pieces_of"]
+
+SliceFunction = Callable[..., Any]
+
+
+@dataclass(slots=True)
+class Round:
+    """One batch per rank.
+
+    Args:
+        parts: the batches, in rank order.
+        rows: rows of each; None where they cannot be counted.
+        real: real rows over all ranks; None when rows cannot be counted.
+        valid: per rank, how many leading rows are real; None when all are.
+    """
+
+    parts: list[Any]
+    rows: Sequence[int | None]
+    real: int | None
+    valid: tuple[int, ...] | None = None
+
+
+def cut_round(
+    batches: Sequence[Any],
+    first: Any,
+    ranks: int,
+    *,
+    split: bool,
+    last: bool,
+    slice_fn: SliceFunction | None = None,
+) -> Round:
+    """Give every rank its part.
+
+    A full round hands one whole batch to each rank, so batches may be ragged. The tail of an epoch is shared out
+    evenly, and completed with the first samples to a multiple of the number of ranks; if its batches cannot be joined
+    because their shapes differ, they are handed out whole, and ranks without one repeat the first batch as padding.
+
+    Args:
+        batches: what was read, at most one batch per rank (exactly one batch when `split`).
+        first: the first batch of the epoch.
+        ranks: number of ranks.
+        split: each batch is cut into one part per rank.
+        last: whether nothing follows.
+        slice_fn: the user's way of cutting a joined batch.
+
+    Raises:
+        DispatchError: a tensor has not one row per sample and would have to be cut.
+        DataError: a batch without rows would have to be cut.
+    """
+    counts = [_rows(batch) for batch in batches]
+    if slice_fn is not None:
+        return _by_user(batches, counts, ranks, slice_fn)
+    if not split and len(batches) == ranks and (not last or len(set(counts)) == 1):
+        return _whole(batches, counts, first, ranks)
+    if None in counts:
+        return _whole(batches, counts, first, ranks)
+    rows = [count for count in counts if count is not None]
+    try:
+        return _by_rows(batches, rows, first, ranks)
+    except _RaggedError:
+        if split:
+            raise DispatchError(
+                "split_batches=True cannot cut this batch: its leaves do not all have one row per sample. Use "
+                "split_batches=False, or pass slice_fn_for_dispatch."
+            ) from None
+        return _whole(batches, counts, first, ranks)
+
+
+class _RaggedError(Exception):
+    """Batches whose shapes differ cannot be joined."""
+
+
+def pieces_of(rows: Sequence[int], ranks: int, first_rows: int) -> list[list[tuple[int, int, int]]]:
+    """For each rank the row ranges ``(batch, start, stop)`` that make up its part; batch -1 is the first one.
+
+    All rows are shared out evenly in order, completed with the first rows to a multiple of `ranks`.
+    """
+    total = sum(rows)
+    each = -(-total // ranks)
+    spans: list[tuple[int, int, int]] = []  # (batch, start, stop) in order, as long as ranks * each
+    for index, count in enumerate(rows):
+        spans.append((index, 0, count))
+    missing = each * ranks - total
+    while missing > 0:
+        spans.append((-1, 0, min(first_rows, missing)))
+        missing -= min(first_rows, missing)
+    parts: list[list[tuple[int, int, int]]] = []
+    at = 0
+    for _ in range(ranks):
+        part: list[tuple[int, int, int]] = []
+        room = each
+        while room:
+            batch, start, stop = spans[at]
+            take = min(room, stop - start)
+            if take:
+                part.append((batch, start, start + take))
+            room -= take
+            if start + take == stop:
+                at += 1
+            else:
+                spans[at] = (batch, start + take, stop)
+        parts.append(part)
+    return parts
+
+
+def _by_rows(batches: Sequence[Any], rows: list[int], first: Any, ranks: int) -> Round:
+    total = sum(rows)
+    first_rows = _rows(first) or 0
+    if total == 0 or first_rows == 0:
+        raise DataError("Rank 0 read an empty batch; there are no rows to share out. Drop empty batches.")
+    flat = {index: flatten(batch) for index, batch in enumerate(batches)}
+    sizes = dict(enumerate(rows)) | {-1: first_rows}
+    if total % ranks:
+        flat[-1] = flatten(first)
+    parts = [
+        _join([_cut(*flat[batch], sizes[batch], start, stop) for batch, start, stop in pieces])
+        for pieces in pieces_of(rows, ranks, first_rows)
+    ]
+    each = -(-total // ranks)
+    valid = None if total % ranks == 0 else clip_rows(total, each, ranks)
+    return Round(parts, [each] * ranks, total, valid)
+
+
+def _whole(batches: Sequence[Any], counts: Sequence[int | None], first: Any, ranks: int) -> Round:
+    parts = [*batches, *[first] * (ranks - len(batches))]
+    valid = None
+    if len(batches) < ranks:
+        valid = tuple(2**62 if count is None else count for count in counts) + (0,) * (ranks - len(batches))
+    real = None if None in counts else sum(count for count in counts if count is not None)
+    rows = [*counts, *[_rows(first)] * (ranks - len(batches))]
+    return Round(parts, rows, real, valid)
+
+
+def _by_user(batches: Sequence[Any], counts: list[int | None], ranks: int, slice_fn: SliceFunction) -> Round:
+    batch = batches[0] if len(batches) == 1 else concatenate(list(batches))
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        raise DispatchError(
+            "slice_fn_for_dispatch needs batches that hold a tensor with one row per sample, to say how many rows a "
+            "rank gets. Put a tensor into the batch, or use dispatch_batches=False."
+        )
+    total = sum(known)
+    each = -(-total // ranks)
+    parts = [
+        slice_fn(batch, slice(rank * each, (rank + 1) * each), process_index=rank, num_processes=ranks)
+        for rank in range(ranks)
+    ]
+    valid = None if total % ranks == 0 else clip_rows(total, each, ranks)
+    return Round(parts, [each] * ranks, total, valid)
+
+
+# Rows of a batch
+
+
+def _rows(batch: Any) -> int | None:
+    """Rows of a batch: of its first tensor, or else of its first list of plain values."""
+    rows = ignorant_find_batch_size(batch)
+    if rows is not None:
+        return rows
+    return _list_rows(flatten(batch)[1])
+
+
+def _list_rows(spec: TreeSpec) -> int | None:
+    if _is_row_list(spec):
+        return len(spec.children)
+    return next((rows for child in spec.children if (rows := _list_rows(child)) is not None), None)
+
+
+def _is_row_list(spec: TreeSpec) -> bool:
+    """A list of values that are no tensors, as the default collate function makes of strings: one per sample."""
+    return spec.kind in (list, tuple) and bool(spec.children) and all(c.kind is ... for c in spec.children)
+
+
+_Flat = tuple[list[Tensor], TreeSpec]
+
+
+def _cut(leaves: list[Tensor], spec: TreeSpec, rows: int, start: int, stop: int) -> _Flat:
+    if (start, stop) == (0, rows):
+        return leaves, spec
+    return [_cut_leaf(leaf, rows, start, stop) for leaf in leaves], _cut_spec(spec, rows, start, stop)
+
+
+def _cut_leaf(leaf: Tensor, rows: int, start: int, stop: int) -> Tensor:
+    if leaf.dim() == 0:
+        return leaf
+    if leaf.shape[0] != rows:
+        raise DispatchError(
+            f"A batch of {rows} rows holds a tensor of shape {tuple(leaf.shape)}; rank 0 cannot tell which part of it "
+            "belongs to which rank. Pass slice_fn_for_dispatch, or use dispatch_batches=False."
+        )
+    return leaf[start:stop]
+
+
+def _cut_spec(spec: TreeSpec, rows: int, start: int, stop: int) -> TreeSpec:
+    if _is_row_list(spec) and len(spec.children) == rows:
+        children = spec.children[start:stop]
+        return TreeSpec(spec.kind, len(children), children)
+    if spec.kind is ...:
+        shape = getattr(spec.outline, "shape", None)
+        if shape and shape[0] == rows:  # an array of another library
+            return TreeSpec(..., spec.outline[start:stop])
+        return spec
+    return TreeSpec(spec.kind, spec.outline, tuple(_cut_spec(c, rows, start, stop) for c in spec.children))
+
+
+def _join(pieces: list[_Flat]) -> Any:
+    if len(pieces) == 1:
+        leaves, spec = pieces[0]
+        return unflatten(spec, leaves)
+    columns = list(zip(*(leaves for leaves, _ in pieces), strict=True))
+    for column in columns:
+        if any(leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype for leaf in column):
+            raise _RaggedError
+    joined = [column[0] if column[0].dim() == 0 else torch.cat(column) for column in columns]
+    return unflatten(_join_specs([spec for _, spec in pieces]), joined)
+
+
+def _join_specs(specs: list[TreeSpec]) -> TreeSpec:
+    first = specs[0]
+    if all(_is_row_list(spec) and spec.kind is first.kind for spec in specs):
+        children = tuple(child for spec in specs for child in spec.children)
+        return TreeSpec(first.kind, len(children), children)
+    if first.kind is ...:
+        if getattr(first.outline, "shape", None):
+            raise _RaggedError
+        return first
+    if any(spec.kind is not first.kind or len(spec.children) != len(first.children) for spec in specs):
+        raise _RaggedError
+    children = tuple(
+        _join_specs(list(column)) for column in zip(*(spec.children for spec in specs), strict=True)
+    )
+    return TreeSpec(first.kind, first.outline, children)

@@ -1,0 +1,345 @@
+"""The loader where rank 0 reads for all, and every rank receives its own part only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accel_train.data.batches import Opening, arithmetic_source
+from accel_train.data.dispatch_cut import Round, cut_round
+from accel_train.data.dispatch_wire import Envelope, Kind, Receiver, Sender, WorldLink
+from accel_train.data.epoch import Restored, Run
+from accel_train.data.ledger import LoaderLedger
+from accel_train.data.loader import LoaderIterator, PreparedLoader, as_begun, generator_state
+from accel_train.data.sharing import Alone, communication_device
+from accel_train.data.streams import ArithmeticStream, IndexStream
+from accel_train.data.transfer import DirectTransfer, Transfer
+
+__all__ = ["DataLoaderDispatcher"]
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A data loader that only rank 0 reads. Each step is collective: every rank must take it.
+
+    Args:
+        dataset: the dataset; only rank 0's is read.
+        split_batches: each batch is cut into one part per rank; otherwise a step takes one batch per rank.
+        skip_batches: steps left out at the start of every iteration (iterable datasets).
+        use_stateful_dataloader: whether a loaded state continues inside the epoch.
+        _drop_last: whether an incomplete last round is dropped.
+        _non_blocking: whether the move to the device overlaps with the host.
+        slice_fn: the user's way of cutting; see `prepare_data_loader`.
+        torch_device_mesh: kept for reference.
+        iteration: epochs iterated before.
+        device, rng_types, synchronized_generator, ledger, num_processes, process_index: as for `PreparedLoader`.
+        **kwargs: as for `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: Callable[..., Any] | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        *,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        ledger: LoaderLedger | None = None,
+        num_processes: int = 1,
+        process_index: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            non_blocking=_non_blocking,
+            iteration=iteration,
+            ledger=ledger,
+            num_processes=num_processes,
+            process_index=process_index,
+            **kwargs,
+        )
+        self.split_batches = split_batches
+        self.slice_fn = slice_fn
+        self._drop_last = _drop_last
+        self.torch_device_mesh = torch_device_mesh
+        self.transfer = self._make_transfer()
+
+    def _make_transfer(self) -> Transfer | None:
+        return None if self.device is None else DirectTransfer(self.device, self._non_blocking)
+
+    @property
+    def base_batches_per_step(self) -> int:
+        """Batches of the underlying loader that one step takes."""
+        return 1 if self.split_batches else self.num_processes
+
+    def __iter__(self) -> Any:
+        return DispatchIterator(self)
+
+    def __len__(self) -> int:
+        base = super().__len__()
+        each = self.base_batches_per_step
+        whole = base // each if self._drop_last else -(-base // each)
+        return whole if self.indexes is not None else max(whole - self.skip_batches, 0)
+
+    # Answers
+
+    @property
+    def batch_rows(self) -> int | None:
+        """Rows that this rank received in the batch handed out last; None when that is not known."""
+        part = self._part()
+        return None if part is None else part.rows
+
+    def valid_rows(self) -> tuple[int, ...] | None:
+        """Per rank, how many leading rows of the batch handed out last are real; None when all are."""
+        part = self._part()
+        return None if part is None else part.valid
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last global batch, once it is handed out; -1 before."""
+        part = self._part()
+        if part is None or not self.end_of_dataloader or part.real is None:
+            return -1
+        return part.real
+
+    def _part(self) -> Envelope | None:
+        run = self._run
+        return run.part if run is not None and run.yielded else None
+
+    def _left_at_end(self, run: Run) -> bool:
+        return run.part is not None and run.part.last
+
+    @property
+    def may_pad(self) -> bool:  # type: ignore[override]
+        """Whether rows can be padding."""
+        return self.num_processes > 1 and not self._drop_last
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples per step over all ranks; None when batches vary."""
+        size = self.batch_size
+        if size is None:
+            size = getattr(self._batch_sampler(), "batch_size", None)
+        return None if size is None else int(size) * self.base_batches_per_step
+
+    # Beginning an iteration
+
+    def _open(self, run: Run) -> Any:
+        restored, self.epoch_state.restored = self.epoch_state.restored, None
+        resume = restored if restored is not None and self.use_stateful_dataloader else None
+        run.per_batch = self.base_batches_per_step
+        with as_begun(restored, self.generator):
+            run.begun_with = generator_state(self.generator)
+            if self.process_index == 0:
+                return self._read(run, restored, resume)
+            # Rank 0's iterator draws a base seed here; all ranks draw alike.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        self._count_skipped(run, resume)
+        receive = Receiver(WorldLink(communication_device()))
+        return _Follower(receive, None if resume is not None else self._draw_along)
+
+    def _draw_along(self) -> None:
+        """Make the draws of the order that rank 0 makes."""
+        source = arithmetic_source(self._batch_sampler() or self.sampler)
+        if self.indexes is not None and source is not None:
+            source.draw(Alone(), None)
+
+    def _count_skipped(self, run: Run, resume: Restored | None) -> int:
+        """Base batches to leave out; sets how many steps that is."""
+        each = self.base_batches_per_step
+        base = self.skip_batches * each if resume is None else resume.position.get("base_batches", 0)
+        run.skipped = -(-base // each)
+        run.resumed = resume is not None and base > 0
+        return base
+
+    def _read(self, run: Run, restored: Restored | None, resume: Restored | None) -> _Reader:
+        base = self._count_skipped(run, resume)
+        indexes = self.indexes
+        stream: IndexStream | None = None
+        if indexes is None:
+            source = self._torch_iterator()
+            self._skip(source, base)
+        else:
+            indexes.opening = Opening(
+                recorded=None if restored is None else restored.record,
+                in_flight=self.num_workers * (self.prefetch_factor or 0) + self.base_batches_per_step,
+                skip=base,
+            )
+            source = self._torch_iterator()
+            stream = run.stream = indexes.stream
+            indexes.opening, indexes.stream = Opening(), None
+            if restored is not None and stream is not None:
+                stream.prime()
+        sender = None
+        if self.num_processes > 1:
+            sender = Sender(WorldLink(communication_device()), self.num_processes)
+        return _Reader(self, source, stream, sender)
+
+
+class _Follower:
+    """Another rank than 0: takes what comes."""
+
+    def __init__(self, receive: Callable[[], Envelope], draw_along: Callable[[], None] | None) -> None:
+        self._receive = receive
+        self._draw_along = draw_along
+
+    def __next__(self) -> Envelope:
+        if self._draw_along is not None:
+            self._draw_along()
+            self._draw_along = None
+        envelope = self._receive()
+        if envelope.kind is Kind.STOP:
+            raise StopIteration
+        if envelope.kind is Kind.ERROR:
+            raise envelope.batch
+        return envelope
+
+    def follows(self) -> bool:
+        raise AssertionError("other ranks know the end from what rank 0 sends")
+
+    def close(self) -> None: ...
+
+
+class _Reader:
+    """Rank 0: reads, cuts and sends."""
+
+    def __init__(
+        self, loader: DataLoaderDispatcher, source: Any, stream: IndexStream | None, sender: Sender | None
+    ) -> None:
+        self._source = source
+        self._stream = stream
+        self._sender = sender
+        self._ranks = loader.num_processes
+        self._per_step = loader.base_batches_per_step
+        self._split = loader.split_batches
+        self._drop_last = loader._drop_last
+        self._slice_fn = loader.slice_fn
+        self._first: Any = None
+        self._taken = 0
+        self._ahead: list[Any] = []
+        self._failure: Exception | None = None
+        self._over = False
+
+    def __next__(self) -> Envelope:
+        sender = self._sender
+        if sender is None:
+            envelopes = self._round()
+            if envelopes is None:
+                raise StopIteration
+            return envelopes[0]
+        sender.wait()
+        try:
+            envelopes = self._round()
+            if envelopes is not None:
+                sender.batches(envelopes)
+        except Exception as error:
+            self._over = True
+            sender.error(error)
+            sender.wait()
+            raise
+        if envelopes is None:
+            sender.stop()
+            sender.wait()
+            raise StopIteration
+        return envelopes[0]
+
+    def _round(self) -> list[Envelope] | None:
+        batches: list[Any] = []
+        while len(batches) < self._per_step and self._fetch():
+            batches.append(self._ahead.pop(0))
+        if not batches or (self._drop_last and len(batches) < self._per_step):
+            return None
+        if self._first is None:
+            self._first = batches[0]
+        self._taken += len(batches)
+        # One rank alone looks ahead only when asked; the others must be told with the batch.
+        last = self._sender is not None and not self.follows()
+        cut: Round = cut_round(
+            batches, self._first, self._ranks, split=self._split, last=last, slice_fn=self._slice_fn
+        )
+        return [
+            Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows)
+            for part, rows in zip(cut.parts, cut.rows, strict=True)
+        ]
+
+    def follows(self) -> bool:
+        """Whether another round follows. Counts where it can, and reads ahead where it must."""
+        wanted = self._per_step if self._drop_last else 1
+        stream = self._stream
+        if isinstance(stream, ArithmeticStream):
+            return stream.layout.batches - self._taken >= wanted
+        if stream is not None and wanted == 1:
+            return not stream.ends_at(self._taken)
+        while len(self._ahead) < wanted:
+            try:
+                if not self._fetch(len(self._ahead) + 1):
+                    return False
+            except Exception as error:
+                self._failure = error  # belongs to the next step
+                return True
+        return True
+
+    def _fetch(self, wanted: int = 1) -> bool:
+        """Have `wanted` batches ready; False when there are fewer."""
+        while len(self._ahead) < wanted:
+            if self._failure is not None:
+                raise self._failure
+            if self._over:
+                return False
+            try:
+                self._ahead.append(next(self._source))
+            except StopIteration:
+                self._over = True
+        return True
+
+    def close(self) -> None:
+        """Nothing that was sent may be left on its way."""
+        if self._sender is not None:
+            self._sender.wait()
+
+
+class DispatchIterator(LoaderIterator):
+    """One iteration over a dispatcher, on any rank."""
+
+    __slots__ = ()
+
+    def __next__(self) -> Any:
+        try:
+            if self._failure is not None:
+                raise self._failure
+            envelope = self._held.pop() if self._held else next(self._source)
+        except BaseException as error:
+            self._close(exhausted=isinstance(error, StopIteration))
+            raise
+        batch, envelope.batch = envelope.batch, None
+        if self._finish is not None:
+            batch = self._finish(batch)
+        run = self._run
+        run.part = envelope
+        run.yielded += 1
+        self._ledger.yielded(self._loader)
+        return batch
+
+    def at_end(self) -> bool:
+        """Whether nothing follows the batch handed out last."""
+        if self._loader.num_processes > 1:
+            return self._run.part is not None and self._run.part.last
+        return not self._source.follows()
+
+    def _close(self, exhausted: bool) -> None:
+        if not self._closed:
+            self._source.close()
+        super()._close(exhausted)

@@ -1,0 +1,563 @@
+"""What all prepared loaders have in common: their iterator, and what they answer about the batch just handed out."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accel_state.errors import NotAvailableError
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader
+
+from accel_train.data.batches import Opening, ShardedBatchSampler, SkipBatchSampler, open_stream
+from accel_train.data.epoch import Epoch, Restored, Run
+from accel_train.data.ledger import LoaderLedger
+from accel_train.data.seedable import SeedableRandomSampler
+from accel_train.data.sharing import Sharing, sharing_for
+from accel_train.data.streams import ArithmeticStream, IndexStream
+from accel_train.data.transfer import Transfer
+
+__all__ = ["AheadIterator", "DataLoaderStateMixin", "LoaderIterator", "PreparedLoader", "innermost_sampler"]
+
+
+class DataLoaderStateMixin:
+    """Telling the ledger when an iteration begins and ends.
+
+    Attributes:
+        ledger: the ledger of the `Accelerator` that the loader belongs to.
+    """
+
+    ledger: LoaderLedger
+
+    def begin(self) -> None:
+        """An iteration begins."""
+        self.ledger.begin(self)
+
+    def end(self) -> None:
+        """An iteration is over."""
+        self.ledger.end(self)
+
+
+class Indexes:
+    """What torch's iterator takes index batches from, in place of the batch sampler: it remembers its stream."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.opening = Opening()
+        self.stream: IndexStream | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        self.stream = open_stream(self.sampler, self.opening)
+        return self.stream
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def over(self, sampler: Any) -> Indexes:
+        """The same for another sampler."""
+        return Indexes(sampler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"sampler": self.sampler, "opening": Opening(), "stream": None}
+
+
+class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
+    """A `torch.utils.data.DataLoader` that knows its place among the ranks; base of the two prepared kinds.
+
+    Args:
+        dataset: the dataset.
+        device: where batches are moved; None leaves them.
+        rng_types: random number generators made equal on all ranks when an epoch begins.
+        synchronized_generator: the generator meant by ``"generator"`` in `rng_types`.
+        skip_batches: batches to leave out at the start of every iteration (iterable datasets).
+        use_stateful_dataloader: whether a loaded state continues inside the epoch.
+        non_blocking: whether the move to the device overlaps with the host.
+        iteration: epochs that were iterated before.
+        ledger: where to report; by default one of its own.
+        num_processes: number of ranks.
+        process_index: this rank.
+        **kwargs: as for `torch.utils.data.DataLoader`.
+    """
+
+    tagged: bool = False
+    """Whether torch's iterator yields `Tagged` batches."""
+    transfer: Transfer | None = None
+    may_pad: bool = False
+    """Whether rows can be padding."""
+    may_be_uneven: bool = False
+    """Whether ranks can hold different numbers of batches."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        non_blocking: bool = False,
+        iteration: int = 0,
+        ledger: LoaderLedger | None = None,
+        num_processes: int = 1,
+        process_index: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self.ledger = LoaderLedger() if ledger is None else ledger
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.epoch_state = Epoch(iteration)
+        self._non_blocking = non_blocking
+        self._sharing: Sharing = sharing_for(num_processes)
+        self._run: Run | None = None
+        is_map_style = self._dataset_kind == 0
+        self.indexes = Indexes(super()._index_sampler) if is_map_style else None
+
+    # Torch's hooks
+
+    @property
+    def _index_sampler(self) -> Any:
+        # Torch's own constructor may ask before there is one.
+        indexes = self.__dict__.get("indexes")
+        return super()._index_sampler if indexes is None else indexes
+
+    def __iter__(self) -> Any:
+        return LoaderIterator(self)
+
+    # Answers about the batch handed out last
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch handed out last is the last one.
+
+        For an iterable dataset the next batch is fetched to find out, and kept for the next step.
+        """
+        run = self._run
+        if run is None or run.yielded == 0:
+            return run is not None and run.ended
+        if run.ended:
+            return True
+        iterator = run.iterator() if run.iterator is not None else None
+        return self._left_at_end(run) if iterator is None else bool(iterator.at_end())
+
+    def _left_at_end(self, run: Run) -> bool:
+        """Whether the batch handed out last is known to be the last one, without looking ahead."""
+        return isinstance(run.stream, ArithmeticStream) and run.stream.ends_at(run.yielded)
+
+    @property
+    def batch_rows(self) -> int | None:
+        """Rows that this rank received in the batch handed out last; None when that is not known."""
+        run = self._run
+        if run is None or run.stream is None or not run.yielded or not self._auto_collation:
+            return None
+        return run.stream.rows(run.yielded - 1)
+
+    def valid_rows(self) -> tuple[int, ...] | None:
+        """Per rank, how many leading rows of the batch handed out last are real; None when all are.
+
+        A number above the number of rows means all of them.
+        """
+        run = self._run
+        if run is None or not run.yielded:
+            return None
+        return None if run.stream is None else run.stream.valid_rows(run.yielded - 1)
+
+    @property
+    def remainder(self) -> int:
+        """Real rows in the last global batch of an epoch: 0 when it is full, -1 when unknown or dropped."""
+        stride = self.total_batch_size
+        if stride is None or self._drops_last():
+            return -1
+        try:
+            total = self._epoch_length()
+        except (TypeError, NotImplementedError):  # the dataset or its sampler has no length
+            return -1
+        return total % stride
+
+    def _epoch_length(self) -> int:
+        sampler = self.get_sampler()
+        if self.indexes is not None and sampler is not None:
+            return len(sampler)
+        return self.total_dataset_length
+
+    def _drops_last(self) -> bool:
+        batch_sampler = self._batch_sampler()
+        return bool(self.drop_last or getattr(batch_sampler, "drop_last", False))
+
+    def _batch_sampler(self) -> Any:
+        """The batch sampler, also when it was given as the sampler of a loader that does not batch."""
+        return self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+
+    @property
+    def total_batch_size(self) -> int | None:
+        """Samples per step over all ranks; None when batches vary."""
+        raise NotImplementedError  # pragma: no cover - both kinds define it
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the dataset over all ranks."""
+        total = getattr(self.dataset, "total_length", None)
+        return len(self.dataset) if total is None else int(total)  # type: ignore[arg-type]
+
+    # Epochs
+
+    @property
+    def iteration(self) -> int:
+        """Number of the next epoch, or of the one being iterated."""
+        return self.epoch_state.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.epoch_state.iteration = value
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next epoch, and tell every sampler that wants to know, or else the dataset."""
+        if self.epoch_state.iteration != epoch:
+            self.epoch_state.iteration = epoch
+        told = False
+        for sampler in samplers_of(self):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+                told = True
+        if not told and hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def get_sampler(self) -> Any:
+        """The sampler that yields single indices, at the bottom of all batch samplers."""
+        return innermost_sampler(self.batch_sampler, self.sampler)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace that sampler."""
+        outer: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        parent = None
+        while isinstance(outer, ShardedBatchSampler | SkipBatchSampler):
+            parent, outer = outer, outer.batch_sampler
+        if isinstance(outer, BatchSampler) or hasattr(outer, "sampler"):
+            outer.sampler = sampler
+        elif parent is not None:
+            parent.batch_sampler = sampler
+        if not isinstance(self.sampler, BatchSampler):
+            self.__dict__["sampler"] = sampler  # torch forbids the assignment after construction
+            if self.batch_sampler is None and self.indexes is not None:
+                self.indexes.sampler = sampler
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is: epoch, the epoch's draw, and position, as plain data and tensors.
+
+        The state counts the batches that were handed out. An epoch whose last batch is out counts as over.
+        """
+        run = self._run
+        known = run is not None and (
+            run.ended or (isinstance(run.stream, ArithmeticStream) and run.yielded > 0)
+        )
+        finished = bool(known and self.end_of_dataloader)
+        state = self.epoch_state.dump(self.num_processes, finished)
+        sampler = self.get_sampler()
+        if isinstance(sampler, SeedableRandomSampler):
+            state["sampler_seed"] = sampler.initial_seed
+        if state["finished"]:
+            state["generators"] = [generator.get_state() for generator in self._generators()]
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to a saved state.
+
+        The next iterator uses the saved draw, so it has the order of the interrupted epoch. It also continues at the
+        saved position if the loader was prepared with ``use_stateful_dataloader=True``; otherwise it starts at the
+        first batch, and `skip_first_batches` gets to the position.
+
+        Raises:
+            DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
+        """
+        self.epoch_state.load(state_dict)
+        self._run = None
+        sampler = self.get_sampler()
+        if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
+            sampler.initial_seed = int(state_dict["sampler_seed"])
+        for generator, saved in zip(self._generators(), state_dict.get("generators", ()), strict=False):
+            generator.set_state(saved)
+
+    def _generators(self) -> list[torch.Generator]:
+        """The generators that are the user's own, each once."""
+        found: list[torch.Generator] = []
+        sampler = self.get_sampler()
+        candidates = [self.generator, self.synchronized_generator]
+        if not isinstance(sampler, SeedableRandomSampler):
+            candidates.append(getattr(sampler, "generator", None))
+        for generator in candidates:
+            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+                found.append(generator)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_iterator"] = None
+        state["_run"] = None
+        state["transfer"] = None
+        state["_sharing"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_sharing"] = sharing_for(self.num_processes)
+        self.__dict__["transfer"] = self._make_transfer()
+
+    def _make_transfer(self) -> Transfer | None:
+        raise NotImplementedError  # pragma: no cover - both kinds define it
+
+    # Beginning an iteration
+
+    def _synchronize(self) -> None:
+        if self.num_processes > 1 and self.rng_types and not self._sharing.alone:
+            from accel_state.seeding import synchronize_rng_states
+
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+
+    def _open(self, run: Run) -> Any:
+        """Torch's iterator for a new epoch; fills in `run`."""
+        restored, self.epoch_state.restored = self.epoch_state.restored, None
+        resume = restored if restored is not None and self.use_stateful_dataloader else None
+        indexes = self.indexes
+        if indexes is not None:
+            indexes.opening = Opening(
+                recorded=None if restored is None else restored.record,
+                position=None if resume is None else resume.position,
+                sharing=self._sharing,
+                in_flight=self.num_workers * (self.prefetch_factor or 0),
+            )
+        with as_begun(restored, self.generator):
+            run.begun_with = generator_state(self.generator)
+            source = self._torch_iterator()
+            if indexes is None:
+                run.skipped = self._skip(source, self._batches_to_skip(resume))
+                run.resumed = resume is not None and run.skipped > 0
+            else:
+                run.stream = indexes.stream
+                indexes.opening, indexes.stream = Opening(), None
+                if restored is not None and run.stream is not None:
+                    run.stream.prime()
+        return source
+
+    def _torch_iterator(self) -> Any:
+        return super().__iter__()
+
+    def _batches_to_skip(self, resume: Restored | None) -> int:
+        """How many batches of an iterable dataset are read and left out."""
+        if resume is None:
+            return self.skip_batches
+        batches = resume.position.get("local_batches", 0)
+        if resume.ranks == self.num_processes:
+            return batches
+        total = batches * resume.ranks
+        if total % self.num_processes:
+            raise NotAvailableError(
+                f"This iterable dataset was left after {batches} batches on each of {resume.ranks} ranks; "
+                f"{self.num_processes} ranks cannot continue there, because {total} batches do not divide among them. "
+                f"Continue with {resume.ranks} ranks, or without use_stateful_dataloader."
+            )
+        return total // self.num_processes
+
+    @staticmethod
+    def _skip(source: Any, batches: int) -> int:
+        for done in range(batches):
+            try:
+                next(source)
+            except StopIteration:
+                return done
+        return batches
+
+
+@contextlib.contextmanager
+def as_begun(restored: Restored | None, generator: torch.Generator | None) -> Iterator[None]:
+    """Let an iterator be created with the draws of the interrupted run, and torch's own generator be as it was."""
+    if restored is None or restored.begun_with is None:
+        yield
+    elif generator is not None:
+        generator.set_state(restored.begun_with)
+        yield
+    else:
+        now = torch.get_rng_state()
+        torch.set_rng_state(restored.begun_with)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(now)
+
+
+def generator_state(generator: torch.Generator | None) -> Tensor:
+    return torch.get_rng_state() if generator is None else generator.get_state()
+
+
+def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Every batch sampler and sampler of a loader, from the outside in, each once."""
+    seen: set[int] = set()
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is None or id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        yield sampler
+        waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+
+
+def _holder(batch_sampler: Any, sampler: Any) -> Any:
+    """The batch sampler whose `sampler` attribute yields single indices; None without batch samplers."""
+    outer = sampler if isinstance(sampler, BatchSampler) else batch_sampler
+    while isinstance(outer, ShardedBatchSampler | SkipBatchSampler):
+        outer = outer.batch_sampler
+    return outer
+
+
+def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
+    """The sampler that yields single indices, below all batch samplers; None if a batch sampler has none."""
+    holder = _holder(batch_sampler, sampler)
+    if holder is None:
+        return sampler
+    if batch_sampler is None and not isinstance(holder, BatchSampler):
+        return holder  # single indices shared out among ranks
+    return getattr(holder, "sampler", None)
+
+
+class LoaderIterator:
+    """One iteration over a prepared loader.
+
+    A class and not a generator: creating it already begins the iteration, so that ``zip(a, b)`` begins both before
+    either yields, and dropping it ends the iteration.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_failure",
+        "_finish",
+        "_held",
+        "_ledger",
+        "_loader",
+        "_run",
+        "_source",
+        "_tagged",
+    )
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self._closed = True
+        self._loader = loader
+        self._ledger = loader.ledger
+        self._held: list[Any] = []
+        self._failure: BaseException | None = None
+        self._finish: Callable[[Any], Any] | None = None
+        if loader.transfer is not None:
+            self._finish = loader.transfer.finish
+        self._tagged = loader.tagged
+        self._run = run = Run()
+        run.iterator = weakref.ref(self)
+        loader._synchronize()
+        loader.begin()
+        self._closed = False
+        loader._run = loader.epoch_state.run = run
+        loader.set_epoch(loader.iteration)
+        self._source = loader._open(run)
+        if run.resumed and not self._look_ahead():
+            self._next_epoch(run)
+
+    def _next_epoch(self, run: Run) -> None:
+        """The state that was resumed had no batch left: its epoch is over, and the next one begins."""
+        loader = self._loader
+        self._failure = None
+        run.skipped = 0
+        loader.epoch_state.iteration += 1
+        loader.set_epoch(loader.iteration)
+        self._source = loader._open(run)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._held:
+            item = self._held.pop()
+        else:
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                item = self._fetch()
+            except BaseException as error:
+                self._close(exhausted=isinstance(error, StopIteration))
+                raise
+        if self._tagged:
+            self._run.real, item = item
+        if self._finish is not None:
+            item = self._finish(item)
+        self._run.yielded += 1
+        self._ledger.yielded(self._loader)
+        return item
+
+    def _fetch(self) -> Any:
+        return next(self._source)
+
+    def at_end(self) -> bool:
+        """Whether nothing follows the batch handed out last."""
+        if self._held:
+            return False
+        stream = self._run.stream
+        if stream is not None:
+            return stream.ends_at(self._run.yielded)
+        return not self._look_ahead()
+
+    def _look_ahead(self) -> bool:
+        """Fetch the next item and keep it; False at the end. A failure counts as an item: the next step raises it."""
+        if self._failure is None:
+            try:
+                self._held.append(self._fetch())
+            except StopIteration:
+                self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
+            except BaseException as error:
+                self._failure = error
+        return not isinstance(self._failure, StopIteration)
+
+    def _close(self, exhausted: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loader.end()
+        if exhausted:
+            self._run.ended = True
+            self._loader.epoch_state.iteration += 1
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._close(exhausted=False)
+
+
+class AheadIterator(LoaderIterator):
+    """Keeps the next batch on its way to the device while the current one is computed on."""
+
+    __slots__ = ("_start",)
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        assert loader.transfer is not None
+        self._start = loader.transfer.start
+        super().__init__(loader)
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        stream = self._run.stream
+        if not self._held and (stream is None or not stream.ends_at(self._run.yielded)):
+            self._look_ahead()
+        return batch
+
+    def _fetch(self) -> Any:
+        item = next(self._source)
+        if self._tagged:
+            return item._replace(batch=self._start(item.batch))
+        return self._start(item)

@@ -1,0 +1,332 @@
+"""From a plain data loader to one that knows its place among the ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from accel_state.process import PartialState
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, check_split
+from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.iterable import IterableDatasetShard, is_presharded, native_shard
+from accel_train.data.ledger import LoaderLedger
+from accel_train.data.loader import PreparedLoader, innermost_sampler, samplers_of
+from accel_train.data.seedable import SeedableRandomSampler
+from accel_train.data.shard import DataLoaderShard
+from accel_train.data.skip import loader_options
+from accel_train.errors import DataError, DataTypeError
+
+__all__ = ["prepare_data_loader"]
+
+
+class _Sharded(Enum):
+    """What a loader already yields."""
+
+    NO = "all of the data"
+    EVENLY = "one rank's part, as many batches as on any other rank"
+    ANYHOW = "one rank's part"
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What all branches need."""
+
+    loader: DataLoader[Any]
+    ranks: int
+    rank: int
+    split: bool
+    even: bool
+    sharded: _Sharded
+    options: dict[str, Any]
+    """Arguments of the prepared loader that do not depend on the branch."""
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+    *,
+    ledger: LoaderLedger | None = None,
+    pre_sharded: bool | None = None,
+) -> PreparedLoader:
+    """Make a loader yield one rank's part of the data, on its device.
+
+    Args:
+        dataloader: a loader; one that is prepared already is returned as it is.
+        device: where batches go, if `put_on_device`.
+        num_processes: number of ranks; by default that of `PartialState`.
+        process_index: this rank; likewise.
+        split_batches: the loader's batch size is the global one, divided among ranks; else it is each rank's own.
+        put_on_device: whether batches are moved to `device`.
+        rng_types: random number generators made equal on all ranks when an epoch begins.
+        dispatch_batches: rank 0 reads and sends each rank its part; None: for iterable datasets that are put on a
+            device, unless they are sharded already.
+        even_batches: complete the last round with the first samples, so that all ranks get as many batches.
+        slice_fn_for_dispatch: how rank 0 cuts a global batch:
+            ``f(batch, slice, process_index=…, num_processes=…)``.
+        use_seedable_sampler: replace a `RandomSampler` by one whose order depends on a seed and the epoch alone.
+        data_seed: that seed; by default `torch.initial_seed()`.
+        non_blocking: let the move overlap with the host; wants pinned memory.
+        use_stateful_dataloader: a loaded state continues inside the epoch.
+        torch_device_mesh: ranks that differ only in its dimensions "tp" and "cp" get the same data.
+        ledger: the ledger of the `Accelerator`.
+        pre_sharded: the dataset or sampler yields only this rank's part already; None: detect it.
+
+    Returns:
+        A `DataLoaderShard` or a `DataLoaderDispatcher`.
+
+    Raises:
+        DataTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
+        DataError: options that exclude each other, or a batch size that cannot be split.
+    """
+    if isinstance(dataloader, PreparedLoader):
+        if ledger is not None:
+            dataloader.ledger = ledger
+        return dataloader
+    if not isinstance(dataloader, DataLoader):
+        raise DataTypeError(
+            f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. Wrap the "
+            "dataset in a DataLoader first."
+        )
+    if num_processes is None or process_index is None:
+        state = PartialState()
+        num_processes = state.num_processes if num_processes is None else num_processes
+        process_index = state.process_index if process_index is None else process_index
+    ranks, rank = _data_ranks(num_processes, process_index, torch_device_mesh)
+    if not 0 <= rank < ranks:
+        raise DataError(f"process_index must be in 0..{ranks - 1}, got {rank}.")
+    if put_on_device and device is None:
+        raise DataError("put_on_device=True needs a device. Pass `device`, or put_on_device=False.")
+
+    iterable = isinstance(dataloader.dataset, IterableDataset)
+    sharded = _sharded_already(dataloader, ranks, pre_sharded)
+    dispatch = _decide_dispatch(dispatch_batches, put_on_device, iterable, sharded is not _Sharded.NO)
+    if split_batches:
+        check_split(_batch_size(dataloader), ranks)
+    batch_sampler, sampler = dataloader.batch_sampler, dataloader.sampler
+    if use_seedable_sampler and not iterable:
+        batch_sampler, sampler = _with_seedable_sampler(dataloader, data_seed)
+    request = _Request(
+        loader=dataloader,
+        ranks=ranks,
+        rank=rank,
+        split=split_batches,
+        even=even_batches,
+        sharded=sharded,
+        options={
+            "device": device if put_on_device else None,
+            "rng_types": rng_types,
+            "use_stateful_dataloader": use_stateful_dataloader,
+            "_non_blocking": non_blocking,
+            "_drop_last": dataloader.drop_last,
+            "torch_device_mesh": torch_device_mesh,
+            "ledger": ledger,
+            "num_processes": ranks,
+            "process_index": rank,
+            **loader_options(dataloader),
+        },
+    )
+    if dispatch:
+        return _dispatcher(request, slice_fn_for_dispatch, batch_sampler, sampler)
+    if iterable:
+        return _iterable_shard(request)
+    return _map_style_shard(request, batch_sampler, sampler)
+
+
+# Decisions
+
+
+def _data_ranks(num_processes: int, process_index: int, mesh: Any) -> tuple[int, int]:
+    """Number of different parts, and the one of this rank: ranks of one tp x cp group read the same data."""
+    if mesh is None:
+        return num_processes, process_index
+    names = mesh.mesh_dim_names or ()
+    same = 1
+    for name in ("tp", "cp"):
+        if name in names:
+            same *= mesh[name].size()
+    return num_processes // same, process_index // same
+
+
+def _sharded_already(loader: DataLoader[Any], ranks: int, declared: bool | None) -> _Sharded:
+    """Whether the loader yields one rank's part only, by declaration or because it says so."""
+    if declared is False or ranks == 1:
+        return _Sharded.NO
+    if isinstance(loader.dataset, IterableDatasetShard) and loader.dataset.num_processes == ranks:
+        return _Sharded.EVENLY
+    for sampler in samplers_of(loader):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == ranks:
+            return _Sharded.EVENLY
+        if isinstance(sampler, ShardedBatchSampler) and sampler.num_processes == ranks:
+            return _Sharded.EVENLY
+    return _Sharded.ANYHOW if declared or is_presharded(loader.dataset, ranks) else _Sharded.NO
+
+
+def _decide_dispatch(asked: bool | None, put_on_device: bool, iterable: bool, sharded_already: bool) -> bool:
+    if asked is None:
+        return put_on_device and iterable and not sharded_already
+    if asked and not put_on_device:
+        raise DataError(
+            "dispatch_batches=True sends batches between devices and needs put_on_device=True. Pass it, or use "
+            "dispatch_batches=False."
+        )
+    if asked and sharded_already:
+        raise DataError(
+            "dispatch_batches=True lets rank 0 read for all ranks, but the data is sharded already: the parts of the "
+            "other ranks would never be read. Use dispatch_batches=False, or data that is not sharded."
+        )
+    return bool(asked)
+
+
+def _batch_size(loader: DataLoader[Any]) -> int | None:
+    if loader.batch_size is not None:
+        return loader.batch_size
+    sampler = loader.sampler if isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
+    return getattr(sampler, "batch_size", None)
+
+
+def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> tuple[Any, Any]:
+    """The loader's batch sampler and sampler with torch's random sampler replaced by the seedable one."""
+    batch_sampler, sampler = loader.batch_sampler, loader.sampler
+    holder = sampler if isinstance(sampler, BatchSampler) else batch_sampler
+    random = sampler if holder is None else getattr(holder, "sampler", None)
+    if not isinstance(random, RandomSampler) or isinstance(random, SeedableRandomSampler):
+        return batch_sampler, sampler
+    seedable = SeedableRandomSampler(
+        random.data_source,
+        random.replacement,
+        random._num_samples,
+        random.generator,
+        data_seed=data_seed,
+    )
+    if holder is None:
+        return None, seedable
+    replaced = copy.copy(holder)  # the user's own loader keeps its sampler
+    replaced.sampler = seedable
+    return (None, replaced) if holder is sampler else (replaced, seedable)
+
+
+# Branches
+
+
+def _place(batch_sampler: Any, sampler: Any) -> dict[str, Any]:
+    """The arguments that say which samples a loader of a map-style dataset yields."""
+    if batch_sampler is None:
+        return {"sampler": sampler, "batch_size": None}
+    return {"batch_sampler": batch_sampler}
+
+
+def _show(prepared: PreparedLoader, sampler: Any, batch_size: int | None, drop_last: bool) -> PreparedLoader:
+    """Let a loader that was built on a batch sampler show what a loader built from a batch size shows."""
+    # Torch clears these attributes when it is given a batch sampler, and forbids to set them later.
+    prepared.__dict__.update(sampler=sampler, batch_size=batch_size, drop_last=drop_last)
+    return prepared
+
+
+def _dispatcher(
+    request: _Request, slice_fn: Callable[..., Any] | None, batch_sampler: Any, sampler: Any
+) -> PreparedLoader:
+    loader, options = request.loader, dict(request.options)
+    _drop_unused_rng_type(options)
+    options.update(split_batches=request.split, slice_fn=slice_fn)
+    if isinstance(loader.dataset, IterableDataset):
+        return DataLoaderDispatcher(
+            loader.dataset, batch_size=loader.batch_size, drop_last=loader.drop_last, **options
+        )
+    prepared = DataLoaderDispatcher(loader.dataset, **_place(batch_sampler, sampler), **options)
+    return _show(prepared, sampler, loader.batch_size, loader.drop_last)
+
+
+def _iterable_shard(request: _Request) -> PreparedLoader:
+    loader, options = request.loader, dict(request.options)
+    dataset, batch_size = loader.dataset, loader.batch_size
+    anyhow = request.sharded is _Sharded.ANYHOW
+    if request.ranks > 1 and request.sharded is _Sharded.NO:
+        own = None if request.split else native_shard(dataset, request.ranks, request.rank)
+        if own is not None:
+            dataset, anyhow = own, True
+        else:
+            generator = getattr(dataset, "generator", None)
+            if isinstance(generator, torch.Generator):
+                options["synchronized_generator"] = generator
+            dataset = IterableDatasetShard(
+                dataset,
+                batch_size=1 if batch_size is None else batch_size,
+                drop_last=loader.drop_last,
+                num_processes=request.ranks,
+                process_index=request.rank,
+                split_batches=request.split,
+            )
+            batch_size = None if batch_size is None else dataset.local_batch
+    _drop_unused_rng_type(options)
+    return DataLoaderShard(
+        dataset, pre_sharded=anyhow, batch_size=batch_size, drop_last=loader.drop_last, **options
+    )
+
+
+def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> PreparedLoader:
+    loader, options = request.loader, dict(request.options)
+    base = sampler if batch_sampler is None else batch_sampler
+    batch_size = loader.batch_size
+    innermost = innermost_sampler(batch_sampler, sampler)
+    if request.ranks > 1 and request.sharded is _Sharded.NO:
+        if (
+            isinstance(innermost, RandomSampler)
+            and innermost.generator is None
+            and arithmetic_source(base) is None
+        ):
+            # Under a user's batch sampler torch's random sampler draws on every rank: from equal generators then.
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            innermost.generator = torch.Generator().manual_seed(seed)
+        share = ShardedBatchSampler(base, request.ranks, request.rank, request.split, request.even)
+        if batch_sampler is None:
+            sampler = share
+        else:
+            batch_sampler = share
+            batch_size = None if batch_size is None else share.layout(0).batch
+    generator = getattr(innermost, "generator", None)
+    if isinstance(generator, torch.Generator) and not isinstance(innermost, SeedableRandomSampler):
+        options["synchronized_generator"] = generator
+    _drop_unused_rng_type(options)
+    prepared = DataLoaderShard(
+        loader.dataset,
+        pre_sharded=request.sharded is _Sharded.ANYHOW,
+        **_place(batch_sampler, sampler),
+        **options,
+    )
+    return _show(prepared, sampler, batch_size, loader.drop_last)
+
+
+def _drop_unused_rng_type(options: dict[str, Any]) -> None:
+    """Without a generator to be made equal, the name "generator" means nothing."""
+    if options["rng_types"] and options.get("synchronized_generator") is None:
+        options["rng_types"] = [kind for kind in options["rng_types"] if kind != "generator"]
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler of a plain or prepared loader that yields single indices."""
+    return innermost_sampler(dataloader.batch_sampler, dataloader.sampler)

@@ -1,0 +1,122 @@
+"""Leaving out the first batches of a loader, to get to where an interrupted epoch was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accel_train.data.batches import SkipBatchSampler
+from accel_train.data.loader import PreparedLoader
+from accel_train.errors import DataError
+
+__all__ = ["SkipDataLoader", "loader_options", "skip_first_batches"]
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that have nothing to do with which samples it yields."""
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    return options
+
+
+class SkipDataLoader(DataLoader[Any]):
+    """A plain data loader without its first batches.
+
+    Args:
+        dataset: the dataset.
+        skip_batches: how many batches are read and left out, at every iteration.
+        use_stateful_dataloader: kept for scripts written for Accelerate; a plain loader has no position to restore.
+        **kwargs: as for `torch.utils.data.DataLoader`.
+    """
+
+    def __init__(
+        self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(dataset, **kwargs)
+        self.skip_batches = skip_batches
+        self.use_stateful_dataloader = use_stateful_dataloader
+
+    def __iter__(self) -> Any:
+        batches: Iterator[Any] = super().__iter__()
+        for _ in range(self.skip_batches):
+            if next(batches, _END) is _END:
+                break
+        return batches
+
+    def __len__(self) -> int:
+        return max(super().__len__() - self.skip_batches, 0)
+
+
+_END = object()
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """A loader like `dataloader` that leaves out the first `num_batches` batches of every iteration.
+
+    Of a map-style dataset nothing is read for the batches left out. A prepared loader keeps everything that it was
+    prepared with, and shares its epoch with the new one: when the new loader has finished the epoch, the old one
+    goes on with the next.
+
+    Args:
+        dataloader: a prepared or a plain loader.
+        num_batches: batches of this rank to leave out.
+
+    Raises:
+        DataError: `num_batches` is negative, or the loader is about to continue at a restored position already.
+    """
+    if num_batches < 0:
+        raise DataError(f"num_batches must be 0 or more, got {num_batches}.")
+    if isinstance(dataloader, PreparedLoader):
+        restored = dataloader.epoch_state.restored
+        if dataloader.use_stateful_dataloader and restored is not None and restored.batches and num_batches:
+            raise DataError(
+                f"The loader continues after its saved {restored.batches} batches by itself, because it was prepared "
+                f"with use_stateful_dataloader=True; skip_first_batches({num_batches}) would skip twice. Iterate the "
+                "loader itself."
+            )
+        return _skip_prepared(dataloader, num_batches)
+    options = loader_options(dataloader)
+    if isinstance(dataloader.dataset, IterableDataset):
+        already = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
+        return SkipDataLoader(
+            dataloader.dataset,
+            already + num_batches,
+            batch_size=dataloader.batch_size,
+            drop_last=dataloader.drop_last,
+            **options,
+        )
+    if dataloader.batch_sampler is None:
+        sampler = SkipBatchSampler(dataloader.sampler, num_batches)
+        return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **options)
+    batch_sampler = SkipBatchSampler(dataloader.batch_sampler, num_batches)
+    return DataLoader(dataloader.dataset, batch_sampler=batch_sampler, **options)
+
+
+def _skip_prepared(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
+    skipping = copy.copy(loader)
+    if loader.indexes is None:
+        skipping.skip_batches = loader.skip_batches + num_batches
+        return skipping
+    # Torch forbids the assignment after construction because a running iterator would not see it; a copy has none.
+    place = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = SkipBatchSampler(getattr(loader, place), num_batches)
+    skipping.__dict__[place] = sampler
+    skipping.indexes = loader.indexes.over(sampler)
+    return skipping

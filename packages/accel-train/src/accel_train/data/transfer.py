@@ -1,0 +1,111 @@
+"""Moving batches to the device, and doing so while the previous batch is computed on."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from accel_state.trees import recursively_apply, send_to_device, tensor_leaves
+from torch import Tensor
+
+__all__ = ["DirectTransfer", "StreamTransfer", "Transfer", "choose_transfer"]
+
+
+class Transfer(Protocol):
+    """Two halves of a move: what can be started early, and what must happen when the batch is handed out."""
+
+    ahead: bool
+    """Whether starting early gains anything."""
+
+    def start(self, batch: Any) -> Any:
+        """Begin to move `batch`; the result goes to `finish`."""
+
+    def finish(self, ticket: Any) -> Any:
+        """The moved batch, safe to be used by the current stream."""
+
+
+class DirectTransfer:
+    """Move when the batch is handed out.
+
+    Args:
+        device: where to.
+        non_blocking: let the copy overlap with the host; wants pinned memory.
+    """
+
+    ahead = False
+
+    def __init__(self, device: torch.device, non_blocking: bool = False) -> None:
+        self._device = device
+        self._non_blocking = non_blocking
+
+    def start(self, batch: Any) -> Any:
+        """Nothing can be gained early."""
+        return batch
+
+    def finish(self, ticket: Any) -> Any:
+        """Move now."""
+        return send_to_device(ticket, self._device, self._non_blocking)
+
+
+class StreamTransfer:
+    """Copy on a stream of its own, from pinned memory; the computing stream waits for the copy, the host does not.
+
+    Args:
+        device: an accelerator.
+    """
+
+    ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.Stream(device)
+
+    def start(self, batch: Any) -> tuple[Any, Any, torch.Event]:
+        """Pin what is not pinned yet and begin to copy."""
+        pinned = recursively_apply(_pin, batch)
+        with self._stream:
+            moved = send_to_device(pinned, self._device, non_blocking=True)
+            done = torch.Event(self._device)
+            done.record(self._stream)
+        # The pinned source lives until the copy is done; its memory may be reused only then.
+        return moved, pinned, done
+
+    def finish(self, ticket: tuple[Any, Any, torch.Event]) -> Any:
+        """Make the current stream wait for the copy."""
+        moved, _, done = ticket
+        current = torch.accelerator.current_stream(self._device)
+        current.wait_event(done)
+        recursively_apply(lambda leaf: _used_by(leaf, current), moved)
+        return moved
+
+
+def _pin(leaf: Tensor) -> Tensor:
+    if leaf.device.type != "cpu" or leaf.is_pinned():
+        return leaf
+    return leaf.pin_memory()
+
+
+def _used_by(leaf: Tensor, stream: torch.Stream) -> Tensor:
+    if leaf.device.type != "cpu":
+        leaf.record_stream(stream)
+    return leaf
+
+
+def choose_transfer(
+    device: torch.device | None, *, non_blocking: bool, background_workers: bool
+) -> Transfer | None:
+    """How a loader's batches get to `device`; None when they stay where they are.
+
+    The next batch is fetched ahead only when worker processes load: fetching ahead in this process would change the
+    order in which the dataset and the training step draw random numbers.
+    """
+    if device is None:
+        return None
+    if device.type == "cpu" or not background_workers or not _has_streams(device):
+        return DirectTransfer(device, non_blocking)
+    return StreamTransfer(device)
+
+
+def _has_streams(device: torch.device) -> bool:
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return current is not None and current.type == device.type and device.type != "mps"
