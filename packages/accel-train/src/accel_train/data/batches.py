@@ -52,16 +52,17 @@ class Opening:
 class ShardedBatchSampler(BatchSampler):
     """One rank's share of a batch sampler.
 
-    Over torch's own samplers a batch is found by arithmetic, at a cost that does not depend on the number of ranks.
-    Any other batch sampler is iterated, on every rank alike.
+    Over torch's own samplers a batch is found by arithmetic, at a cost that does not depend on the number
+    of ranks. Any other batch sampler is iterated, on every rank alike.
 
     Args:
         batch_sampler: the batch sampler to share out.
         num_processes: number of ranks.
         process_index: this rank.
-        split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of every batch.
-        even_batches: complete the last round with the first samples, so that all ranks have as many batches of the
-            same size. May be changed between epochs.
+        split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of
+            every batch.
+        even_batches: complete the last round with the first samples, so that all ranks have as many
+            batches of the same size. May be changed between epochs.
 
     Raises:
         DataError: `split_batches` with a batch size that is missing or not a multiple of `num_processes`.
@@ -207,7 +208,9 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
 
 
 def arithmetic_source(sampler: Any) -> OrderSource | None:
-    """How to draw the order below `sampler` (a batch sampler or a sampler of single indices) at once, if possible."""
+    """How to draw the order below `sampler` (a batch sampler or a sampler of single indices) at once, "
+    "if possible.
+    """
     while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
         sampler = sampler.batch_sampler
     if is_torch_batch_sampler(sampler):
@@ -228,8 +231,9 @@ def _share_sampler(sampler: Any, opening: Opening) -> Record:
 def _position(position: dict[str, int], unit: str) -> int:
     if position and unit not in position:
         raise DataError(
-            f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts {unit}: it is "
-            "not the kind of sampler that the state was saved with. Prepare the same loader, or do not load its state."
+            f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts "
+            f"{unit}: it is not the kind of sampler that the state was saved with. Prepare the same "
+            "loader, or do not load its state."
         )
     return position.get(unit, 0)
 
@@ -257,12 +261,12 @@ def check_split(batch_size: object, num_processes: int) -> None:
     """Refuse to split batches whose size is not a multiple of the number of ranks."""
     if not isinstance(batch_size, int) or isinstance(batch_size, bool):
         raise DataError(
-            f"split_batches=True needs a batch size that is a whole number, got {batch_size!r}. Give the batch sampler a "
-            "`batch_size` attribute, or use split_batches=False."
+            f"split_batches=True needs a batch size that is a whole number, got {batch_size!r}. Give the "
+            "batch sampler a `batch_size` attribute, or use split_batches=False."
         )
     if batch_size % num_processes:
+        fitting = -(-batch_size // num_processes) * num_processes
         raise DataError(
-            f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is {batch_size}. "
-            f"Use a multiple of {num_processes} (for instance {-(-batch_size // num_processes) * num_processes}), or "
-            "split_batches=False."
+            f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
+            f"{batch_size}. Use a multiple of {num_processes} (say {fitting}), or split_batches=False."
         )

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accel_state.trees import TreeSpec, concatenate, flatten, ignorant_find_batch_size, unflatten
 from torch import Tensor
 
+from accel_state.trees import TreeSpec, concatenate, flatten, ignorant_find_batch_size, unflatten
 from accel_train.data.layout import clip_rows
 from accel_train.errors import DataError, DispatchError
 
@@ -46,9 +46,10 @@ def cut_round(
 ) -> Round:
     """Give every rank its part.
 
-    A full round hands one whole batch to each rank, so batches may be ragged. The tail of an epoch is shared out
-    evenly, and completed with the first samples to a multiple of the number of ranks; if its batches cannot be joined
-    because their shapes differ, they are handed out whole, and ranks without one repeat the first batch as padding.
+    A full round hands one whole batch to each rank, so batches may be ragged. The tail of an epoch is
+    shared out evenly, and completed with the first samples to a multiple of the number of ranks; if its
+    batches cannot be joined because their shapes differ, they are handed out whole, and ranks without one
+    repeat the first batch as padding.
 
     Args:
         batches: what was read, at most one batch per rank (exactly one batch when `split`).
@@ -75,8 +76,8 @@ def cut_round(
     except _RaggedError:
         if split:
             raise DispatchError(
-                "split_batches=True cannot cut this batch: its leaves do not all have one row per sample. Use "
-                "split_batches=False, or pass slice_fn_for_dispatch."
+                "split_batches=True cannot cut this batch: its leaves do not all have one row per "
+                "sample. Use split_batches=False, or pass slice_fn_for_dispatch."
             ) from None
         return _whole(batches, counts, first, ranks)
 
@@ -151,8 +152,8 @@ def _by_user(batches: Sequence[Any], counts: list[int | None], ranks: int, slice
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         raise DispatchError(
-            "slice_fn_for_dispatch needs batches that hold a tensor with one row per sample, to say how many rows a "
-            "rank gets. Put a tensor into the batch, or use dispatch_batches=False."
+            "slice_fn_for_dispatch needs batches that hold a tensor with one row per sample, to say how "
+            "many rows a rank gets. Put a tensor into the batch, or use dispatch_batches=False."
         )
     total = sum(known)
     each = -(-total // ranks)
@@ -182,7 +183,9 @@ def _list_rows(spec: TreeSpec) -> int | None:
 
 
 def _is_row_list(spec: TreeSpec) -> bool:
-    """A list of values that are no tensors, as the default collate function makes of strings: one per sample."""
+    """A list of values that are no tensors, as the default collate function makes of strings: one per "
+    "sample.
+    """
     return spec.kind in (list, tuple) and bool(spec.children) and all(c.kind is ... for c in spec.children)
 
 
@@ -200,8 +203,9 @@ def _cut_leaf(leaf: Tensor, rows: int, start: int, stop: int) -> Tensor:
         return leaf
     if leaf.shape[0] != rows:
         raise DispatchError(
-            f"A batch of {rows} rows holds a tensor of shape {tuple(leaf.shape)}; rank 0 cannot tell which part of it "
-            "belongs to which rank. Pass slice_fn_for_dispatch, or use dispatch_batches=False."
+            f"A batch of {rows} rows holds a tensor of shape {tuple(leaf.shape)}; rank 0 cannot tell "
+            "which part of it belongs to which rank. Pass slice_fn_for_dispatch, or use "
+            "dispatch_batches=False."
         )
     return leaf[start:stop]
 

@@ -1,8 +1,8 @@
 """How a rank's part of a round travels: a short header, then one flat message.
 
-The header says how long the message is. The message holds the description of the batch (its structure, dtypes and
-shapes), only when that has changed since the last round, and the bytes of all tensors. Messages go from rank 0 to each
-rank separately, so nobody receives what belongs to another.
+The header says how long the message is. The message holds the description of the batch (its structure,
+dtypes and shapes), only when that has changed since the last round, and the bytes of all tensors. Messages
+go from rank 0 to each rank separately, so nobody receives what belongs to another.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from accel_state.trees import TreeSpec, flatten, unflatten
 from torch import Tensor
 
+from accel_state.trees import TreeSpec, flatten, unflatten
 from accel_train.errors import DispatchError
 
 __all__ = ["Envelope", "Kind", "Link", "Receiver", "Sender", "WorldLink"]
@@ -125,7 +125,8 @@ class Sender:
 
     def batches(self, envelopes: list[Envelope]) -> None:
         """Send every other rank its part; `envelopes` are in rank order, rank 0's own included."""
-        # Nothing leaves before everything is packed: a part that cannot be sent must not leave some ranks served.
+        # Nothing leaves before everything is packed: a part that cannot be sent must not leave some ranks
+        # served.
         packed = [self._pack(rank, envelopes[rank]) for rank in range(1, self._ranks)]
         for rank, (described, message) in enumerate(packed, start=1):
             self._post(rank, envelopes[rank], described, message)
@@ -135,8 +136,8 @@ class Sender:
         for leaf in leaves:
             if leaf.layout is not torch.strided:
                 raise DispatchError(
-                    f"A batch holds a tensor of layout {leaf.layout}, which cannot be sent. Make it dense in the "
-                    "collate function, or use dispatch_batches=False."
+                    f"A batch holds a tensor of layout {leaf.layout}, which cannot be sent. Make it dense "
+                    "in the collate function, or use dispatch_batches=False."
                 )
         shapes: _Leaves = tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves)
         news = self._news(to, pickle.dumps(spec, pickle.HIGHEST_PROTOCOL), (shapes, envelope.valid))
@@ -221,9 +222,9 @@ class Receiver:
         if kind is Kind.ERROR:
             return Envelope(kind, unpack_error(news))
         if news:
-            spec, self._shape = pickle.loads(news)  # noqa: S301 - from rank 0 of the same job
+            spec, self._shape = pickle.loads(news)
             if spec is not None:
-                self._spec = pickle.loads(spec)  # noqa: S301 - likewise
+                self._spec = pickle.loads(spec)
         assert self._spec is not None, "the first batch comes with its description"
         shapes, valid = self._shape
         start = -(-described // _ALIGNMENT) * _ALIGNMENT
@@ -249,7 +250,7 @@ def pack_error(error: Exception) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         packed = pickle.dumps(error)
-        pickle.loads(packed)  # noqa: S301 - made on the line above
+        pickle.loads(packed)
     except Exception:  # whatever an exception's own pickling raises
         return pickle.dumps((None, f"{type(error).__name__}: {error}", text))
     return pickle.dumps((packed, str(error), text))
@@ -257,13 +258,13 @@ def pack_error(error: Exception) -> bytes:
 
 def unpack_error(packed: bytes) -> Exception:
     """The exception of `pack_error`, with rank 0's traceback as a note."""
-    original, message, text = pickle.loads(packed)  # noqa: S301 - from rank 0 of the same job
+    original, message, text = pickle.loads(packed)
     error: Exception
     if original is None:
         error = DispatchError(f"rank 0 could not read a batch: {message}")
     else:
         try:
-            error = pickle.loads(original)  # noqa: S301 - from rank 0 of the same job
+            error = pickle.loads(original)
         except Exception:  # a class that exists on rank 0 only
             error = DispatchError(f"rank 0 could not read a batch: {message}")
     error.add_note(f"Raised on rank 0:\n{text}")

@@ -126,13 +126,14 @@ class Epoch:
         missing = {"version", "epoch", "finished", "position", "batches_yielded", "ranks"} - set(state)
         if missing:
             raise DataError(
-                f"This is not the state of a data loader: {', '.join(sorted(missing))} missing in a mapping with the "
-                f"keys {sorted(map(str, state))}. Pass what `state_dict()` of a prepared loader returned."
+                f"This is not the state of a data loader: {', '.join(sorted(missing))} missing in a "
+                f"mapping with the keys {sorted(map(str, state))}. Pass what `state_dict()` of a prepared "
+                "loader returned."
             )
         if state["version"] > _VERSION:
             raise DataError(
-                f"The loader state has version {state['version']}, this release reads up to {_VERSION}. Upgrade "
-                "accel-train, or start the epoch anew."
+                f"The loader state has version {state['version']}, this release reads up to {_VERSION}. "
+                "Upgrade accel-train, or start the epoch anew."
             )
         self.iteration = int(state["epoch"])
         self.run = None

@@ -19,8 +19,8 @@ __all__ = ["IterableDatasetShard", "Tagged", "TaggingCollate", "is_presharded", 
 class IterableDatasetShard(IterableDataset[Any]):
     """One rank's part of an iterable dataset.
 
-    The dataset is read in global batches; a rank keeps one contiguous slice of each. An incomplete last global batch is
-    completed with the samples of the first one.
+    The dataset is read in global batches; a rank keeps one contiguous slice of each. An incomplete last
+    global batch is completed with the samples of the first one.
 
     Args:
         dataset: the dataset to share out; all ranks must read the same samples in the same order.
@@ -116,6 +116,7 @@ class TaggingCollate:
         self._collate = collate
 
     def __call__(self, samples: Any) -> Tagged:
+        """Collate, and add the number."""
         return Tagged(self._shard.round_rows, self._collate(samples))
 
 

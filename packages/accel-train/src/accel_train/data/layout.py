@@ -1,8 +1,8 @@
 """Which samples of an epoch's order belong to which rank's batch: pure arithmetic.
 
-An epoch is cut into rounds. In each round every rank gets `batch` consecutive samples, rank 0 the first ones. What is
-left after the last full round, the tail, is dropped, completed with the first samples of the epoch so that all ranks
-get a full batch, or handed out as far as it goes.
+An epoch is cut into rounds. In each round every rank gets `batch` consecutive samples, rank 0 the first
+ones. What is left after the last full round, the tail, is dropped, completed with the first samples of the
+epoch so that all ranks get a full batch, or handed out as far as it goes.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ class Layout:
         return (low, high) if high > low else None
 
     def padding(self, offset: int) -> int:
-        """The sample (position in the order) that completes the tail at `offset` (counted from its first sample)."""
+        """The sample (position in the order) that completes the tail at `offset` (counted from its "
+        "first sample).
+        """
         return (offset - self.tail) % min(self.total, self.stride)
 
     def rows(self, batch_index: int) -> int:

@@ -1,7 +1,7 @@
 """Which data loaders are being iterated, and which of them yielded last.
 
-One ledger belongs to one `Accelerator`. Loaders report to it; gradient accumulation and metrics read it. It holds
-weak references only, so a loader that its owner forgets is collected, live or not.
+One ledger belongs to one `Accelerator`. Loaders report to it; gradient accumulation and metrics read it.
+It holds weak references only, so a loader that its owner forgets is collected, live or not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _Entry:
 class LoaderLedger:
     """The live loaders of one `Accelerator`, in the order of their yields.
 
-    A loader is *live* from the call of ``iter()`` until its iterator is exhausted, dropped (``break``), or raises.
+    A loader is *live* from the call of ``iter()`` until its iterator is exhausted, dropped (``break``), or
+    raises.
     """
 
     def __init__(self) -> None:
@@ -87,8 +88,8 @@ class LoaderLedger:
     def interleaved(self) -> list[Any]:
         """Live loaders that yield in turn with the active one.
 
-        Two live loaders are interleaved when each has yielded since the other began, as under ``zip(a, b)``. The
-        result is empty for an evaluation loop inside a training loop, and when nothing is live.
+        Two live loaders are interleaved when each has yielded since the other began, as under ``zip(a,
+        b)``. The result is empty for an evaluation loop inside a training loop, and when nothing is live.
         """
         newest = self._newest()
         if newest is None:

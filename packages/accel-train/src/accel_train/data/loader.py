@@ -1,4 +1,6 @@
-"""What all prepared loaders have in common: their iterator, and what they answer about the batch just handed out."""
+"""What all prepared loaders have in common: their iterator, and what they answer about the batch just "
+"handed out.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from accel_state.errors import NotAvailableError
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
+from accel_state.errors import NotAvailableError
 from accel_train.data.batches import Opening, ShardedBatchSampler, SkipBatchSampler, open_stream
 from accel_train.data.epoch import Epoch, Restored, Run
 from accel_train.data.ledger import LoaderLedger
@@ -42,7 +44,9 @@ class DataLoaderStateMixin:
 
 
 class Indexes:
-    """What torch's iterator takes index batches from, in place of the batch sampler: it remembers its stream."""
+    """What torch's iterator takes index batches from, in place of the batch sampler: it remembers its "
+    "stream.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -273,9 +277,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a saved state.
 
-        The next iterator uses the saved draw, so it has the order of the interrupted epoch. It also continues at the
-        saved position if the loader was prepared with ``use_stateful_dataloader=True``; otherwise it starts at the
-        first batch, and `skip_first_batches` gets to the position.
+        The next iterator uses the saved draw, so it has the order of the interrupted epoch. It also
+        continues at the saved position if the loader was prepared with ``use_stateful_dataloader=True``;
+        otherwise it starts at the first batch, and `skip_first_batches` gets to the position.
 
         Raises:
             DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
@@ -363,8 +367,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if total % self.num_processes:
             raise NotAvailableError(
                 f"This iterable dataset was left after {batches} batches on each of {resume.ranks} ranks; "
-                f"{self.num_processes} ranks cannot continue there, because {total} batches do not divide among them. "
-                f"Continue with {resume.ranks} ranks, or without use_stateful_dataloader."
+                f"{self.num_processes} ranks cannot continue there, because {total} batches do not divide "
+                f"among them. Continue with {resume.ranks} ranks, or without use_stateful_dataloader."
             )
         return total // self.num_processes
 
@@ -380,7 +384,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
 @contextlib.contextmanager
 def as_begun(restored: Restored | None, generator: torch.Generator | None) -> Iterator[None]:
-    """Let an iterator be created with the draws of the interrupted run, and torch's own generator be as it was."""
+    """Let an iterator be created with the draws of the interrupted run, and torch's own generator be as "
+    "it was.
+    """
     if restored is None or restored.begun_with is None:
         yield
     elif generator is not None:
@@ -433,8 +439,8 @@ def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
 class LoaderIterator:
     """One iteration over a prepared loader.
 
-    A class and not a generator: creating it already begins the iteration, so that ``zip(a, b)`` begins both before
-    either yields, and dropping it ends the iteration.
+    A class and not a generator: creating it already begins the iteration, so that ``zip(a, b)`` begins
+    both before either yields, and dropping it ends the iteration.
     """
 
     __slots__ = (
@@ -515,7 +521,9 @@ class LoaderIterator:
         return not self._look_ahead()
 
     def _look_ahead(self) -> bool:
-        """Fetch the next item and keep it; False at the end. A failure counts as an item: the next step raises it."""
+        """Fetch the next item and keep it; False at the end. A failure counts as an item: the next step "
+        "raises it.
+        """
         if self._failure is None:
             try:
                 self._held.append(self._fetch())

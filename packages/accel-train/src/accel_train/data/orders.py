@@ -1,8 +1,9 @@
 """The order of an epoch, drawn exactly as torch's own samplers draw it.
 
-torch's samplers are Python generators that hand out one index at a time. For the samplers that torch ships, the same
-order can be had as a tensor, with the same draws from the same generators in the same sequence, so that any rank's
-batch is a slice of it. ``order_source`` answers None for every other sampler, which is then iterated.
+torch's samplers are Python generators that hand out one index at a time. For the samplers that torch
+ships, the same order can be had as a tensor, with the same draws from the same generators in the same
+sequence, so that any rank's batch is a slice of it. ``order_source`` answers None for every other sampler,
+which is then iterated.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class Order(Protocol):
     """How many rounds may be cut at once without drawing earlier than torch would."""
 
     def rows(self, start: int, rounds: int, stride: int, low: int, high: int) -> list[list[int]]:
-        """For each of `rounds` windows of `stride` positions from `start`, the samples at ``[low, high)`` of it."""
+        """For each of `rounds` windows of `stride` positions from `start`, the samples at ``[low, "
+        "high)`` of it.
+        """
 
     def take(self, start: int, stop: int) -> list[int]:
         """The samples at positions ``[start, stop)``."""

@@ -9,7 +9,6 @@ from enum import Enum
 from typing import Any
 
 import torch
-from accel_state.process import PartialState
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -18,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
+from accel_state.process import PartialState
 from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, check_split
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, is_presharded, native_shard
@@ -80,15 +80,17 @@ def prepare_data_loader(
         device: where batches go, if `put_on_device`.
         num_processes: number of ranks; by default that of `PartialState`.
         process_index: this rank; likewise.
-        split_batches: the loader's batch size is the global one, divided among ranks; else it is each rank's own.
+        split_batches: the loader's batch size is the global one, divided among ranks; else it is each
+            rank's own.
         put_on_device: whether batches are moved to `device`.
         rng_types: random number generators made equal on all ranks when an epoch begins.
-        dispatch_batches: rank 0 reads and sends each rank its part; None: for iterable datasets that are put on a
-            device, unless they are sharded already.
+        dispatch_batches: rank 0 reads and sends each rank its part; None: for iterable datasets that are
+            put on a device, unless they are sharded already.
         even_batches: complete the last round with the first samples, so that all ranks get as many batches.
         slice_fn_for_dispatch: how rank 0 cuts a global batch:
             ``f(batch, slice, process_index=…, num_processes=…)``.
-        use_seedable_sampler: replace a `RandomSampler` by one whose order depends on a seed and the epoch alone.
+        use_seedable_sampler: replace a `RandomSampler` by one whose order depends on a seed and the epoch
+            alone.
         data_seed: that seed; by default `torch.initial_seed()`.
         non_blocking: let the move overlap with the host; wants pinned memory.
         use_stateful_dataloader: a loaded state continues inside the epoch.
@@ -109,8 +111,8 @@ def prepare_data_loader(
         return dataloader
     if not isinstance(dataloader, DataLoader):
         raise DataTypeError(
-            f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. Wrap the "
-            "dataset in a DataLoader first."
+            f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "
+            "Wrap the dataset in a DataLoader first."
         )
     if num_processes is None or process_index is None:
         state = PartialState()
@@ -191,13 +193,14 @@ def _decide_dispatch(asked: bool | None, put_on_device: bool, iterable: bool, sh
         return put_on_device and iterable and not sharded_already
     if asked and not put_on_device:
         raise DataError(
-            "dispatch_batches=True sends batches between devices and needs put_on_device=True. Pass it, or use "
-            "dispatch_batches=False."
+            "dispatch_batches=True sends batches between devices and needs put_on_device=True. Pass it, "
+            "or use dispatch_batches=False."
         )
     if asked and sharded_already:
         raise DataError(
-            "dispatch_batches=True lets rank 0 read for all ranks, but the data is sharded already: the parts of the "
-            "other ranks would never be read. Use dispatch_batches=False, or data that is not sharded."
+            "dispatch_batches=True lets rank 0 read for all ranks, but the data is sharded already: the "
+            "parts of the other ranks would never be read. Use dispatch_batches=False, or data that is "
+            "not sharded."
         )
     return bool(asked)
 
@@ -225,7 +228,7 @@ def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> tu
     )
     if holder is None:
         return None, seedable
-    replaced = copy.copy(holder)  # the user's own loader keeps its sampler
+    replaced: Any = copy.copy(holder)  # the user's own loader keeps its sampler
     replaced.sampler = seedable
     return (None, replaced) if holder is sampler else (replaced, seedable)
 
@@ -299,7 +302,8 @@ def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> Pre
             and innermost.generator is None
             and arithmetic_source(base) is None
         ):
-            # Under a user's batch sampler torch's random sampler draws on every rank: from equal generators then.
+            # Under a user's batch sampler torch's random sampler draws on every rank: from equal
+            # generators then.
             seed = int(torch.empty((), dtype=torch.int64).random_().item())
             innermost.generator = torch.Generator().manual_seed(seed)
         share = ShardedBatchSampler(base, request.ranks, request.rank, request.split, request.even)

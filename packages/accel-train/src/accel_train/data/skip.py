@@ -42,7 +42,8 @@ class SkipDataLoader(DataLoader[Any]):
     Args:
         dataset: the dataset.
         skip_batches: how many batches are read and left out, at every iteration.
-        use_stateful_dataloader: kept for scripts written for Accelerate; a plain loader has no position to restore.
+        use_stateful_dataloader: kept for scripts written for Accelerate; a plain loader has no position to
+            restore.
         **kwargs: as for `torch.utils.data.DataLoader`.
     """
 
@@ -70,16 +71,18 @@ _END = object()
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader like `dataloader` that leaves out the first `num_batches` batches of every iteration.
 
-    Of a map-style dataset nothing is read for the batches left out. A prepared loader keeps everything that it was
-    prepared with, and shares its epoch with the new one: when the new loader has finished the epoch, the old one
-    goes on with the next.
+    Of a map-style dataset nothing is read for the batches left out. A prepared loader keeps everything
+    that it was
+    prepared with, and shares its epoch with the new one: when the new loader has finished the epoch, the
+    old one goes on with the next.
 
     Args:
         dataloader: a prepared or a plain loader.
         num_batches: batches of this rank to leave out.
 
     Raises:
-        DataError: `num_batches` is negative, or the loader is about to continue at a restored position already.
+        DataError: `num_batches` is negative, or the loader is about to continue at a restored position
+            already.
     """
     if num_batches < 0:
         raise DataError(f"num_batches must be 0 or more, got {num_batches}.")
@@ -87,9 +90,9 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         restored = dataloader.epoch_state.restored
         if dataloader.use_stateful_dataloader and restored is not None and restored.batches and num_batches:
             raise DataError(
-                f"The loader continues after its saved {restored.batches} batches by itself, because it was prepared "
-                f"with use_stateful_dataloader=True; skip_first_batches({num_batches}) would skip twice. Iterate the "
-                "loader itself."
+                f"The loader continues after its saved {restored.batches} batches by itself, because it "
+                f"was prepared with use_stateful_dataloader=True; skip_first_batches({num_batches}) would "
+                "skip twice. Iterate the loader itself."
             )
         return _skip_prepared(dataloader, num_batches)
     options = loader_options(dataloader)
@@ -114,7 +117,8 @@ def _skip_prepared(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     if loader.indexes is None:
         skipping.skip_batches = loader.skip_batches + num_batches
         return skipping
-    # Torch forbids the assignment after construction because a running iterator would not see it; a copy has none.
+    # Torch forbids the assignment after construction because a running iterator would not see it; a copy
+    # has none.
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = SkipBatchSampler(getattr(loader, place), num_batches)
     skipping.__dict__[place] = sampler

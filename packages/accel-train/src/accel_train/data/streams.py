@@ -1,7 +1,7 @@
 """Iterators over one rank's index batches for one epoch.
 
-Each answers, for the batch with a given number, whether it is the last and how many of its rows are real. Those that
-compute know; those that iterate a user's sampler look one index batch ahead, and only when asked.
+Each answers, for the batch with a given number, whether it is the last and how many of its rows are real.
+Those that compute know; those that iterate a user's sampler look one index batch ahead, and only when asked.
 """
 
 from __future__ import annotations
@@ -48,12 +48,16 @@ class IndexStream(ABC):
         """Per rank, how many leading rows of such a batch are real; None for all."""
 
     def prime(self) -> None:
-        """Make the draws that belong to the batches before the first one now, and not when it is asked for."""
+        """Make the draws that belong to the batches before the first one now, and not when it is asked "
+        "for.
+        """
         return
 
     @abstractmethod
     def consumed(self, yielded: int) -> dict[str, int]:
-        """The position after `yielded` batches: ``samples`` of the order, or ``base_batches`` of the sampler."""
+        """The position after `yielded` batches: ``samples`` of the order, or ``base_batches`` of the "
+        "sampler.
+        """
 
 
 class ArithmeticStream(IndexStream):
@@ -120,15 +124,19 @@ class ArithmeticStream(IndexStream):
         return real + [first[layout.padding(offset)] for offset in missing]
 
     def ends_at(self, yielded: int) -> bool:
+        """Whether there are exactly `yielded` batches."""
         return yielded >= self.layout.batches
 
     def rows(self, batch_index: int) -> int | None:
+        """Rows of a batch."""
         return self.layout.rows(batch_index)
 
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        """Real rows per rank."""
         return self.layout.valid_rows(batch_index)
 
     def consumed(self, yielded: int) -> dict[str, int]:
+        """The position after `yielded` batches."""
         return {"samples": self.layout.consumed(yielded)}
 
 
@@ -138,15 +146,19 @@ _UNKNOWN: _Facts = (None, None)
 
 
 class SingleIndexStream(ArithmeticStream):
-    """An order handed out one index at a time, for loaders that do not batch; each sample is a batch of its own."""
+    """An order handed out one index at a time, for loaders that do not batch; each sample is a batch of "
+    "its own.
+    """
 
     def __next__(self) -> Any:
         return super().__next__()[0]
 
     def rows(self, batch_index: int) -> int | None:
+        """Rows of a batch."""
         return None
 
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        """Real rows per rank."""
         valid = super().valid_rows(batch_index)
         return None if valid is None else tuple(ALL_ROWS if count else 0 for count in valid)
 
@@ -189,6 +201,7 @@ class _Iterated(IndexStream):
             raise
 
     def ends_at(self, yielded: int) -> bool:
+        """Whether there are exactly `yielded` batches."""
         if yielded < self._drawn:
             return False
         if not self._exhausted:
@@ -203,9 +216,11 @@ class _Iterated(IndexStream):
         self.ends_at(self._drawn)
 
     def rows(self, batch_index: int) -> int | None:
+        """Rows of a batch."""
         return self._facts.get(batch_index, _UNKNOWN)[0]
 
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
+        """Real rows per rank."""
         return self._facts.get(batch_index, _UNKNOWN)[1]
 
 
@@ -241,6 +256,7 @@ class SingleStream(_Iterated):
         return batch, _size(batch), valid
 
     def consumed(self, yielded: int) -> dict[str, int]:
+        """The position after `yielded` batches."""
         return {"base_batches": self.first + yielded}
 
 
@@ -251,12 +267,14 @@ class RoundStream(_Iterated):
         iterator: the base batch sampler's iterator.
         ranks: number of ranks.
         rank: this rank.
-        split: each base batch is cut into one slice per rank; otherwise each rank takes one base batch of a round.
+        split: each base batch is cut into one slice per rank; otherwise each rank takes one base batch of
+            a round.
         batch_size: the size of a full base batch, or None when it varies.
         drop_last: an incomplete last round (or, when split, an incomplete last batch) is dropped.
         even: it is completed with the first samples or batches; otherwise ranks may get less, or nothing.
         record: what was drawn for the base batch sampler.
-        skip_base: base batches to leave out before the first round; the first of them still provide the padding.
+        skip_base: base batches to leave out before the first round; the first of them still provide the
+            padding.
         in_flight: as in `_Iterated`.
     """
 
@@ -344,7 +362,9 @@ class RoundStream(_Iterated):
         return self._whole(batches)
 
     def _whole(self, batches: list[Any]) -> _Produced:
-        """This rank's batch of a round that is not cut up; ranks without one repeat the first batches, or stop."""
+        """This rank's batch of a round that is not cut up; ranks without one repeat the first batches, "
+        "or stop.
+        """
         if self._rank < len(batches):
             mine = batches[self._rank]
         elif self._even:
@@ -387,6 +407,7 @@ class RoundStream(_Iterated):
         return mine, each, valid
 
     def consumed(self, yielded: int) -> dict[str, int]:
+        """The position after `yielded` batches."""
         return {"base_batches": self._skipped_base + yielded * (1 if self._split else self._ranks)}
 
 

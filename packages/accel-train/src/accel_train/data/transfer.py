@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-from accel_state.trees import recursively_apply, send_to_device, tensor_leaves
 from torch import Tensor
+
+from accel_state.trees import recursively_apply, send_to_device
 
 __all__ = ["DirectTransfer", "StreamTransfer", "Transfer", "choose_transfer"]
 
@@ -48,7 +49,8 @@ class DirectTransfer:
 
 
 class StreamTransfer:
-    """Copy on a stream of its own, from pinned memory; the computing stream waits for the copy, the host does not.
+    """Copy on a stream of its own, from pinned memory; the computing stream waits for the copy, the host
+    does not.
 
     Args:
         device: an accelerator.
@@ -96,8 +98,8 @@ def choose_transfer(
 ) -> Transfer | None:
     """How a loader's batches get to `device`; None when they stay where they are.
 
-    The next batch is fetched ahead only when worker processes load: fetching ahead in this process would change the
-    order in which the dataset and the training step draw random numbers.
+    The next batch is fetched ahead only when worker processes load: fetching ahead in this process would
+    change the order in which the dataset and the training step draw random numbers.
     """
     if device is None:
         return None
