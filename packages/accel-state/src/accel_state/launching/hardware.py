@@ -1,0 +1,155 @@
+"""What this host has, found without torch: accelerators and processor cores.
+
+The launcher only needs counts, and it must not pay for importing torch or hold device memory itself. Device files and
+the visibility variables of the vendors answer the question in well under a millisecond.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from accel_state.errors import ConfigError
+
+__all__ = ["COUNT_VARIABLE", "Accelerators", "find_accelerators", "physical_cores"]
+
+COUNT_VARIABLE = "ACCEL_DEVICE_COUNT"
+"""Overrides the count (tests, and machines whose devices are found in no standard place)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accelerators:
+    """The accelerators that processes of this launch can use.
+
+    Attributes:
+        kind: ``cuda``, ``rocm``, ``xpu``, ``npu``, ``hpu``, ``mlu``, ``musa``, ``sdaa``, ``neuron``, ``mps``, or ``none``.
+        count: how many are visible.
+        present: how many there are, visible or not.
+        visibility: the variable that narrows them, ``None`` where there is none.
+    """
+
+    kind: str = "none"
+    count: int = 0
+    present: int = 0
+    visibility: str | None = None
+
+
+def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> Accelerators:
+    """Count the accelerators of this host that ``environ`` leaves visible.
+
+    Args:
+        environ: the environment that the processes will get.
+        root: where the file system is looked at; other than ``/`` in tests only.
+
+    Raises:
+        ConfigError: ``ACCEL_DEVICE_COUNT`` is not a whole number.
+    """
+    forced = environ.get(COUNT_VARIABLE)
+    if forced is not None:
+        if not forced.isdecimal():
+            raise ConfigError(f"environment variable {COUNT_VARIABLE} is {forced!r}; a whole number is needed")
+        return _narrow("cuda", int(forced), "CUDA_VISIBLE_DEVICES", environ) if int(forced) else Accelerators()
+    for kind, variable, count in _PROBES:
+        present = count(root)
+        if present:
+            return _narrow(kind, present, variable, environ)
+    if platform.system() == "Darwin" and platform.machine() == "arm64":
+        return Accelerators("mps", 1, 1)
+    return Accelerators()
+
+
+def _narrow(kind: str, present: int, variable: str, environ: Mapping[str, str]) -> Accelerators:
+    value = environ.get(variable)
+    if value is None:
+        return Accelerators(kind, present, present, variable)
+    ids: list[str] = []
+    for entry in value.split(","):
+        # The CUDA runtime stops at the first entry that names no device, and counts what stands before it.
+        name = entry.strip()
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= present):
+            break
+        ids.append(name)
+    return Accelerators(kind, len(ids), present, variable)
+
+
+def _count_names(root: Path, folder: str, pattern: str) -> int:
+    try:
+        names = os.listdir(root / folder)
+    except OSError:
+        return 0
+    return sum(1 for name in names if re.fullmatch(pattern, name))
+
+
+def _nvidia(root: Path) -> int:
+    files = _count_names(root, "dev", r"nvidia\d+")
+    known = _count_names(root, "proc/driver/nvidia/gpus", r".+")
+    if files and known:
+        return min(files, known)  # a container may show all of one and only its own of the other
+    return files or known or _nvidia_smi(root)
+
+
+def _nvidia_smi(root: Path) -> int:
+    # Under WSL neither the device files nor /proc entries exist, only this one and the tool.
+    if not (root / "dev/dxg").exists():
+        return 0
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    answer = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
+    return len(re.findall(r"^GPU \d+:", answer.stdout, re.MULTILINE)) if answer.returncode == 0 else 0
+
+
+def _rocm(root: Path) -> int:
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    count = 0
+    for properties in sorted(nodes.glob("*/properties")) if nodes.exists() else ():
+        match = re.search(r"^simd_count (\d+)$", properties.read_text(), re.MULTILINE)
+        count += bool(match and int(match[1]))
+    return count
+
+
+def _xpu(root: Path) -> int:
+    cards = root / "sys/class/drm"
+    if not cards.exists():
+        return 0
+    vendors = (card / "device/vendor" for card in cards.iterdir() if re.fullmatch(r"renderD\d+", card.name))
+    count = sum(1 for vendor in vendors if vendor.exists() and vendor.read_text().strip() == "0x8086")
+    # An Intel display chip without the compute runtime is no accelerator.
+    libraries = ("usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/local/lib")
+    has_runtime = any(_count_names(root, folder, r"libze_loader\.so.*") for folder in libraries)
+    return count if has_runtime else 0
+
+
+_PROBES: tuple[tuple[str, str, Callable[[Path], int]], ...] = (
+    ("cuda", "CUDA_VISIBLE_DEVICES", _nvidia),
+    ("rocm", "HIP_VISIBLE_DEVICES", _rocm),
+    ("npu", "ASCEND_RT_VISIBLE_DEVICES", lambda root: _count_names(root, "dev", r"davinci\d+")),
+    ("mlu", "MLU_VISIBLE_DEVICES", lambda root: _count_names(root, "dev", r"cambricon_dev\d+")),
+    ("hpu", "HABANA_VISIBLE_MODULES", lambda root: _count_names(root, "dev/accel", r"accel\d+")),
+    ("neuron", "NEURON_RT_VISIBLE_CORES", lambda root: _count_names(root, "dev", r"neuron\d+")),
+    ("musa", "MUSA_VISIBLE_DEVICES", lambda root: _count_names(root, "dev", r"mtgpu\.?\d+")),
+    ("sdaa", "SDAA_VISIBLE_DEVICES", lambda root: _count_names(root, "dev", r"tcaicard\d+")),
+    ("xpu", "ZE_AFFINITY_MASK", _xpu),
+)
+
+
+def physical_cores(root: Path = Path("/")) -> int:
+    """Physical cores that this process may run on, at least 1; hardware threads of one core count once."""
+    try:
+        allowed = os.sched_getaffinity(0)
+    except AttributeError:  # not on macOS and Windows
+        return os.cpu_count() or 1
+    cores = set()
+    for cpu in allowed:
+        folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        try:
+            cores.add(((folder / "physical_package_id").read_text(), (folder / "core_id").read_text()))
+        except OSError:
+            return len(allowed)
+    return max(1, len(cores))

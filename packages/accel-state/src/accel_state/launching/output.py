@@ -1,0 +1,239 @@
+"""What ranks print: whole lines with the rank in front, log files, and the last traceback of each rank."""
+
+from __future__ import annotations
+
+import collections
+import os
+import select
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, BinaryIO, Literal, Protocol
+
+__all__ = ["Console", "RankOutput", "StreamName", "last_traceback"]
+
+StreamName = Literal["stdout", "stderr"]
+
+_PARTIAL_AFTER = 0.1
+"""Seconds after which an unfinished line is shown: a prompt of a debugger, or the state of a progress bar."""
+_TAIL_LINES = 400
+_TAIL_WIDTH = 4000
+_HEADER = b"Traceback (most recent call last):"
+_CHAINS = (b"During handling of the above exception", b"The above exception was the direct cause")
+
+
+class ByteSink(Protocol):
+    """Where bytes for people go; an unbuffered binary file fits."""
+
+    def write(self, data: bytes, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+    def isatty(self) -> bool: ...
+
+
+class Console:
+    """Standard output and error of the launcher, shared by all ranks: lines never mix.
+
+    Args:
+        stdout: sink of the ranks' standard output.
+        stderr: sink of the ranks' standard error and of the launcher's own messages.
+    """
+
+    def __init__(self, stdout: ByteSink | None = None, stderr: ByteSink | None = None) -> None:
+        self._sinks: dict[str, ByteSink] = {
+            "stdout": stdout or sys.stdout.buffer,
+            "stderr": stderr or sys.stderr.buffer,
+        }
+        # Two streams of one terminal share the cursor; a file or a pipe has a cursor of its own.
+        one_cursor = all(sink.isatty() for sink in self._sinks.values())
+        self._cursor = {name: "terminal" if one_cursor else name for name in self._sinks}
+        self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
+        self._unfinished: dict[str, tuple[str, bytes]] = {}
+        self._lock = threading.Lock()
+
+    def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
+        """Print one piece of a rank's output: a line with its end (newline or carriage return), or part of a line."""
+        with self._lock:
+            cursor = self._cursor[stream]
+            owner, end = self._unfinished.pop(cursor, (None, b""))
+            data = b""
+            if owner is not None and owner != prefix:
+                # Another rank's line stands unfinished: a bar on a terminal is redrawn, all else is ended.
+                data = b"\r\x1b[2K" if end == b"\r" and self._terminal[stream] else b"\n"
+                owner = None
+            continues = owner is not None and (end == b"" or piece == b"\n")
+            if piece == b"\r" and not continues:
+                # A bar's first return: the cursor is at the start of a line already.
+                self._keep(cursor, owner, end)
+            else:
+                data += piece if continues else prefix.encode() + piece
+                self._keep(cursor, None if piece.endswith(b"\n") else prefix, piece[-1:])
+            sink = self._sinks[stream]
+            sink.write(data)
+            sink.flush()
+
+    def _keep(self, cursor: str, owner: str | None, end: bytes) -> None:
+        if owner is not None:
+            self._unfinished[cursor] = (owner, b"\r" if end == b"\r" else b"")
+
+    def say(self, text: str) -> None:
+        """Print a message of the launcher itself, on a line of its own, to standard error."""
+        with self._lock:
+            unfinished = self._unfinished.pop(self._cursor["stderr"], None)
+            sink = self._sinks["stderr"]
+            sink.write((b"\n" if unfinished else b"") + text.encode(errors="replace") + b"\n")
+            sink.flush()
+
+
+class RankOutput:
+    """Forwards the streams of one rank, one thread per stream.
+
+    Args:
+        prefix: put before each line; empty for none.
+        console: where lines go.
+        log: file that gets everything unchanged, ``None`` for none.
+        logged: the streams that go to the file.
+    """
+
+    def __init__(
+        self,
+        prefix: str,
+        console: Console,
+        log: BinaryIO | None = None,
+        logged: frozenset[StreamName] = frozenset({"stdout", "stderr"}),
+    ) -> None:
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self.traceback_at: float | None = None
+        self._prefix = prefix
+        self._console = console
+        self._log = log
+        self._logged = logged
+        self._log_lock = threading.Lock()
+        self._threads: list[threading.Thread] = []
+
+    def forward(self, stream: StreamName, pipe: IO[bytes]) -> None:
+        """Start to forward ``pipe`` until its end."""
+        thread = threading.Thread(target=self._pump, args=(stream, pipe), daemon=True, name=f"accel-{stream}")
+        self._threads.append(thread)
+        thread.start()
+
+    def finish(self, timeout: float) -> None:
+        """Wait for the streams' ends, at most ``timeout`` seconds: a stranger may hold the pipe open."""
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        with self._log_lock:
+            if self._log is not None:
+                self._log.close()
+                self._log = None
+
+    def _pump(self, stream: StreamName, pipe: IO[bytes]) -> None:
+        splitter = _Splitter()
+        try:
+            with pipe:
+                while True:
+                    if splitter.pending and not _readable(pipe, _PARTIAL_AFTER):
+                        self._show(stream, splitter.take_pending())
+                        continue
+                    data = os.read(pipe.fileno(), 1 << 16)
+                    if not data:
+                        break
+                    self._write_log(stream, data)
+                    for piece in splitter.feed(data):
+                        self._show(stream, piece)
+                if splitter.pending:
+                    self._show(stream, splitter.take_pending())
+        except BrokenPipeError:
+            # Whoever read our output is gone. With the pipe closed the rank itself meets the broken pipe at its next
+            # print, as it would without us in between.
+            return
+
+    def _write_log(self, stream: StreamName, data: bytes) -> None:
+        if stream not in self._logged:
+            return
+        with self._log_lock:
+            if self._log is not None:
+                self._log.write(data)
+                self._log.flush()
+
+    def _show(self, stream: StreamName, piece: bytes) -> None:
+        if stream == "stderr":
+            self.tail.append(piece[:_TAIL_WIDTH])
+            if piece.startswith(_HEADER):
+                self.traceback_at = time.monotonic()
+        self._console.write(stream, self._prefix, piece)
+
+
+class _Splitter:
+    """Cuts a byte stream behind each newline and each carriage return; ``\\r\\n`` becomes ``\\n``."""
+
+    def __init__(self) -> None:
+        self.pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        lines = (self.pending + data).split(b"\n")
+        pieces: list[bytes] = []
+        for line in lines[:-1]:
+            *redrawn, final = line.removesuffix(b"\r").split(b"\r")
+            pieces += [state + b"\r" for state in redrawn]
+            pieces.append(final + b"\n")
+        *redrawn, self.pending = lines[-1].split(b"\r")
+        return pieces + [state + b"\r" for state in redrawn]
+
+    def take_pending(self) -> bytes:
+        taken, self.pending = self.pending, b""
+        return taken
+
+
+def _readable(pipe: IO[bytes], timeout: float) -> bool:
+    try:
+        return bool(select.select([pipe], [], [], timeout)[0])
+    except OSError:  # Windows can only select sockets: there an unfinished line waits for its end
+        return True
+
+
+def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:
+    """The last traceback in the kept end of a rank's standard error, with the exceptions that caused it.
+
+    Without one (a syntax error, a crash in native code) the last ``fallback_lines`` lines are returned.
+    """
+    lines = b"".join(tail).decode(errors="replace").splitlines()
+    header, chains = _HEADER.decode(), tuple(chain.decode() for chain in _CHAINS)
+    starts = [number for number, line in enumerate(lines) if line.startswith(header)]
+    if not starts:
+        return "\n".join(lines[-fallback_lines:])
+    start = starts.pop()
+    while starts and any(line.startswith(chains) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return "\n".join(lines[start:])
+
+
+def open_log(path: Path, title: str) -> BinaryIO:
+    """Open a rank's log file for appending, and mark where this run begins."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("ab")
+    log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode())
+    log.flush()
+    return log
+
+
+def byte_sink(write: Callable[[str], object]) -> ByteSink:
+    """A sink that hands text to ``write``, for front ends whose standard output takes no bytes."""
+    return _TextSink(write)
+
+
+class _TextSink:
+    def __init__(self, write: Callable[[str], object]) -> None:
+        self._write = write
+
+    def write(self, data: bytes, /) -> None:
+        self._write(data.decode(errors="replace"))
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def isatty(self) -> bool:
+        return False

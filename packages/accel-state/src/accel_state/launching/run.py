@@ -1,0 +1,265 @@
+"""Carrying out a plan: ports, processes, supervision, and the last word about a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from accel_state.errors import ConfigError, LaunchError
+from accel_state.launching.hardware import Accelerators, find_accelerators, physical_cores
+from accel_state.launching.mpi import check_mpi
+from accel_state.launching.output import Console, RankOutput, StreamName, open_log
+from accel_state.launching.ports import reserve_port
+from accel_state.launching.processes import RankProcess, start_command
+from accel_state.launching.spec import Host, LaunchPlan, ProcessSpec, plan, world
+from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+from accel_state.launching.target import Target, check_target
+
+if TYPE_CHECKING:
+    from accel_state.config.launch import LaunchConfig
+
+__all__ = ["describe", "launch", "parse_tee", "render_failure", "start_members"]
+
+_BOTH: frozenset[StreamName] = frozenset({"stdout", "stderr"})
+_TEED: Mapping[str, frozenset[StreamName]] = {
+    "0": frozenset(),
+    "1": frozenset({"stdout"}),
+    "2": frozenset({"stderr"}),
+    "3": _BOTH,
+}
+_AGENT_PATIENCE = 5.0
+
+
+def launch(config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None) -> int:
+    """Start the ranks of this machine and stay until they have ended.
+
+    A single process that needs no supervision takes the place of this one (``exec``): then this function does not return.
+
+    Args:
+        config: the resolved configuration.
+        target: what each rank runs.
+        environ: this process's environment.
+        console: where output goes; by default this process's standard streams.
+
+    Returns:
+        The exit code for the shell.
+
+    Raises:
+        LaunchError: the target does not exist, a port is taken, or a process cannot be started.
+        ConfigError, DeviceError: see ``accel_state.launching.spec.plan``.
+    """
+    config = _with_log_dir(config)
+    host = _prepare(config, target, environ)
+    with _port(config, host) as port:
+        first = plan(config, target, environ, host, port=port)
+    if config.dry_run:
+        sys.stdout.write(describe(first))
+        return 0
+    if first.style == "direct":
+        return _become(first.processes[0], environ)
+    console = console or Console()
+    if config.log_dir is not None and not config.quiet:
+        console.say(f"accel: logs go to {config.log_dir}")
+    with contextlib.closing(_Attempts(config, target, environ, host, console)) as attempts:
+        outcome = supervise(attempts.start, policy_of(config, agent=first.style == "agent"), console)
+    if outcome.failed is not None and first.style == "ranks":
+        log = first.processes[outcome.failed].log_path
+        console.say(render_failure(outcome, first.world.size, log))
+    elif outcome.failed is not None and not config.quiet:
+        console.say(f"accel: {outcome.summary}")
+    return outcome.code
+
+
+def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
+    """How the supervisor treats processes; an agent restarts its ranks itself."""
+    given = config.grace_period
+    return Policy(
+        grace_period=30.0 if given is None else given,
+        interrupt_grace=5.0 if given is None else given,
+        max_restarts=0 if agent else config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        quiet=config.quiet,
+        patience=_AGENT_PATIENCE if agent else 0.0,
+    )
+
+
+def describe(prepared: LaunchPlan) -> str:
+    """The plan as shell commands that can be copied: one per process, each with the variables that it gets."""
+    blocks = []
+    for spec in prepared.processes:
+        unset = [f"-u {name}" for name in sorted(spec.drop)]
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
+        command = shlex.join(spec.argv)
+        words = ["env", *unset, *settings] if unset or settings else []
+        title = f"# rank {spec.rank} of {prepared.world.size}"
+        if prepared.style == "agent":
+            title = f"# machine {spec.rank} of {prepared.world.machines}, {prepared.world.size} ranks in all"
+        if spec.log_path is not None:
+            title += f", output also in {spec.log_path}"
+        blocks.append(f"{title}\n" + " \\\n    ".join([*words, command]) + "\n")
+    return "\n".join(blocks)
+
+
+def render_failure(outcome: Outcome, size: int, log: Path | None = None) -> str:
+    """The last word: which rank failed first, and what it said."""
+    width = min(100, shutil.get_terminal_size().columns)
+    first = " first" if size > 1 else ""
+    title = outcome.summary.replace(" failed with", f" failed{first} with").replace(" was ended", f" ended{first}, was ended")
+    heading = f" {title} ".center(width, "=")
+    where = [f"all of its output: {log}"] if log is not None else []
+    error = outcome.error.rstrip() or "it wrote nothing to standard error"
+    return "\n".join(["", heading, *where, error])
+
+
+def start_members(
+    prepared: LaunchPlan,
+    environ: Mapping[str, str],
+    console: Console,
+    logged: Mapping[int, frozenset[StreamName]] | None = None,
+) -> list[Member]:
+    """Start every process of a plan; if one cannot be started, end the others.
+
+    Args:
+        prepared: the plan.
+        environ: this process's environment.
+        console: where output goes.
+        logged: rank to the streams that go to its log file; by default both.
+
+    Raises:
+        LaunchError: a process could not be started.
+    """
+    agent = prepared.style == "agent"
+    several = len(prepared.processes) > 1
+    death = signal.SIGTERM if agent or sys.platform == "win32" else signal.SIGKILL
+    members: list[Member] = []
+    for index, spec in enumerate(prepared.processes):
+        try:
+            process = start_command(
+                spec.rank,
+                spec.argv,
+                spec.environment(environ),
+                capture=not agent,
+                reads_input=index == 0,
+                on_parent_death=death,
+            )
+        except OSError as error:
+            _end([member.process for member in members])
+            raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
+        log = open_log(spec.log_path, shlex.join(spec.argv)) if spec.log_path is not None else None
+        output = RankOutput(
+            f"[rank {spec.rank}] " if several else "", console, log, _BOTH if logged is None else logged[spec.rank]
+        )
+        members.append(Member(process, output, Path(spec.argv[0]).name if agent else f"rank {spec.rank}"))
+    return members
+
+
+def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> Host:
+    """Everything that can be checked before a process starts."""
+    check_target(target, environ)
+    open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
+    cores = 1 if config.num_processes == 1 else physical_cores()
+    # With --cpu nobody looks for devices: some drivers take their time to answer.
+    accelerators = Accelerators() if config.use_cpu else find_accelerators(environ)
+    if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
+        with reserve_port(config.main_process_port):
+            pass  # another process on it would be met only after torch has been imported
+    return Host(accelerators, cores, open_mpi=open_mpi)
+
+
+def _port(config: LaunchConfig, host: Host) -> contextlib.AbstractContextManager[int | None]:
+    shape = world(config, host.accelerators)
+    if config.mpirun.hostfile is not None:
+        needed = not config.main_process_port
+    else:
+        needed = shape.size > 1 and shape.machines == 1
+    return reserve_port(config.main_process_port) if needed else contextlib.nullcontext(config.main_process_port)
+
+
+def _with_log_dir(config: LaunchConfig) -> LaunchConfig:
+    """``--tee`` alone also makes log files, in a new temporary folder."""
+    if config.log_dir is not None or config.tee in (None, "", "0") or config.dry_run:
+        return config
+    return dataclasses.replace(config, log_dir=tempfile.mkdtemp(prefix="accel-logs-"))
+
+
+def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[StreamName]]:
+    """Which streams of which rank go to log files.
+
+    Args:
+        text: ``0`` none, ``1`` standard output, ``2`` standard error, ``3`` both, for all ranks; or for single ones:
+            ``0:3,1:1`` (ranks not named get none). Not given: both.
+        ranks: the ranks there are.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if not text:
+        return dict.fromkeys(ranks, _BOTH)
+    if text in _TEED:
+        return dict.fromkeys(ranks, _TEED[text])
+    found = dict.fromkeys(ranks, _TEED["0"])
+    for part in text.split(","):
+        rank, _, streams = part.strip().partition(":")
+        if not rank.isdecimal() or streams not in _TEED:
+            raise ConfigError(f"--tee {text!r} is none of 0, 1, 2, 3, or pairs of a rank and one of them (0:3,1:1)")
+        if int(rank) not in found:
+            raise ConfigError(f"--tee {text!r} names rank {rank}, but the ranks are {min(ranks)} to {max(ranks)}")
+        found[int(rank)] = _TEED[streams]
+    return found
+
+
+def _become(spec: ProcessSpec, environ: Mapping[str, str]) -> int:
+    """Replace this process by the single rank, or stand aside for it where a process cannot be replaced."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    full = spec.environment(environ)
+    try:
+        if os.name != "posix":
+            return subprocess.call(spec.argv, env=full)
+        _exec(spec.argv, full)
+    except OSError as error:
+        raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
+
+
+def _exec(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    os.execvpe(argv[0], argv, environ)
+
+
+def _end(processes: Sequence[RankProcess]) -> None:
+    for process in processes:
+        process.kill()
+
+
+class _Attempts:
+    """Starts the group, each time on a port that is held until the next time."""
+
+    def __init__(
+        self, config: LaunchConfig, target: Target, environ: Mapping[str, str], host: Host, console: Console
+    ) -> None:
+        self._config = config
+        self._target = target
+        self._environ = environ
+        self._host = host
+        self._console = console
+        self._held = contextlib.ExitStack()
+
+    def start(self, attempt: int) -> list[Member]:
+        self._held.close()
+        port = self._held.enter_context(_port(self._config, self._host))
+        prepared = plan(self._config, self._target, self._environ, self._host, port=port, attempt=attempt)
+        logged = parse_tee(self._config.tee, [spec.rank for spec in prepared.processes])
+        return start_members(prepared, self._environ, self._console, logged)
+
+    def close(self) -> None:
+        """Give the port back."""
+        self._held.close()

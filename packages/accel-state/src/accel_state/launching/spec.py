@@ -1,0 +1,286 @@
+"""What a launch will run, worked out without running anything.
+
+``plan`` is pure: configuration, command, environment and facts about the host go in, commands and variables come out.
+``accel launch --dry-run`` prints its result, the supervisor runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from accel_state.config.codec import rank_environment
+from accel_state.config.launch import LaunchConfig
+from accel_state.errors import ConfigError, DeviceError
+from accel_state.launching.elastic import elastic_argv
+from accel_state.launching.hardware import Accelerators
+from accel_state.launching.mpi import mpi_argv
+from accel_state.launching.target import Target
+
+__all__ = ["Host", "LaunchPlan", "ProcessSpec", "World", "plan", "world"]
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Facts about this machine that a plan needs.
+
+    Attributes:
+        accelerators: what processes can use.
+        physical_cores: processor cores, hardware threads of one counted once.
+        python: interpreter that runs scripts.
+        open_mpi: whether ``mpirun`` is Open MPI's; other implementations take other flags.
+    """
+
+    accelerators: Accelerators = field(default_factory=Accelerators)
+    physical_cores: int = 1
+    python: str = sys.executable
+    open_mpi: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """How many processes run where.
+
+    Attributes:
+        size: processes over all machines.
+        local_size: processes on each machine.
+        machines: number of machines.
+        machine_rank: number of this one.
+        cpu: the processes compute on the CPU.
+    """
+
+    size: int
+    local_size: int
+    machines: int
+    machine_rank: int
+    cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """One process to start.
+
+    Attributes:
+        rank: number in the world; of a command that starts ranks itself, that of this machine.
+        argv: command line.
+        env: the variables that differ from the launcher's environment.
+        drop: variables of the launcher's environment that the process must not see.
+        log_path: file that gets a copy of its output, ``None`` for none.
+    """
+
+    rank: int
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    drop: frozenset[str] = frozenset()
+    log_path: Path | None = None
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """The whole environment of the process, given the launcher's."""
+        return {name: value for name, value in environ.items() if name not in self.drop} | dict(self.env)
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchPlan:
+    """All processes that this machine starts.
+
+    Attributes:
+        processes: one per rank, or the one command that starts the ranks.
+        style: ``direct``, one process that takes the launcher's place; ``ranks``, supervised here; ``agent``, a command
+            that starts and supervises ranks itself (torch elastic, mpirun).
+        world: the world that comes to be.
+    """
+
+    processes: tuple[ProcessSpec, ...]
+    style: Literal["direct", "ranks", "agent"]
+    world: World
+
+
+def world(config: LaunchConfig, accelerators: Accelerators) -> World:
+    """Decide how many processes run, and on what.
+
+    Raises:
+        ConfigError: the numbers do not fit together.
+        DeviceError: accelerators were asked for that are not there.
+    """
+    machines = config.num_machines
+    ids = _gpu_ids(config.gpu_ids)
+    found = accelerators.count if ids is None else len(ids)
+    cpu = config.use_cpu or config.distributed_type == "MULTI_CPU" or found == 0
+    if config.multi_accelerator and not config.use_cpu and accelerators.count == 0:
+        raise DeviceError(
+            f"{_paradigm(config)} needs accelerators, and this machine has none that can be seen; "
+            "pass --cpu to run the processes on the CPU instead"
+        )
+    size = config.num_processes or machines * (1 if cpu else found)
+    if size % machines:
+        raise ConfigError(
+            f"--num_processes {size} cannot be divided among --num_machines {machines}; "
+            "it is the total over all machines, so pass a multiple of their number"
+        )
+    if config.machine_rank >= machines:
+        raise ConfigError(
+            f"--machine_rank {config.machine_rank} is not one of {machines} machines; ranks start at 0, "
+            f"so the last is {machines - 1}"
+        )
+    local = size // machines
+    if config.multi_accelerator and not config.use_cpu and size == 1:
+        raise ConfigError(
+            f"{_paradigm(config)} needs at least 2 processes, not 1; pass --num_processes, or leave --multi_gpu out"
+        )
+    if not cpu and local > found:
+        source = f"--gpu_ids {config.gpu_ids} names" if ids is not None else "this machine has"
+        raise DeviceError(
+            f"{local} processes on this machine need {local} accelerators, but {source} {found}; "
+            f"pass --num_processes {found * machines}, or --cpu to run on the CPU"
+        )
+    if ids is not None and not config.use_cpu:
+        _check_ids(config.gpu_ids or "", ids, accelerators)
+    return World(size, local, machines, config.machine_rank, cpu)
+
+
+def plan(
+    config: LaunchConfig,
+    target: Target,
+    environ: Mapping[str, str],
+    host: Host,
+    *,
+    port: int | None = None,
+    attempt: int = 0,
+) -> LaunchPlan:
+    """Work out commands and environments.
+
+    Args:
+        config: the resolved configuration.
+        target: what to run.
+        environ: the launcher's environment.
+        host: facts about this machine.
+        port: where rank 0 will listen; needed if this launch starts several ranks on one machine.
+        attempt: how often the group was restarted.
+
+    Raises:
+        ConfigError, DeviceError: as ``world``, or several machines were asked for without an address.
+    """
+    shape = world(config, host.accelerators)
+    encoded = rank_environment(_for_ranks(config, shape), environ)
+    changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
+    drop = frozenset(environ) - frozenset(encoded)
+    changes |= _devices(config, host.accelerators) | _threads(config, shape, environ, host)
+    python_target = target.argv(host.python)
+    if config.mpirun.hostfile is not None:
+        changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
+        argv = mpi_argv(config.mpirun.hostfile, shape.size, shape.local_size, python_target, changes, host.open_mpi)
+        return _agent(argv, changes, drop, shape)
+    if shape.machines > 1:
+        argv = elastic_argv(config, shape.local_size, target, host.python)
+        return _agent(argv, changes, drop, shape)
+    if shape.size == 1:
+        spec = ProcessSpec(0, python_target, changes, drop, _log_path(config, 0))
+        return LaunchPlan((spec,), "direct" if _needs_no_supervisor(config) else "ranks", shape)
+    assert port is not None, "several ranks on one machine need a port"
+    common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, shape, attempt)
+    if "PYTHONUNBUFFERED" not in environ:
+        common["PYTHONUNBUFFERED"] = "1"  # output goes through a pipe, and would come in blocks of 8 KiB
+    specs = tuple(
+        ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank)) for rank in range(shape.size)
+    )
+    return LaunchPlan(specs, "ranks", shape)
+
+
+def _for_ranks(config: LaunchConfig, shape: World) -> LaunchConfig:
+    # OMP_NUM_THREADS is a variable of the schema, but its value depends on the world: see ``_threads``.
+    use_cpu = config.use_cpu or config.distributed_type == "MULTI_CPU"
+    return dataclasses.replace(config, use_cpu=use_cpu)
+
+
+def _needs_no_supervisor(config: LaunchConfig) -> bool:
+    return config.log_dir is None and config.tee in (None, "", "0") and config.max_restarts == 0
+
+
+def _log_path(config: LaunchConfig, rank: int) -> Path | None:
+    return Path(config.log_dir) / f"rank_{rank}.log" if config.log_dir is not None else None
+
+
+def _agent(argv: tuple[str, ...], changes: dict[str, str], drop: frozenset[str], shape: World) -> LaunchPlan:
+    spec = ProcessSpec(shape.machine_rank, argv, changes, drop)
+    return LaunchPlan((spec,), "agent", shape)
+
+
+def _rendezvous(address: str, port: int) -> dict[str, str]:
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def _agreed_port(config: LaunchConfig, port: int | None) -> int:
+    chosen = config.main_process_port or port
+    if chosen is None:
+        raise ConfigError("processes on several machines need a port that all know: pass --main_process_port")
+    return chosen
+
+
+def _group(config: LaunchConfig, shape: World, attempt: int) -> dict[str, str]:
+    # The names that torchrun gives its workers; libraries read them all.
+    return {
+        "WORLD_SIZE": str(shape.size),
+        "LOCAL_WORLD_SIZE": str(shape.local_size),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": config.role,
+        "ROLE_WORLD_SIZE": str(shape.size),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+    }
+
+
+def _rank(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+
+
+def _threads(config: LaunchConfig, shape: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
+    """``OMP_NUM_THREADS``: what was asked for; else, only if processes share a machine, their part of it.
+
+    One process alone gets what ``python script.py`` would get. On the CPU the part is the physical cores divided among
+    the processes; beside accelerators it is 1, as torchrun has it.
+    """
+    if config.num_cpu_threads_per_process is not None:
+        return {"OMP_NUM_THREADS": str(config.num_cpu_threads_per_process)}
+    if environ.get("OMP_NUM_THREADS") or shape.local_size == 1:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, host.physical_cores // shape.local_size) if shape.cpu else 1)}
+
+
+def _gpu_ids(text: str | None) -> tuple[str, ...] | None:
+    if text is None or text.strip().lower() in ("", "all"):
+        return None
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _check_ids(text: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
+    for name in ids:
+        if not name or (name.lstrip("-").isdecimal() and int(name) < 0):
+            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass numbers with commas, such as 0,1, or all")
+        if name.isdecimal() and int(name) >= accelerators.present:
+            raise DeviceError(
+                f"--gpu_ids {text} names accelerator {name}, but this machine has {accelerators.present}"
+                f"{f' (0 to {accelerators.present - 1})' if accelerators.present else '; pass --cpu to run on the CPU'}"
+            )
+    repeated = sorted({name for name in ids if ids.count(name) > 1})
+    if repeated:
+        raise ConfigError(f"--gpu_ids {text} names accelerator {repeated[0]} twice; each may be given once")
+
+
+def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]:
+    ids = _gpu_ids(config.gpu_ids)
+    if ids is None or accelerators.visibility is None:
+        return {}
+    return {accelerators.visibility: ",".join(ids)}
+
+
+def _paradigm(config: LaunchConfig) -> str:
+    return "--multi_gpu" if config.distributed_type == "MULTI_GPU" else f"distributed_type {config.distributed_type}"
+
+

@@ -1,0 +1,323 @@
+"""Runs the ranks of one node: forwards output and signals, ends all when one fails, restarts, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+from accel_state.launching.output import Console, RankOutput, StreamName, last_traceback
+from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group
+from accel_state.launching.signals import EXITED, Inbox, receive_signals
+
+__all__ = ["PREEMPTED", "Member", "Outcome", "Policy", "supervise"]
+
+PREEMPTED = 75
+"""Exit code of a rank that was told to stop and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
+
+_SETTLE = 0.5
+"""Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed rightly."""
+_FAILURE_GRACE = 5.0
+_SWEEP_GRACE = 1.0
+_DRAIN = 1.0
+_KILL_PATIENCE = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How a group of ranks is treated.
+
+    Attributes:
+        grace_period: seconds between a forwarded SIGTERM or SIGUSR1 and the kill.
+        interrupt_grace: the same after the first Ctrl-C.
+        max_restarts: how often the group is started again after a crash. Preemptions (exit code 75) do not count, and
+            are restarted only if this is above 0: otherwise the scheduler that sees the code is in charge.
+        monitor_interval: seconds between looks at the ranks where the system does not report exits by itself.
+        quiet: no messages about the course of events; the failing rank's traceback is printed all the same.
+        patience: seconds that a command which starts ranks of its own gets to end them if the launcher vanishes.
+    """
+
+    grace_period: float = 30.0
+    interrupt_grace: float = 5.0
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    quiet: bool = False
+    patience: float = 0.0
+
+
+@dataclass(slots=True)
+class Member:
+    """A started rank with its output and, later, its end."""
+
+    process: RankProcess
+    output: RankOutput
+    code: int | None = None
+    ended_at: float = 0.0
+    label: str = ""
+
+    def failed_at(self) -> float:
+        """When it failed: its last traceback comes before its exit, and before the exits that it causes."""
+        return self.ended_at if self.output.traceback_at is None else min(self.output.traceback_at, self.ended_at)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a launch ended.
+
+    Attributes:
+        code: exit code for the shell; 128 + n for signal n.
+        failed: the rank that failed first, if one did by itself.
+        summary: how it ended, in words.
+        error: that rank's last traceback, or the end of what it wrote to standard error.
+        stopped_by: the signal that told the launcher to stop, if one did.
+    """
+
+    code: int
+    failed: int | None = None
+    summary: str = ""
+    error: str = ""
+    stopped_by: int | None = None
+
+
+def supervise(
+    start: Callable[[int], Sequence[Member]], policy: Policy, console: Console, *, guarded: bool = True
+) -> Outcome:
+    """Run a group of ranks to its end, restarts included.
+
+    Args:
+        start: starts attempt number n (from 0) and returns its members; what it started before an exception of its own
+            it must have ended itself.
+        policy: see ``Policy``.
+        console: where output and messages go.
+        guarded: fork a guardian that ends the ranks if this process is killed; only safe while it has no threads.
+    """
+    crashes = attempt = 0
+    with receive_signals() as inbox, contextlib.closing(Guardian(guarded)) as guardian:
+        while True:
+            outcome = _Group(start(attempt), policy, console, inbox, guardian).run()
+            if outcome.code == 0 or outcome.stopped_by is not None or policy.max_restarts == 0:
+                return outcome
+            preempted = outcome.code == PREEMPTED
+            if not preempted and crashes == policy.max_restarts:
+                return outcome
+            attempt += 1
+            crashes += not preempted
+            if not policy.quiet:
+                count = "" if preempted else f" ({crashes} of {policy.max_restarts})"
+                console.say(f"accel: {outcome.summary}; restarting all ranks{count}")
+
+
+@dataclass(slots=True)
+class _Group:
+    """One attempt. Its life: running → ending (a rank failed, or a signal came) → all gone."""
+
+    members: Sequence[Member]
+    policy: Policy
+    console: Console
+    inbox: Inbox
+    guardian: Guardian
+    first_exit: float | None = None
+    culprit: Member | None = None
+    stopped_by: int | None = None
+    interrupted: bool = False
+    terminated: bool = False
+    deadline: float | None = None
+    killed: bool = False
+
+    def run(self) -> Outcome:
+        try:
+            for member in self.members:
+                self.guardian.watch(member.process.pid, self.policy.patience)
+                for stream, pipe in member.process.pipes:
+                    member.output.forward(cast("StreamName", stream), pipe)
+            while any(self._alive()):
+                event = self.inbox.get(self._patience())
+                if event != EXITED:
+                    self._on_signal(event)
+                self._collect()
+                self._on_failure()
+                self._on_deadline()
+        finally:
+            self._clean_up()
+        return self._outcome()
+
+    def _alive(self) -> list[Member]:
+        return [member for member in self.members if member.code is None]
+
+    def _patience(self) -> float:
+        waits = [self.policy.monitor_interval]
+        if self.deadline is not None:
+            waits.append(self.deadline - time.monotonic())
+        if self.first_exit is not None and self.culprit is None:
+            waits.append(0.02)
+        return min(waits)
+
+    def _collect(self) -> None:
+        for member in self._alive():
+            member.code = member.process.poll()
+            if member.code is None:
+                continue
+            member.ended_at = time.monotonic()
+            if HAS_SESSIONS:
+                # What it left running would hold its output open. Helpers that clean up behind it ignore SIGTERM.
+                end_group(member.process.pid, signal.SIGTERM)
+            if member.code != 0 and self.first_exit is None:
+                self.first_exit = member.ended_at
+
+    def _on_failure(self) -> None:
+        if self.first_exit is None or self.culprit is not None:
+            return
+        now = time.monotonic()
+        if now - self.first_exit < _SETTLE and any(
+            member.output.traceback_at is not None and member.output.traceback_at < self.first_exit
+            for member in self._alive()
+        ):
+            return
+        self.culprit = min((member for member in self.members if member.code), key=Member.failed_at)
+        if self.stopped_by is not None:
+            return
+        others = [member.label for member in self._alive()]
+        if self.culprit.code == PREEMPTED:
+            # It was told to stop, and so were the others, who may still be saving.
+            self._shorten(now + self.policy.grace_period)
+        else:
+            self._send(signal.SIGTERM)
+            self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
+        if others:
+            self._say(f"{_summary(self.culprit)}; ending {_listed(others)}")
+
+    def _on_deadline(self) -> None:
+        if self.deadline is None or self.killed or time.monotonic() < self.deadline:
+            return
+        alive = [member.label for member in self._alive()]
+        if alive:
+            self._say(f"{_listed(alive)} did not end in time; killing")
+            self._kill()
+
+    def _on_signal(self, number: int) -> None:
+        now = time.monotonic()
+        if number == getattr(signal, "SIGTSTP", None):
+            self._suspend()
+        elif number == signal.SIGINT:
+            if self.interrupted:
+                self._say("interrupted again; killing")
+                self._kill()
+                return
+            self.interrupted = True
+            self.stopped_by = self.stopped_by or number
+            self._say(f"interrupted; ranks have {self.policy.interrupt_grace:g} s to end, Ctrl-C again kills them")
+            self._send(signal.SIGINT)
+            self._shorten(now + self.policy.interrupt_grace)
+        elif not self.terminated:
+            self.terminated = True
+            self.stopped_by = self.stopped_by or number
+            self._say(
+                f"{signal.Signals(number).name} received and passed on; ranks have {self.policy.grace_period:g} s to end"
+            )
+            self._send(signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number)
+            self._shorten(now + self.policy.grace_period)
+
+    def _suspend(self) -> None:
+        for member in self._alive():
+            end_group(member.process.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        for member in self._alive():
+            end_group(member.process.pid, signal.SIGCONT)
+
+    def _send(self, number: int) -> None:
+        for member in self._alive():
+            member.process.send(number)
+
+    def _kill(self) -> None:
+        self.killed = True
+        for member in self._alive():
+            member.process.kill()
+
+    def _shorten(self, deadline: float) -> None:
+        self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
+
+    def _clean_up(self) -> None:
+        """End every rank and all that ranks started, and take in the rest of their output."""
+        if self._alive():
+            self._kill()
+        until = time.monotonic() + _KILL_PATIENCE
+        while self._alive() and time.monotonic() < until:
+            self._collect()
+            time.sleep(0.005)
+        for member in self._alive():
+            self._say(f"{member.label} (process {member.process.pid}) cannot be killed: it hangs inside the system")
+            member.code = -int(getattr(signal, "SIGKILL", signal.SIGTERM))
+        if HAS_SESSIONS:
+            _sweep({member.process.pid for member in self.members})
+        for member in self.members:
+            member.output.finish(_DRAIN)
+            self.guardian.forget(member.process.pid)
+
+    def _say(self, message: str) -> None:
+        if not self.policy.quiet:
+            self.console.say(f"accel: {message}")
+
+    def _outcome(self) -> Outcome:
+        failed = [member for member in self.members if member.code]
+        if not failed:
+            return Outcome(0, stopped_by=self.stopped_by)
+        first = self.culprit or min(failed, key=Member.failed_at)
+        assert first.code is not None
+        asked_for = {-self.stopped_by, -signal.SIGTERM, PREEMPTED} if self.stopped_by is not None else {PREEMPTED}
+        wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
+        return Outcome(
+            _shell_code(first.code),
+            failed=None if wanted else first.process.rank,
+            summary=_summary(first),
+            error="" if wanted else last_traceback(first.output.tail),
+            stopped_by=self.stopped_by,
+        )
+
+
+def _sweep(groups: set[int]) -> None:
+    """Wait until nothing is left in the process groups of ended ranks, then kill what still is."""
+    until = time.monotonic() + _SWEEP_GRACE
+    while groups := {group for group in groups if _has_members(group)}:
+        if time.monotonic() > until:
+            for group in groups:
+                end_group(group, signal.SIGKILL)
+            return
+        time.sleep(0.01)
+
+
+def _has_members(group: int) -> bool:
+    # Orphans of a rank are ours if we are the first process of a container: zombies until we ask for them.
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(-group, os.WNOHANG)
+    return end_group(group, 0)
+
+
+def _shell_code(code: int) -> int:
+    return 128 - code if code < 0 else code
+
+
+def _summary(member: Member) -> str:
+    code = member.code or 0
+    if code == PREEMPTED:
+        return f"{member.label} was preempted (exit code {PREEMPTED})"
+    if code > 0:
+        return f"{member.label} failed with exit code {code}"
+    hint = "; the usual reason is that memory ran out" if -code == getattr(signal, "SIGKILL", None) else ""
+    return f"{member.label} was ended by {_signal_name(-code)}{hint}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _listed(labels: Sequence[str]) -> str:
+    if len(labels) <= 4:
+        return ", ".join(labels)
+    return f"{', '.join(labels[:3])} and {len(labels) - 3} more"

@@ -1,0 +1,136 @@
+"""What the user asked to run: a script, a module or a program, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from accel_state.errors import LaunchError
+
+__all__ = ["Target", "check_target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A command without its interpreter.
+
+    Attributes:
+        name: path of the script, dotted name of the module, or the program.
+        args: what is passed to it.
+        kind: how it is started: ``script`` as ``python name``, ``module`` as ``python -m name``, ``program`` as ``name``.
+    """
+
+    name: str
+    args: tuple[str, ...] = ()
+    kind: Literal["script", "module", "program"] = "script"
+
+    def argv(self, python: str = sys.executable) -> tuple[str, ...]:
+        """The command line that one rank runs."""
+        start = {"script": (python, self.name), "module": (python, "-m", self.name), "program": (self.name,)}
+        return (*start[self.kind], *self.args)
+
+
+def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str] | None = None) -> None:
+    """Make sure that ``target`` can be started, without importing or running any of it.
+
+    Args:
+        target: what to look for.
+        environ: the environment of the ranks (its ``PATH`` finds programs).
+        path: where modules are looked for; by default the current folder and ``sys.path``.
+
+    Raises:
+        LaunchError: it is not there; the message suggests the nearest name that is.
+    """
+    if target.kind == "program":
+        _check_program(target.name, environ)
+    elif target.kind == "module":
+        _check_module(target.name, [os.getcwd(), *sys.path] if path is None else list(path))
+    else:
+        _check_script(target.name)
+
+
+def _check_script(name: str) -> None:
+    script = Path(name)
+    if script.is_dir():
+        if not (script / "__main__.py").exists():
+            raise LaunchError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
+    elif not script.exists():
+        hint = _nearest(script.name, _names_in(script.parent))
+        if hint is not None:
+            advice = f"did you mean {str(script.parent / hint)!r}?"
+        elif not script.parent.is_dir():
+            advice = f"the folder {str(script.parent)!r} does not exist either"
+        elif _is_dotted_name(name):
+            advice = f"to run the module {name}, pass --module"
+        else:
+            advice = f"the current folder is {os.getcwd()!r}"
+        raise LaunchError(f"the script {name!r} does not exist; {advice}")
+
+
+def _check_program(name: str, environ: Mapping[str, str]) -> None:
+    if shutil.which(name, path=environ.get("PATH")) is not None:
+        return
+    here = Path(name)
+    if here.exists():
+        raise LaunchError(
+            f"{name!r} is not a program that can be executed; make it one (chmod +x {name}), "
+            "or leave --no_python out if it is a Python script"
+        )
+    raise LaunchError(f"the program {name!r} was not found; with --no_python the first word must be a program")
+
+
+def _check_module(name: str, path: list[str]) -> None:
+    if not _is_dotted_name(name):
+        raise LaunchError(
+            f"{name!r} is not the name of a module; with --module pass a dotted name such as package.train, "
+            "without .py and without slashes"
+        )
+    parts = name.split(".")
+    places: list[str] | None = path
+    for depth, part in enumerate(parts):
+        spec = _find(parts[: depth + 1], places)
+        if spec is None:
+            where = ".".join(parts[:depth]) or "the current folder and sys.path"
+            hint = _nearest(part, _modules_in(places or ()))
+            prefix = ".".join([*parts[:depth], ""])
+            advice = f"did you mean {prefix + hint!r}?" if hint else f"the current folder is {os.getcwd()!r}"
+            raise LaunchError(f"no module named {name!r}: {part!r} is not in {where}; {advice}")
+        places = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+        if places is None and depth + 1 < len(parts):
+            raise LaunchError(f"no module named {name!r}: {'.'.join(parts[: depth + 1])} is not a package")
+    if places is not None and _find([*parts, "__main__"], places) is None:
+        raise LaunchError(f"{name!r} is a package without a __main__ module; name a module inside it")
+
+
+def _find(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
+    found = importlib.machinery.PathFinder.find_spec(".".join(parts), places)
+    if found is None and len(parts) == 1:
+        # Editable installs are known to finders of their own; asking for a top-level name imports nothing.
+        return importlib.util.find_spec(parts[0])
+    return found
+
+
+def _is_dotted_name(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split(".")) and not name.endswith(".py")
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _modules_in(places: Iterable[str]) -> list[str]:
+    names = {entry for place in places for entry in _names_in(Path(place))}
+    return sorted(name.removesuffix(".py") for name in names if "." not in name or name.endswith(".py"))
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return close[0] if close else None
