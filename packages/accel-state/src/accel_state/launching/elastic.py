@@ -1,6 +1,7 @@
 """Several machines: ranks are started by torch's elastic agent, one agent per machine.
 
-The launcher itself only builds the agent's command; torch is imported in the agent's process. Run as a module, this file
+The launcher itself only builds the agent's command; torch is imported in the agent's process. Run as a
+module, this file
 is that agent: torch's, but it exits with the code of the rank that failed first instead of 1.
 """
 
@@ -43,9 +44,9 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
     ]
     if missing:
         raise ConfigError(
-            f"{config.num_machines} machines need an address on which they meet; {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. Give the same values on every machine: those of the "
-            "machine with --machine_rank 0, where the port must be free"
+            f"{config.num_machines} machines need an address on which they meet: pass {' and '.join(missing)}, "
+            "the same on every machine. They are those of the machine with --machine_rank 0, "
+            "where the port must be free"
         )
     words = [
         f"--nnodes={config.num_machines}",
@@ -59,7 +60,11 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
     if config.rdzv_backend == "static" or config.same_network:
         words += [f"--master-addr={config.main_process_ip}", f"--master-port={config.main_process_port}"]
     if config.rdzv_backend != "static":
-        words += [f"--rdzv-backend={config.rdzv_backend}", f"--rdzv-endpoint={endpoint}", f"--rdzv-id={endpoint}"]
+        words += [
+            f"--rdzv-backend={config.rdzv_backend}",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={endpoint}",
+        ]
     if config.rdzv_conf:
         words.append(f"--rdzv-conf={config.rdzv_conf}")
     if config.grace_period is not None:
@@ -78,12 +83,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         the exit code: that of the rank that failed first, or 128 + n if signal n ended it or the agent.
     """
+    from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
 
     try:
-        run(parse_args(list(arguments)))
+        torchrun.run(torchrun.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode

@@ -1,7 +1,7 @@
 """What this host has, found without torch: accelerators and processor cores.
 
-The launcher only needs counts, and it must not pay for importing torch or hold device memory itself. Device files and
-the visibility variables of the vendors answer the question in well under a millisecond.
+The launcher only needs counts, and it must not pay for importing torch or hold device memory itself. Device
+files and the visibility variables of the vendors answer the question in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class Accelerators:
     """The accelerators that processes of this launch can use.
 
     Attributes:
-        kind: ``cuda``, ``rocm``, ``xpu``, ``npu``, ``hpu``, ``mlu``, ``musa``, ``sdaa``, ``neuron``, ``mps``, or ``none``.
+        kind: ``cuda``, ``rocm``, ``xpu``, ``npu``, ``hpu``, ``mlu``, ``musa``, ``sdaa``, ``neuron``, ``mps``,
+            or ``none``.
         count: how many are visible.
         present: how many there are, visible or not.
         visibility: the variable that narrows them, ``None`` where there is none.
@@ -53,8 +54,12 @@ def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> Acc
     forced = environ.get(COUNT_VARIABLE)
     if forced is not None:
         if not forced.isdecimal():
-            raise ConfigError(f"environment variable {COUNT_VARIABLE} is {forced!r}; a whole number is needed")
-        return _narrow("cuda", int(forced), "CUDA_VISIBLE_DEVICES", environ) if int(forced) else Accelerators()
+            raise ConfigError(
+                f"environment variable {COUNT_VARIABLE} is {forced!r}; a whole number is needed"
+            )
+        return (
+            _narrow("cuda", int(forced), "CUDA_VISIBLE_DEVICES", environ) if int(forced) else Accelerators()
+        )
     for kind, variable, count in _PROBES:
         present = count(root)
         if present:

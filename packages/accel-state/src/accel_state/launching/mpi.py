@@ -28,8 +28,8 @@ def mpi_argv(
         local_size: ranks on each host.
         command: what each rank runs.
         exported: names of the variables that ranks on other hosts must see too.
-        open_mpi: the command is Open MPI's, which forwards no variables unless told; the launchers of MPICH and its
-            relatives (Intel MPI, MVAPICH) have other flags and forward all.
+        open_mpi: the command is Open MPI's, which forwards no variables unless told; the launchers of MPICH
+            and its relatives (Intel MPI, MVAPICH) have other flags and forward all.
     """
     if open_mpi:
         forwarded = [word for name in sorted(exported) for word in ("-x", name)]
@@ -48,14 +48,20 @@ def check_mpi(hostfile: str, environ: Mapping[str, str]) -> bool:
         LaunchError: the hostfile or ``mpirun`` is missing, or ``mpirun`` does not answer.
     """
     if not Path(hostfile).expanduser().exists():
-        raise LaunchError(f"the MPI hostfile {hostfile!r} does not exist; pass another one with --mpirun_hostfile")
+        raise LaunchError(
+            f"the MPI hostfile {hostfile!r} does not exist; pass another one with --mpirun_hostfile"
+        )
     tool = shutil.which("mpirun", path=environ.get("PATH"))
     if tool is None:
         raise LaunchError(
             "mpirun was not found on PATH; install an MPI implementation (Open MPI, MPICH, Intel MPI), "
             "or leave --mpirun_hostfile out: on one machine no MPI is needed"
         )
-    answer = subprocess.run([tool, "--version"], capture_output=True, text=True, env=dict(environ), check=False)
+    answer = subprocess.run(
+        [tool, "--version"], capture_output=True, text=True, env=dict(environ), check=False
+    )
     if answer.returncode != 0:
-        raise LaunchError(f"{tool} --version failed with exit code {answer.returncode}: {answer.stderr.strip()}")
+        raise LaunchError(
+            f"{tool} --version failed with exit code {answer.returncode}: {answer.stderr.strip()}"
+        )
     return "Open MPI" in answer.stdout

@@ -55,7 +55,9 @@ class Console:
         self._lock = threading.Lock()
 
     def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
-        """Print one piece of a rank's output: a line with its end (newline or carriage return), or part of a line."""
+        """Print one piece of a rank's output: a line with its end (newline or carriage return), or part of a
+        line.
+        """
         with self._lock:
             cursor = self._cursor[stream]
             owner, end = self._unfinished.pop(cursor, (None, b""))
@@ -147,8 +149,8 @@ class RankOutput:
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
         except BrokenPipeError:
-            # Whoever read our output is gone. With the pipe closed the rank itself meets the broken pipe at its next
-            # print, as it would without us in between.
+            # Whoever read our output is gone. With the pipe closed the rank itself meets the broken pipe at
+            # its next print, as it would without us in between.
             return
 
     def _write_log(self, stream: StreamName, data: bytes) -> None:
@@ -168,7 +170,7 @@ class RankOutput:
 
 
 class _Splitter:
-    """Cuts a byte stream behind each newline and each carriage return; ``\\r\\n`` becomes ``\\n``."""
+    """Cuts a byte stream behind each newline and each carriage return; both together count as a newline."""
 
     def __init__(self) -> None:
         self.pending = b""

@@ -15,8 +15,9 @@ __all__ = ["is_port_in_use", "reserve_port"]
 def reserve_port(wanted: int | None = None) -> Iterator[int]:
     """Hold a TCP port for rank 0's store for the length of a ``with`` block.
 
-    The socket is bound but never listens, and allows reuse only after it was bound. So the kernel gives the port to
-    nobody else who asks for a free one, while rank 0, whose store sets ``SO_REUSEADDR``, can listen on it.
+    The socket is bound but never listens, and allows reuse only after it was bound. So the kernel gives the
+    port to nobody else who asks for a free one, while rank 0, whose store sets ``SO_REUSEADDR``, can listen
+    on it.
 
     Args:
         wanted: the port asked for; ``None`` and 0 mean any free one.

@@ -1,7 +1,8 @@
 """One rank as an operating-system process, and the guardian that outlives the launcher by a moment.
 
-On POSIX systems each rank leads a session of its own, so that it can be ended with everything it started, and so that
-a Ctrl-C in the terminal reaches it once, through the launcher. Elsewhere processes are ended one by one.
+On POSIX systems each rank leads a session of its own, so that it can be ended with everything it started, and
+so that a Ctrl-C in the terminal reaches it once, through the launcher. Elsewhere processes are ended one by
+one.
 """
 
 from __future__ import annotations
@@ -53,25 +54,30 @@ class CommandProcess:
 
     @property
     def pid(self) -> int:
+        """See ``RankProcess``."""
         return self._popen.pid
 
     @property
     def pipes(self) -> tuple[tuple[str, IO[bytes]], ...]:
+        """See ``RankProcess``."""
         streams = (("stdout", self._popen.stdout), ("stderr", self._popen.stderr))
         return tuple((name, pipe) for name, pipe in streams if pipe is not None)
 
     def poll(self) -> int | None:
+        """See ``RankProcess``."""
         return self._popen.poll()
 
     def send(self, signum: int) -> None:
+        """See ``RankProcess``. An interrupt goes to the whole group, as from a terminal."""
         if signum == signal.SIGINT and HAS_SESSIONS:
-            end_group(self.pid, signum)  # as a terminal would: the whole foreground job is interrupted
+            end_group(self.pid, signum)
         elif signum == signal.SIGINT and sys.platform == "win32":
             self._popen.send_signal(signal.CTRL_BREAK_EVENT)
         else:
             self._popen.send_signal(signum)
 
     def kill(self) -> None:
+        """See ``RankProcess``."""
         if HAS_SESSIONS:
             end_group(self.pid, signal.SIGKILL)
         elif sys.platform == "win32":
@@ -103,7 +109,9 @@ def start_command(
         OSError: the command could not be executed.
     """
     pipe = subprocess.PIPE if capture else None
-    flags = subprocess.CREATE_NEW_PROCESS_GROUP if sys.platform == "win32" else 0
+    flags = 0
+    if sys.platform == "win32":
+        flags = subprocess.CREATE_NEW_PROCESS_GROUP
     popen = subprocess.Popen(
         argv,
         env=dict(environ),
@@ -156,9 +164,9 @@ def end_group(group: int, signum: int) -> bool:
 class Guardian:
     """A forked process that kills the ranks' groups if the launcher ends without having ended them.
 
-    The kernel's parent-death signal reaches ranks only; what ranks started (data workers, shell pipelines) needs this.
-    It holds the reading end of a pipe whose other end only the launcher has, and learns the groups through it.
-    On systems without ``fork`` it does nothing.
+    The kernel's parent-death signal reaches ranks only; what ranks started (data workers, shell pipelines)
+    needs this. It holds the reading end of a pipe whose other end only the launcher has, and learns the
+    groups through it. On systems without ``fork`` it does nothing.
 
     Args:
         active: ``False`` makes one that does nothing.

@@ -40,10 +40,13 @@ _TEED: Mapping[str, frozenset[StreamName]] = {
 _AGENT_PATIENCE = 5.0
 
 
-def launch(config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None) -> int:
+def launch(
+    config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None
+) -> int:
     """Start the ranks of this machine and stay until they have ended.
 
-    A single process that needs no supervision takes the place of this one (``exec``): then this function does not return.
+    A single process that needs no supervision takes the place of this one (``exec``): then this function does
+    not return.
 
     Args:
         config: the resolved configuration.
@@ -76,7 +79,7 @@ def launch(config: LaunchConfig, target: Target, environ: Mapping[str, str], con
         log = first.processes[outcome.failed].log_path
         console.say(render_failure(outcome, first.world.size, log))
     elif outcome.failed is not None and not config.quiet:
-        console.say(f"accel: {outcome.summary}")
+        console.say(f"accel: {outcome.label} failed ({outcome.how})")
     return outcome.code
 
 
@@ -94,7 +97,9 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
 
 
 def describe(prepared: LaunchPlan) -> str:
-    """The plan as shell commands that can be copied: one per process, each with the variables that it gets."""
+    """The plan as shell commands that can be copied: one per process, each with the variables that it
+    gets.
+    """
     blocks = []
     for spec in prepared.processes:
         unset = [f"-u {name}" for name in sorted(spec.drop)]
@@ -114,8 +119,7 @@ def render_failure(outcome: Outcome, size: int, log: Path | None = None) -> str:
     """The last word: which rank failed first, and what it said."""
     width = min(100, shutil.get_terminal_size().columns)
     first = " first" if size > 1 else ""
-    title = outcome.summary.replace(" failed with", f" failed{first} with").replace(" was ended", f" ended{first}, was ended")
-    heading = f" {title} ".center(width, "=")
+    heading = f" {outcome.label} failed{first} ({outcome.how}) ".center(width, "=")
     where = [f"all of its output: {log}"] if log is not None else []
     error = outcome.error.rstrip() or "it wrote nothing to standard error"
     return "\n".join(["", heading, *where, error])
@@ -156,9 +160,8 @@ def start_members(
             _end([member.process for member in members])
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
         log = open_log(spec.log_path, shlex.join(spec.argv)) if spec.log_path is not None else None
-        output = RankOutput(
-            f"[rank {spec.rank}] " if several else "", console, log, _BOTH if logged is None else logged[spec.rank]
-        )
+        streams = _BOTH if logged is None else logged[spec.rank]
+        output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams)
         members.append(Member(process, output, Path(spec.argv[0]).name if agent else f"rank {spec.rank}"))
     return members
 
@@ -182,7 +185,9 @@ def _port(config: LaunchConfig, host: Host) -> contextlib.AbstractContextManager
         needed = not config.main_process_port
     else:
         needed = shape.size > 1 and shape.machines == 1
-    return reserve_port(config.main_process_port) if needed else contextlib.nullcontext(config.main_process_port)
+    return (
+        reserve_port(config.main_process_port) if needed else contextlib.nullcontext(config.main_process_port)
+    )
 
 
 def _with_log_dir(config: LaunchConfig) -> LaunchConfig:
@@ -211,9 +216,13 @@ def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[Str
     for part in text.split(","):
         rank, _, streams = part.strip().partition(":")
         if not rank.isdecimal() or streams not in _TEED:
-            raise ConfigError(f"--tee {text!r} is none of 0, 1, 2, 3, or pairs of a rank and one of them (0:3,1:1)")
+            raise ConfigError(
+                f"--tee {text!r} is none of 0, 1, 2, 3, or pairs of a rank and one of them (0:3,1:1)"
+            )
         if int(rank) not in found:
-            raise ConfigError(f"--tee {text!r} names rank {rank}, but the ranks are {min(ranks)} to {max(ranks)}")
+            raise ConfigError(
+                f"--tee {text!r} names rank {rank}, but the ranks are {min(ranks)} to {max(ranks)}"
+            )
         found[int(rank)] = _TEED[streams]
     return found
 
@@ -231,7 +240,7 @@ def _become(spec: ProcessSpec, environ: Mapping[str, str]) -> int:
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
 
 
-def _exec(argv: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+def _exec(argv: tuple[str, ...], environ: Mapping[str, str]) -> NoReturn:
     os.execvpe(argv[0], argv, environ)
 
 

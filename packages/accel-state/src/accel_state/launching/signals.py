@@ -29,7 +29,7 @@ class Inbox:
         self._events.put(event)
 
     def get(self, timeout: float) -> int:
-        """The next event; ``EXITED`` after ``timeout`` seconds without one, so that the caller looks for itself."""
+        """The next event, or ``EXITED`` after ``timeout`` seconds, so that the caller looks for itself."""
         try:
             return self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
@@ -38,7 +38,8 @@ class Inbox:
 
 @contextlib.contextmanager
 def receive_signals() -> Iterator[Inbox]:
-    """Route the launcher's signals into an inbox for the length of a ``with`` block, then restore the handlers.
+    """Route the launcher's signals into an inbox for the length of a ``with`` block, then restore the
+    handlers.
 
     A signal that the parent of this process had set to be ignored (``nohup``) stays ignored. Only the main thread can
     set handlers; in another one the inbox stays empty.

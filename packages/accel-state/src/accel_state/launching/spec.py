@@ -1,7 +1,7 @@
 """What a launch will run, worked out without running anything.
 
-``plan`` is pure: configuration, command, environment and facts about the host go in, commands and variables come out.
-``accel launch --dry-run`` prints its result, the supervisor runs it.
+``plan`` is pure: configuration, command, environment and facts about the host go in, commands and variables
+come out. ``accel launch --dry-run`` prints its result, the supervisor runs it.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class LaunchPlan:
 
     Attributes:
         processes: one per rank, or the one command that starts the ranks.
-        style: ``direct``, one process that takes the launcher's place; ``ranks``, supervised here; ``agent``, a command
-            that starts and supervises ranks itself (torch elastic, mpirun).
+        style: ``direct``, one process that takes the launcher's place; ``ranks``, supervised here; ``agent``,
+            a command that starts and supervises ranks itself (torch elastic, mpirun).
         world: the world that comes to be.
     """
 
@@ -131,7 +131,7 @@ def world(config: LaunchConfig, accelerators: Accelerators) -> World:
     local = size // machines
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
-            f"{_paradigm(config)} needs at least 2 processes, not 1; pass --num_processes, or leave --multi_gpu out"
+            f"{_paradigm(config)} needs at least 2 processes, and there is 1 accelerator; leave it out"
         )
     if not cpu and local > found:
         source = f"--gpu_ids {config.gpu_ids} names" if ids is not None else "this machine has"
@@ -174,7 +174,9 @@ def plan(
     python_target = target.argv(host.python)
     if config.mpirun.hostfile is not None:
         changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
-        argv = mpi_argv(config.mpirun.hostfile, shape.size, shape.local_size, python_target, changes, host.open_mpi)
+        argv = mpi_argv(
+            config.mpirun.hostfile, shape.size, shape.local_size, python_target, changes, host.open_mpi
+        )
         return _agent(argv, changes, drop, shape)
     if shape.machines > 1:
         argv = elastic_argv(config, shape.local_size, target, host.python)
@@ -187,7 +189,8 @@ def plan(
     if "PYTHONUNBUFFERED" not in environ:
         common["PYTHONUNBUFFERED"] = "1"  # output goes through a pipe, and would come in blocks of 8 KiB
     specs = tuple(
-        ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank)) for rank in range(shape.size)
+        ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
+        for rank in range(shape.size)
     )
     return LaunchPlan(specs, "ranks", shape)
 
@@ -243,8 +246,8 @@ def _rank(rank: int) -> dict[str, str]:
 def _threads(config: LaunchConfig, shape: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
     """``OMP_NUM_THREADS``: what was asked for; else, only if processes share a machine, their part of it.
 
-    One process alone gets what ``python script.py`` would get. On the CPU the part is the physical cores divided among
-    the processes; beside accelerators it is 1, as torchrun has it.
+    One process alone gets what ``python script.py`` would get. On the CPU the part is the physical cores
+    divided among the processes; beside accelerators it is 1, as torchrun has it.
     """
     if config.num_cpu_threads_per_process is not None:
         return {"OMP_NUM_THREADS": str(config.num_cpu_threads_per_process)}
@@ -260,13 +263,14 @@ def _gpu_ids(text: str | None) -> tuple[str, ...] | None:
 
 
 def _check_ids(text: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
+    present = accelerators.present
     for name in ids:
-        if not name or (name.lstrip("-").isdecimal() and int(name) < 0):
-            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass numbers with commas, such as 0,1, or all")
-        if name.isdecimal() and int(name) >= accelerators.present:
+        if not name or name.startswith("-"):
+            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass numbers such as 0,1, or all")
+        if name.isdecimal() and int(name) >= present:
+            rest = f" (0 to {present - 1})" if present else "; pass --cpu to run on the CPU"
             raise DeviceError(
-                f"--gpu_ids {text} names accelerator {name}, but this machine has {accelerators.present}"
-                f"{f' (0 to {accelerators.present - 1})' if accelerators.present else '; pass --cpu to run on the CPU'}"
+                f"--gpu_ids {text} names accelerator {name}, but this machine has {present}{rest}"
             )
     repeated = sorted({name for name in ids if ids.count(name) > 1})
     if repeated:
@@ -281,6 +285,8 @@ def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]
 
 
 def _paradigm(config: LaunchConfig) -> str:
-    return "--multi_gpu" if config.distributed_type == "MULTI_GPU" else f"distributed_type {config.distributed_type}"
-
-
+    return (
+        "--multi_gpu"
+        if config.distributed_type == "MULTI_GPU"
+        else f"distributed_type {config.distributed_type}"
+    )

@@ -1,4 +1,6 @@
-"""Runs the ranks of one node: forwards output and signals, ends all when one fails, restarts, and leaves nothing behind."""
+"""Runs the ranks of one node: forwards output and signals, ends all when one fails, restarts, and leaves
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PREEMPTED = 75
 """Exit code of a rank that was told to stop and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
 
 _SETTLE = 0.5
-"""Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed rightly."""
+"""Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed
+rightly.
+"""
 _FAILURE_GRACE = 5.0
 _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
@@ -34,11 +38,13 @@ class Policy:
     Attributes:
         grace_period: seconds between a forwarded SIGTERM or SIGUSR1 and the kill.
         interrupt_grace: the same after the first Ctrl-C.
-        max_restarts: how often the group is started again after a crash. Preemptions (exit code 75) do not count, and
+        max_restarts: how often the group is started again after a crash. Preemptions (exit code 75) do not
+            count, and
             are restarted only if this is above 0: otherwise the scheduler that sees the code is in charge.
         monitor_interval: seconds between looks at the ranks where the system does not report exits by itself.
         quiet: no messages about the course of events; the failing rank's traceback is printed all the same.
-        patience: seconds that a command which starts ranks of its own gets to end them if the launcher vanishes.
+        patience: seconds that a command which starts ranks of its own gets to end them if the launcher
+            vanishes.
     """
 
     grace_period: float = 30.0
@@ -55,13 +61,17 @@ class Member:
 
     process: RankProcess
     output: RankOutput
+    label: str
     code: int | None = None
     ended_at: float = 0.0
-    label: str = ""
 
     def failed_at(self) -> float:
         """When it failed: its last traceback comes before its exit, and before the exits that it causes."""
-        return self.ended_at if self.output.traceback_at is None else min(self.output.traceback_at, self.ended_at)
+        return (
+            self.ended_at
+            if self.output.traceback_at is None
+            else min(self.output.traceback_at, self.ended_at)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +81,16 @@ class Outcome:
     Attributes:
         code: exit code for the shell; 128 + n for signal n.
         failed: the rank that failed first, if one did by itself.
-        summary: how it ended, in words.
+        label: what messages call that process.
+        how: how it ended, in words.
         error: that rank's last traceback, or the end of what it wrote to standard error.
         stopped_by: the signal that told the launcher to stop, if one did.
     """
 
     code: int
     failed: int | None = None
-    summary: str = ""
+    label: str = ""
+    how: str = ""
     error: str = ""
     stopped_by: int | None = None
 
@@ -89,11 +101,12 @@ def supervise(
     """Run a group of ranks to its end, restarts included.
 
     Args:
-        start: starts attempt number n (from 0) and returns its members; what it started before an exception of its own
-            it must have ended itself.
+        start: starts attempt number n (from 0) and returns its members; what it started before an exception
+            of its own it must have ended itself.
         policy: see ``Policy``.
         console: where output and messages go.
-        guarded: fork a guardian that ends the ranks if this process is killed; only safe while it has no threads.
+        guarded: fork a guardian that ends the ranks if this process is killed; only safe while it has no
+            threads.
     """
     crashes = attempt = 0
     with receive_signals() as inbox, contextlib.closing(Guardian(guarded)) as guardian:
@@ -108,7 +121,7 @@ def supervise(
             crashes += not preempted
             if not policy.quiet:
                 count = "" if preempted else f" ({crashes} of {policy.max_restarts})"
-                console.say(f"accel: {outcome.summary}; restarting all ranks{count}")
+                console.say(f"accel: {outcome.label} failed ({outcome.how}); restarting all ranks{count}")
 
 
 @dataclass(slots=True)
@@ -163,7 +176,8 @@ class _Group:
                 continue
             member.ended_at = time.monotonic()
             if HAS_SESSIONS:
-                # What it left running would hold its output open. Helpers that clean up behind it ignore SIGTERM.
+                # What it left running would hold its output open. Helpers that clean up behind it ignore
+                # SIGTERM.
                 end_group(member.process.pid, signal.SIGTERM)
             if member.code != 0 and self.first_exit is None:
                 self.first_exit = member.ended_at
@@ -188,7 +202,7 @@ class _Group:
             self._send(signal.SIGTERM)
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
         if others:
-            self._say(f"{_summary(self.culprit)}; ending {_listed(others)}")
+            self._say(f"{self.culprit.label} failed ({_how(self.culprit)}); ending {_listed(others)}")
 
     def _on_deadline(self) -> None:
         if self.deadline is None or self.killed or time.monotonic() < self.deadline:
@@ -209,15 +223,16 @@ class _Group:
                 return
             self.interrupted = True
             self.stopped_by = self.stopped_by or number
-            self._say(f"interrupted; ranks have {self.policy.interrupt_grace:g} s to end, Ctrl-C again kills them")
+            self._say(
+                f"interrupted; ranks have {self.policy.interrupt_grace:g} s to end, Ctrl-C again kills them"
+            )
             self._send(signal.SIGINT)
             self._shorten(now + self.policy.interrupt_grace)
         elif not self.terminated:
             self.terminated = True
             self.stopped_by = self.stopped_by or number
-            self._say(
-                f"{signal.Signals(number).name} received and passed on; ranks have {self.policy.grace_period:g} s to end"
-            )
+            seconds = f"{self.policy.grace_period:g} s"
+            self._say(f"{_signal_name(number)} received and passed on; ranks have {seconds} to end")
             self._send(signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number)
             self._shorten(now + self.policy.grace_period)
 
@@ -249,7 +264,9 @@ class _Group:
             self._collect()
             time.sleep(0.005)
         for member in self._alive():
-            self._say(f"{member.label} (process {member.process.pid}) cannot be killed: it hangs inside the system")
+            self._say(
+                f"{member.label} (process {member.process.pid}) cannot be killed: it hangs inside the system"
+            )
             member.code = -int(getattr(signal, "SIGKILL", signal.SIGTERM))
         if HAS_SESSIONS:
             _sweep({member.process.pid for member in self.members})
@@ -267,12 +284,15 @@ class _Group:
             return Outcome(0, stopped_by=self.stopped_by)
         first = self.culprit or min(failed, key=Member.failed_at)
         assert first.code is not None
-        asked_for = {-self.stopped_by, -signal.SIGTERM, PREEMPTED} if self.stopped_by is not None else {PREEMPTED}
+        asked_for = (
+            {-self.stopped_by, -signal.SIGTERM, PREEMPTED} if self.stopped_by is not None else {PREEMPTED}
+        )
         wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
         return Outcome(
             _shell_code(first.code),
             failed=None if wanted else first.process.rank,
-            summary=_summary(first),
+            label=first.label,
+            how=_how(first),
             error="" if wanted else last_traceback(first.output.tail),
             stopped_by=self.stopped_by,
         )
@@ -300,14 +320,14 @@ def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _summary(member: Member) -> str:
+def _how(member: Member) -> str:
     code = member.code or 0
     if code == PREEMPTED:
-        return f"{member.label} was preempted (exit code {PREEMPTED})"
+        return f"preempted, exit code {PREEMPTED}"
     if code > 0:
-        return f"{member.label} failed with exit code {code}"
+        return f"exit code {code}"
     hint = "; the usual reason is that memory ran out" if -code == getattr(signal, "SIGKILL", None) else ""
-    return f"{member.label} was ended by {_signal_name(-code)}{hint}"
+    return f"ended by {_signal_name(-code)}{hint}"
 
 
 def _signal_name(number: int) -> str:

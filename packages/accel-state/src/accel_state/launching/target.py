@@ -25,7 +25,8 @@ class Target:
     Attributes:
         name: path of the script, dotted name of the module, or the program.
         args: what is passed to it.
-        kind: how it is started: ``script`` as ``python name``, ``module`` as ``python -m name``, ``program`` as ``name``.
+        kind: how it is started: ``script`` as ``python name``, ``module`` as ``python -m name``, ``program``
+            as ``name``.
     """
 
     name: str
@@ -84,7 +85,9 @@ def _check_program(name: str, environ: Mapping[str, str]) -> None:
             f"{name!r} is not a program that can be executed; make it one (chmod +x {name}), "
             "or leave --no_python out if it is a Python script"
         )
-    raise LaunchError(f"the program {name!r} was not found; with --no_python the first word must be a program")
+    raise LaunchError(
+        f"the program {name!r} was not found; with --no_python the first word must be a program"
+    )
 
 
 def _check_module(name: str, path: list[str]) -> None:
@@ -103,7 +106,9 @@ def _check_module(name: str, path: list[str]) -> None:
             prefix = ".".join([*parts[:depth], ""])
             advice = f"did you mean {prefix + hint!r}?" if hint else f"the current folder is {os.getcwd()!r}"
             raise LaunchError(f"no module named {name!r}: {part!r} is not in {where}; {advice}")
-        places = list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+        places = (
+            list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
+        )
         if places is None and depth + 1 < len(parts):
             raise LaunchError(f"no module named {name!r}: {'.'.join(parts[: depth + 1])} is not a package")
     if places is not None and _find([*parts, "__main__"], places) is None:
