@@ -44,7 +44,7 @@ def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) 
 
     Args:
         arguments: the words after the name of the command.
-        extra: flags of the command itself, without dashes, to whether they take a value.
+        extra: flags of the command itself, without dashes (``-h``: with it), to whether they take a value.
 
     Raises:
         UnknownKeyError: a flag does not exist; the message suggests the nearest ones.
@@ -81,7 +81,7 @@ class _Reader:
 
     def __init__(self, words: list[str], extra: dict[str, bool]) -> None:
         self.words = words
-        self.extra = {plain_flag(f"--{name}"): takes for name, takes in extra.items()}
+        self.extra = {plain_flag(n if n.startswith("-") else f"--{n}"): takes for n, takes in extra.items()}
         self.at = 0
         self.values: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}

@@ -44,9 +44,9 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
     ]
     if missing:
         raise ConfigError(
-            f"{config.num_machines} machines need an address on which they meet: pass {' and '.join(missing)}, "
-            "the same on every machine. They are those of the machine with --machine_rank 0, "
-            "where the port must be free"
+            f"{config.num_machines} machines need an address on which they meet: "
+            f"pass {' and '.join(missing)}, the same on every machine. They are those of the machine "
+            "with --machine_rank 0, where the port must be free"
         )
     words = [
         f"--nnodes={config.num_machines}",

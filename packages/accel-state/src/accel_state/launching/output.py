@@ -143,7 +143,6 @@ class RankOutput:
                     data = os.read(pipe.fileno(), 1 << 16)
                     if not data:
                         break
-                    self._write_log(stream, data)
                     for piece in splitter.feed(data):
                         self._show(stream, piece)
                 if splitter.pending:
@@ -166,6 +165,7 @@ class RankOutput:
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()
+        self._write_log(stream, piece)  # whole lines, so that the two streams do not mix within one
         self._console.write(stream, self._prefix, piece)
 
 

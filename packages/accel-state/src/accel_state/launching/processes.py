@@ -16,7 +16,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import IO, Protocol
 
-__all__ = ["CommandProcess", "Guardian", "RankProcess", "die_with_parent", "end_group", "start_command"]
+__all__ = [
+    "CommandProcess",
+    "Guardian",
+    "RankProcess",
+    "die_with_parent",
+    "end_group",
+    "group_lives",
+    "start_command",
+]
 
 HAS_SESSIONS = hasattr(os, "killpg") and hasattr(os, "setsid")
 _PR_SET_PDEATHSIG = 1
@@ -161,6 +169,25 @@ def end_group(group: int, signum: int) -> bool:
     return True
 
 
+def group_lives(group: int) -> bool:
+    """Whether a process of the group still runs.
+
+    Zombies do not count: in a container whose first process does not ask for orphans they stay for ever.
+    """
+    if not end_group(group, 0):
+        return False
+    if not os.path.isdir("/proc/self"):
+        return True
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            # It may end while we look.
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+                state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
+                if int(its_group) == group and state not in (b"Z", b"X"):
+                    return True
+    return False
+
+
 class Guardian:
     """A forked process that kills the ranks' groups if the launcher ends without having ended them.
 
@@ -230,7 +257,7 @@ def _guard(pipe: int) -> None:
                     groups.pop(int(group_text), None)
         started = time.monotonic()
         for group, patience in groups.items():
-            while time.monotonic() - started < patience and end_group(group, 0):
+            while time.monotonic() - started < patience and group_lives(group):
                 time.sleep(0.05)
             end_group(group, signal.SIGKILL)
     finally:

@@ -201,8 +201,8 @@ def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[Str
     """Which streams of which rank go to log files.
 
     Args:
-        text: ``0`` none, ``1`` standard output, ``2`` standard error, ``3`` both, for all ranks; or for single ones:
-            ``0:3,1:1`` (ranks not named get none). Not given: both.
+        text: ``0`` none, ``1`` standard output, ``2`` standard error, ``3`` both, for all ranks; or for
+            single ones: ``0:3,1:1`` (ranks not named get none). Not given: both.
         ranks: the ranks there are.
 
     Raises:

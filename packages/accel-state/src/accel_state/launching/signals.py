@@ -41,8 +41,8 @@ def receive_signals() -> Iterator[Inbox]:
     """Route the launcher's signals into an inbox for the length of a ``with`` block, then restore the
     handlers.
 
-    A signal that the parent of this process had set to be ignored (``nohup``) stays ignored. Only the main thread can
-    set handlers; in another one the inbox stays empty.
+    A signal that the parent of this process had set to be ignored (``nohup``) stays ignored. Only the main
+    thread can set handlers; in another one the inbox stays empty.
     """
     inbox = Inbox()
     before: dict[signal.Signals, object] = {}

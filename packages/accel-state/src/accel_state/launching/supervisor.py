@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from accel_state.launching.output import Console, RankOutput, StreamName, last_traceback
-from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group
+from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_lives
 from accel_state.launching.signals import EXITED, Inbox, receive_signals
 
 __all__ = ["PREEMPTED", "Member", "Outcome", "Policy", "supervise"]
@@ -301,19 +301,12 @@ class _Group:
 def _sweep(groups: set[int]) -> None:
     """Wait until nothing is left in the process groups of ended ranks, then kill what still is."""
     until = time.monotonic() + _SWEEP_GRACE
-    while groups := {group for group in groups if _has_members(group)}:
+    while groups := {group for group in groups if group_lives(group)}:
         if time.monotonic() > until:
             for group in groups:
                 end_group(group, signal.SIGKILL)
             return
         time.sleep(0.01)
-
-
-def _has_members(group: int) -> bool:
-    # Orphans of a rank are ours if we are the first process of a container: zombies until we ask for them.
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(-group, os.WNOHANG)
-    return end_group(group, 0)
 
 
 def _shell_code(code: int) -> int:

@@ -1,0 +1,63 @@
+"""``accel launch``: start a script on one or many processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Literal
+
+from accel_cli.launch_help import launch_help
+from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.merge import resolve
+from accel_state.environment import snapshot
+from accel_state.errors import ConfigError
+from accel_state.launching.engines import check_available, unused_sections
+from accel_state.launching.run import launch
+from accel_state.launching.target import Target
+
+__all__ = ["main"]
+
+_OWN = {"config_file": True, "help": False, "-h": False}
+"""Flags that are not part of the schema, and whether they take a value."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: its flags, then the script and the script's arguments.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        AccelError: something about the flags, the file, the script or the machine is wrong.
+    """
+    flags = parse_flags(arguments, _OWN)
+    if "help" in flags.others or "-h" in flags.others:
+        sys.stdout.write(launch_help())
+        return 0
+    if not flags.rest:
+        raise ConfigError(
+            "there is no script to launch; example: accel launch --num_processes 2 train.py --lr 0.1 "
+            "(accel launch --help lists the flags)"
+        )
+    environ = snapshot()
+    resolved = resolve(flags.others.get("config_file"), environ, flags)
+    config = check_available(resolved)
+    target = _target(config, flags)
+    if not config.quiet:
+        unused = [f"{name} in {resolved.file} is not used by this run" for name in unused_sections(resolved)]
+        for note in (*resolved.notes, *unused):
+            sys.stderr.write(f"accel: {note}\n")
+    return launch(config, target, environ)
+
+
+def _target(config: LaunchConfig, flags: ParsedFlags) -> Target:
+    kind: Literal["script", "module", "program"] = "script"
+    if config.module:
+        kind = "module"
+    elif config.no_python:
+        kind = "program"
+    return Target(flags.rest[0], flags.rest[1:], kind)

@@ -1,0 +1,86 @@
+"""Options of the schema whose engine this version does not have yet; they are refused before a start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from accel_state.config.merge import Origin, Resolved
+from accel_state.config.sagemaker import SageMakerConfig
+from accel_state.config.schema import schema_of, value_of
+from accel_state.errors import NotAvailableError
+
+if TYPE_CHECKING:
+    from accel_state.config.launch import LaunchConfig
+
+__all__ = ["MISSING_SECTIONS", "MISSING_TYPES", "check_available", "unused_sections"]
+
+MISSING_TYPES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "XLA": "TPU"}
+"""Distributed types without an engine, and what people call them."""
+
+MISSING_SECTIONS = {
+    "fsdp": "FSDP",
+    "deepspeed": "DeepSpeed",
+    "megatron_lm": "Megatron-LM",
+    "parallelism": "tensor, context and sequence parallelism",
+    "fp8": "fp8",
+    "tpu": "TPU",
+}
+"""Sections of the schema without an engine."""
+
+
+def check_available(resolved: Resolved) -> LaunchConfig:
+    """The configuration, if this version can run what it asks for.
+
+    Raises:
+        NotAvailableError: it asks for an engine that does not exist yet; the message names the option.
+    """
+    config = resolved.config
+    if isinstance(config, SageMakerConfig):
+        raise NotAvailableError(
+            f"{resolved.file or 'the configuration'} describes a SageMaker job; jobs on SageMaker cannot be "
+            "started yet. Start processes on machines of your own, or name another --config_file"
+        )
+    kind = config.distributed_type or ""
+    if kind in MISSING_TYPES:
+        raise _missing(resolved, "distributed_type", MISSING_TYPES[kind])
+    if config.use_parallelism_config:
+        raise _missing(resolved, "use_parallelism_config", MISSING_SECTIONS["parallelism"])
+    if config.mixed_precision == "fp8":
+        raise _missing(resolved, "mixed_precision", "fp8")
+    for path, section in _changed(resolved, config):
+        if resolved.origin(path) >= Origin.FLAG:
+            raise _missing(resolved, path, MISSING_SECTIONS[section])
+    return config
+
+
+def unused_sections(resolved: Resolved) -> tuple[str, ...]:
+    """Names of sections that a file fills in although the run does not use them."""
+    config = resolved.local()
+    found = (section for path, section in _changed(resolved, config) if resolved.origin(path) == Origin.FILE)
+    return tuple(dict.fromkeys(found))
+
+
+def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, str]]:
+    for bound in schema_of(type(config)).options:
+        given = bound.section in MISSING_SECTIONS and resolved.origin(bound.path) != Origin.DEFAULT
+        if given and value_of(config, bound) != bound.default:
+            yield bound.path, bound.section
+
+
+def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
+    config = resolved.local()
+    bound = schema_of(type(config)).by_path[path]
+    value = value_of(config, bound)
+    said = bound.label if value is True else f"{bound.label} {value}"
+    match resolved.origin(path):
+        case Origin.FILE:
+            said = f"{bound.file_path}: {value} in {resolved.file}"
+        case Origin.ENVIRONMENT:
+            said = f"{path} {value}, from the environment,"
+        case _:
+            pass
+    return NotAvailableError(
+        f"{said} asks for {engine}, which this version cannot run yet; "
+        "leave it out to run one copy of the model on each process"
+    )
