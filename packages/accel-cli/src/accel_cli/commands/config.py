@@ -1,0 +1,110 @@
+"""``accel config``: write the configuration file that ``accel launch`` reads."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel_cli.typer_app import HELP, run_app
+from accel_state.config.files import default_path, find_default, load, save
+from accel_state.environment import snapshot
+from accel_state.errors import ConfigError, ConfigNotFoundError
+
+__all__ = ["main"]
+
+_FileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config_file", "--config-file", help="The file; by default the one that accel launch reads."
+    ),
+]
+
+app = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings=HELP,
+    help="Write the configuration file that accel launch reads; without a subcommand, ask questions first.",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the words after its name; returns the exit code."""
+    return run_app(app, "accel config", arguments)
+
+
+@app.callback(invoke_without_command=True)
+def ask(context: typer.Context, config_file: _FileOption = None) -> None:
+    """Ask, then write."""
+    if context.invoked_subcommand is not None:
+        if config_file is not None:
+            raise ConfigError(
+                f"--config_file belongs behind the subcommand: accel config "
+                f"{context.invoked_subcommand} --config_file {config_file}"
+            )
+        return
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "questions need a terminal, and standard input is none; "
+            "accel config default writes a file without questions"
+        )
+    from accel_cli.prompts import ask_launch_config, may_replace, questionary_asker
+    from accel_state.launching.hardware import find_accelerators
+
+    environ = snapshot()
+    path = _writable(config_file)
+    config = None
+    if may_replace(path):
+        config = ask_launch_config(questionary_asker(), find_accelerators(environ).count)
+    if config is None:
+        raise KeyboardInterrupt
+    typer.echo(f"wrote {save(config, path)}")
+
+
+@app.command(context_settings=HELP)
+def default(
+    config_file: _FileOption = None,
+    mixed_precision: Annotated[
+        str, typer.Option("--mixed_precision", "--mixed-precision", help="no, fp16 or bf16.")
+    ] = "no",
+) -> None:
+    """Write a file for the accelerators of this machine, or for its CPU, without questions."""
+    from accel_state.config.basic import write_basic_config
+
+    path = _writable(config_file)
+    if write_basic_config(mixed_precision, path):
+        typer.echo(f"wrote {path}")
+
+
+@app.command(context_settings=HELP)
+def update(config_file: _FileOption = None) -> None:
+    """Read a file of any age and write it again in today's form."""
+    environ = snapshot()
+    if config_file is None:
+        found = find_default(environ)
+        if found is None:
+            raise ConfigNotFoundError(
+                f"there is no configuration file {default_path(environ)}; accel config default makes one"
+            )
+        source, path = found.path, default_path(environ)
+    else:
+        source, path = Path(config_file), _writable(config_file)
+    typer.echo(f"wrote {save(load(source), path)}")
+
+
+def _writable(config_file: str | None) -> Path:
+    """The file to write: ours by default, and never the one that Accelerate wrote for itself."""
+    ours = default_path(snapshot())
+    if config_file is None:
+        return ours
+    path = Path(config_file).expanduser()
+    theirs = ours.parent.parent / "accelerate"
+    if path.resolve().parent == theirs.resolve():
+        raise ConfigError(
+            f"{path} belongs to Accelerate and is not changed; leave --config_file out to write {ours}"
+        )
+    return path

@@ -1,0 +1,128 @@
+"""``accel env``: what a bug report needs to know."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.typer_app import HELP, run_app
+from accel_state.config.merge import Origin, Resolved, resolve
+from accel_state.config.schema import schema_of, value_of
+
+__all__ = ["collect", "main"]
+
+_PACKAGES = ("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli")
+_LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub", "transformers", "accelerate", "deepspeed")
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the words after its name; returns the exit code."""
+    return run_app(app, "accel env", arguments)
+
+
+@app.command(context_settings=HELP)
+def env(
+    config_file: Annotated[
+        str | None, typer.Option("--config_file", "--config-file", help="Configuration file to show.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show versions, devices, memory and the configuration in force: paste it into bug reports."""
+    facts = collect(config_file)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    for title, rows in facts.items():
+        typer.echo(f"{title}:")
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            typer.echo(f"  {name:<{width}}  {value}")
+
+
+def collect(config_file: str | None = None) -> dict[str, dict[str, Any]]:
+    """The facts, by topic. Loads torch.
+
+    Args:
+        config_file: configuration file to show; by default the one that ``accel launch`` would read.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+    resolved = resolve(config_file)
+    return {
+        "packages": {name.replace("_", "-"): _own_version(name) for name in _PACKAGES},
+        "libraries": {name: version for name in _LIBRARIES if (version := _version(name)) is not None},
+        "system": _system(),
+        "devices": _devices(),
+        "configuration": _configuration(resolved),
+    }
+
+
+def _own_version(package: str) -> str:
+    try:
+        return str(importlib.import_module(f"{package}.__about__").__version__)
+    except ImportError:
+        return "not installed"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _system() -> dict[str, Any]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return {
+        "platform": platform.platform(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "accel": shutil.which("accel") or "not on PATH",
+        "processor cores": f"{psutil.cpu_count(logical=False)} ({psutil.cpu_count()} threads)",
+        "memory": f"{memory.total / 2**30:.1f} GiB, {memory.available / 2**30:.1f} GiB free",
+    }
+
+
+def _devices() -> dict[str, Any]:
+    import torch
+
+    found: dict[str, Any] = {"torch built for": _build(torch.version)}
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        return found | {"accelerators": "none"}
+    count = torch.accelerator.device_count()
+    found["accelerators"] = f"{count} x {device.type}"
+    if device.type == "cuda":
+        for index in range(count):
+            facts = torch.cuda.get_device_properties(index)
+            found[f"cuda:{index}"] = f"{facts.name}, {facts.total_memory / 2**30:.1f} GiB"
+    return found
+
+
+def _build(version: Any) -> str:
+    if version.cuda is not None:
+        return f"CUDA {version.cuda}"
+    return f"ROCm {version.hip}" if getattr(version, "hip", None) is not None else "the CPU"
+
+
+def _configuration(resolved: Resolved) -> dict[str, Any]:
+    config = resolved.config
+    rows: dict[str, Any] = {"file": str(resolved.file) if resolved.file else "none"}
+    for bound in schema_of(type(config)).options:
+        origin = resolved.origin(bound.path)
+        if origin != Origin.DEFAULT:
+            value = "***" if bound.about.secret else value_of(config, bound)
+            rows[bound.path] = value if origin == Origin.FILE else f"{value} (from the environment)"
+    return rows

@@ -1,0 +1,97 @@
+"""Questions of ``accel config``, asked as the schema words them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accel_state.config.kinds import Bool
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import BoundOption, build, schema_of
+from accel_state.errors import ConfigError
+
+__all__ = ["Asker", "ask_launch_config", "may_replace", "questionary_asker"]
+
+Asker = Callable[[BoundOption, Any], Any]
+"""Asks for an option, given the value that plain Enter stands for; answers ``None`` if the user gave up."""
+
+
+def ask_launch_config(ask: Asker, accelerators: int) -> LaunchConfig | None:
+    """Ask for what a run of one copy per process needs: where, how many, which precision.
+
+    Args:
+        ask: asks one question.
+        accelerators: how many this machine has.
+
+    Returns:
+        The configuration; ``None`` if the user gave up.
+    """
+    values: dict[str, Any] = {}
+    try:
+        values["use_cpu"] = _answer(ask, "use_cpu", accelerators == 0)
+        machines = values["num_machines"] = _answer(ask, "num_machines", 1)
+        if machines > 1:
+            values["machine_rank"] = _answer(ask, "machine_rank", 0)
+            values["main_process_ip"] = _answer(ask, "main_process_ip", None)
+            values["main_process_port"] = _answer(ask, "main_process_port", None)
+        here = 1 if values["use_cpu"] else max(1, accelerators)
+        values["num_processes"] = _answer(ask, "num_processes", here * machines)
+        if not values["use_cpu"] and accelerators > 1:
+            values["gpu_ids"] = _answer(ask, "gpu_ids", "all")
+        values["mixed_precision"] = _answer(ask, "mixed_precision", "no")
+        values["gradient_accumulation.num_steps"] = _answer(ask, "gradient_accumulation.num_steps", 1)
+    except _GaveUpError:
+        return None
+    config: LaunchConfig = build(LaunchConfig, values)
+    return dataclasses.replace(config, distributed_type=_kind(config))
+
+
+def questionary_asker() -> Asker:
+    """Ask in the terminal; a wrong answer is explained under the line and asked again."""
+    import questionary
+
+    def ask(bound: BoundOption, default: Any) -> Any:
+        about = bound.about
+        if about.choices:
+            choices = [choice for choice in about.choices if choice != "fp8"]
+            return questionary.select(about.prompt, choices=choices, default=default).ask()
+        if isinstance(bound.kind, Bool):
+            return questionary.confirm(about.prompt, default=default).ask()
+        shown = "" if default is None else bound.kind.format(default)
+
+        def check(text: str) -> bool | str:
+            try:
+                return bound.parse(text, "this") is not None or "a value is needed"
+            except ConfigError as error:
+                return str(error)
+
+        text = questionary.text(about.prompt, default=shown, validate=check).ask()
+        return None if text is None else bound.parse(text, about.prompt)
+
+    return ask
+
+
+def may_replace(path: Path) -> bool:
+    """Whether a file may be written: it does not exist, or the user agrees to lose it."""
+    import questionary
+
+    return not path.exists() or bool(questionary.confirm(f"{path} exists. Replace it?", default=False).ask())
+
+
+class _GaveUpError(Exception):
+    """Ctrl-C at a question."""
+
+
+def _answer(ask: Asker, path: str, default: Any) -> Any:
+    value = ask(schema_of(LaunchConfig).by_path[path], default)
+    if value is None:
+        raise _GaveUpError
+    return value
+
+
+def _kind(config: LaunchConfig) -> str:
+    if config.num_processes == 1:
+        return "NO"
+    return "MULTI_CPU" if config.use_cpu else "MULTI_GPU"
