@@ -98,7 +98,8 @@ def run(
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             }  # fmt: skip
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(rank, env, sys.path, blob, theirs), daemon=True)
+        # Not daemonic, since those may not have children and a rank's data loader may want workers.
+        process = context.Process(target=_rank_main, args=(rank, env, sys.path, blob, theirs))
         process.start()
         theirs.close()
         processes.append(process)

@@ -154,8 +154,10 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _draw_along(self) -> None:
         """Make the draws of the order that rank 0 makes."""
-        source = arithmetic_source(self._batch_sampler() or self.sampler)
-        if self.indexes is not None and source is not None:
+        if self.indexes is None:
+            return
+        source = arithmetic_source(self.indexes.sampler)
+        if source is not None:
             source.draw(Alone(), None)
 
     def _count_skipped(self, run: Run, resume: Restored | None) -> int:
