@@ -28,6 +28,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_state.config.merge": ("Origin", "Resolved", "resolve"),
         "accel_state.config.mpirun": ("MpirunSection",),
         "accel_state.config.option": ("Carrier", "Option", "Section"),
+        "accel_state.config.others": ("OTHER_VARIABLES",),
         "accel_state.config.parallelism": ("ParallelismSection",),
         "accel_state.config.runtime": ("RuntimeSection",),
         "accel_state.config.sagemaker": ("SageMakerConfig",),

@@ -32,6 +32,7 @@ from accel_state.config.mpirun import MpirunSection as MpirunSection
 from accel_state.config.option import Carrier as Carrier
 from accel_state.config.option import Option as Option
 from accel_state.config.option import Section as Section
+from accel_state.config.others import OTHER_VARIABLES as OTHER_VARIABLES
 from accel_state.config.parallelism import ParallelismSection as ParallelismSection
 from accel_state.config.runtime import RuntimeSection as RuntimeSection
 from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig

@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["GradientAccumulationSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class GradientAccumulationSection(Section):
     """How many micro-batches make one update."""
 

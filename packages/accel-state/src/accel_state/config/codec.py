@@ -199,7 +199,10 @@ def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
         )
     if texts[0].strip().lower() == "none" and type(bound.kind) is not Kind:
         return None
-    return bound.parse(texts[0], f"environment variable {bound.variables[0]}")
+    text = texts[0]
+    if bound.variables[0] == "OMP_NUM_THREADS":
+        text = text.split(",")[0]  # OpenMP allows one number per level of nesting; ours is the outermost
+    return bound.parse(text, f"environment variable {bound.variables[0]}")
 
 
 def _truth(name: str, text: str) -> bool:

@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["CommonOptions"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class CommonOptions(Section):
     """Precision, device and size of a run, wherever it runs."""
 

@@ -11,7 +11,7 @@ __all__ = ["DeepSpeedLaunchSection", "DeepSpeedSection"]
 _DEVICES = ("none", "cpu", "nvme")
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedSection(Section):
     """What the DeepSpeed plugin is built from; fields are named as in the plugin."""
 
@@ -76,7 +76,7 @@ class DeepSpeedSection(Section):
     )
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedLaunchSection(DeepSpeedSection):
     """The plugin's options, and those that only DeepSpeed's launcher for several machines needs."""
 

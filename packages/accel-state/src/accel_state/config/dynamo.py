@@ -10,7 +10,7 @@ from accel_state.enums import DynamoBackend
 __all__ = ["DynamoSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class DynamoSection(Section):
     """What ``torch.compile`` does to prepared models."""
 

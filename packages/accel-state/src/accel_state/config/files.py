@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,6 @@ __all__ = [
 ]
 
 _NAME = "default_config.yaml"
-_log = logging.getLogger(__name__)
 
 # Keys of older versions that mean nothing any more: said, not refused.
 _RETIRED: Mapping[str, str] = {
@@ -82,8 +79,11 @@ def load(path: str | Path) -> LaunchConfig | SageMakerConfig:
         ConfigError: the file is no YAML or JSON mapping, or a value has the wrong type.
     """
     layer = read_layer(path)
-    for note in layer.notes:
-        _log.warning(note)
+    if layer.notes:
+        import logging
+
+        for note in layer.notes:
+            logging.getLogger(__name__).warning(note)
     config: LaunchConfig | SageMakerConfig = build(layer.root, layer.values)
     return config
 
@@ -101,6 +101,8 @@ def save(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     data = config.to_dict()
     if path.suffix == ".json":
+        import json
+
         text = json.dumps(data, indent=2, sort_keys=True) + "\n"
     else:
         import yaml
@@ -155,6 +157,8 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
     data: Any
     if path.suffix == ".json":
+        import json
+
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["Fp8Section"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Fp8Section(Section):
     """What the recipes of TransformerEngine, torchao and MS-AMP are built from, for mixed precision fp8."""
 

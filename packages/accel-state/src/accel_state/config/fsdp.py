@@ -13,7 +13,7 @@ FSDP_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_S
 """In the order of ``torch.distributed.fsdp.ShardingStrategy``, whose values count from 1."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class FsdpSection(Section):
     """How parameters are sharded. Fields are named as in the plugin that is built from them."""
 

@@ -27,7 +27,7 @@ DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
 """Device type to the variable by which ``gpu_ids`` reaches its driver."""
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class HardwareOptions(CommonOptions):
     """Which processes run where."""
 
@@ -85,7 +85,7 @@ class HardwareOptions(CommonOptions):
     )
     rdzv_backend: str = option(
         "static",
-        help="Rendezvous of PyTorch's elastic launcher: static, c10d, etcd, etcd-v2, …",
+        help="Rendezvous of PyTorch's elastic launcher: static, c10d, etcd or etcd-v2.",
         prompt="What rendezvous backend will you use?",
     )
     rdzv_conf: str | None = option(

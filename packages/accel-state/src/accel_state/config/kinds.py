@@ -6,7 +6,6 @@ whose message says only what was expected; the caller knows the name of the sett
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -208,6 +207,8 @@ class Table(Kind):
     expected = "a mapping, as text a JSON object"
 
     def parse(self, text: str) -> dict[str, Any]:
+        import json
+
         try:
             return self.read(json.loads(text))
         except json.JSONDecodeError:
@@ -221,6 +222,8 @@ class Table(Kind):
         return dict(data)
 
     def format(self, value: Any) -> str:
+        import json
+
         return json.dumps(value, sort_keys=True)
 
 

@@ -22,7 +22,7 @@ from accel_state.config.tpu import TpuSection
 __all__ = ["LaunchConfig"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class LaunchConfig(RunOptions, HardwareOptions):
     """Everything that can be said about a run before it starts.
 

@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["MegatronLMSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MegatronLMSection(Section):
     """What the Megatron-LM plugin is built from; fields are named as in the plugin."""
 

@@ -12,9 +12,10 @@ from accel_state.config.checks import check
 from accel_state.config.codec import decode_layer
 from accel_state.config.files import find_default, read_layer
 from accel_state.config.flags import ParsedFlags
+from accel_state.config.kinds import Bool
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
-from accel_state.config.schema import build, flatten, plain_flag, schema_of, unknown
+from accel_state.config.schema import BoundOption, Schema, build, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def _file_layer(
         default = find_default(environ) if use_default_file else None
         if default is None:
             return LaunchConfig, {}, notes, None
-        if _named_layer(flags, LaunchConfig, "flag", strict=False).get("use_cpu"):
+        if _asks_for_cpu(flags):
             return LaunchConfig, {}, [f"{default.path} is not read because of --cpu"], None
         file = default.path
         if default.foreign:
@@ -140,36 +141,54 @@ def _file_layer(
     return layer.root, layer.values, [*notes, *layer.notes], Path(file).expanduser()
 
 
+def _asks_for_cpu(flags: ParsedFlags | Mapping[str, Any] | None) -> bool:
+    names = flags.values if isinstance(flags, ParsedFlags) else (flags or {})
+    matches = (_find(schema_of(LaunchConfig), name, data) for name, data in names.items())
+    return any(
+        match is not None and match[0].path == "use_cpu" and _truth("--cpu", match[1]) for match in matches
+    )
+
+
 def _named_layer(
-    given: ParsedFlags | Mapping[str, Any] | None, root: type[Section], what: str, *, strict: bool = True
+    given: ParsedFlags | Mapping[str, Any] | None, root: type[Section], what: str
 ) -> dict[str, Any]:
     """Values by path, from names in any of the forms that people use."""
-    known = schema_of(root)
+    parsed = isinstance(given, ParsedFlags)
     names = given.values if isinstance(given, ParsedFlags) else (given or {})
     found: dict[str, Any] = {}
     spelled: dict[str, str] = {}
     for name, data in names.items():
-        bound = known.by_path.get(name) or known.by_flag.get(plain_flag(name)) or known.by_flag.get(name)
-        value = data
-        if bound is None:
-            switch = known.switches.get(plain_flag(name))
-            if switch is None:
-                if not strict:
-                    continue
-                raise _not_here(name, given, root, what)
-            bound, value = switch[0], switch[1] if data else None
-            if not data and found.get(bound.path) is not None:
-                continue
-        if value is not None:
-            value = bound.read(value, f"{what} {name}")
-        if found.get(bound.path) not in (None, value):
+        match = _find(schema_of(root), name, data)
+        if match is None:
+            raise _not_here(name, given, root, what)
+        bound, value = match
+        if value is None and not parsed:
+            continue  # "not given"; of parsed flags only --no-use_fsdp and its kind have the value None
+        value = None if value is None else bound.read(value, f"{what} {name}")
+        if bound.path in found and found[bound.path] != value:
             raise ConfigError(f"{spelled[bound.path]} and {name} exclude each other; give one of them")
         found[bound.path] = value
         spelled[bound.path] = name
-    # A mapping's None is "not given"; a parsed flag's None is --no-use_fsdp.
-    return (
-        found if isinstance(given, ParsedFlags) else {path: v for path, v in found.items() if v is not None}
-    )
+    return found
+
+
+def _find(known: Schema, name: str, data: Any) -> tuple[BoundOption, Any] | None:
+    """The option of that name, and the value that ``data`` means for it."""
+    plain = name if name in known.by_path or name in known.by_flag else plain_flag(f"--{name.lstrip('-')}")
+    bound = known.by_path.get(plain) or known.by_flag.get(plain)
+    if bound is not None:
+        return bound, data
+    if plain not in known.switches:
+        return None
+    bound, meaning = known.switches[plain]
+    return bound, meaning if _truth(name, data) else None
+
+
+def _truth(name: str, data: Any) -> bool:
+    try:
+        return data is not None and Bool().read(data)
+    except ValueError as error:
+        raise ConfigError(f"{name} is {data!r}; expected {error}") from None
 
 
 def _not_here(name: str, given: Any, root: type[Section], what: str) -> ConfigError:

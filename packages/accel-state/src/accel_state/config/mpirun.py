@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["MpirunSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class MpirunSection(Section):
     """How ``mpirun`` starts the processes."""
 

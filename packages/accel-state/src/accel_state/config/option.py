@@ -76,7 +76,7 @@ def option(default: Any = None, help: str = "", **about: Any) -> Any:
     return dataclasses.field(default=default, metadata={"option": Option(help=help, **about)})
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, eq=False)
 class Section:
     """A group of options. Subclasses are frozen dataclasses whose fields come from ``option``; a section
     inside a section is a field with its class as default factory.
@@ -102,6 +102,15 @@ class Section:
             if about is not None and about.launch_default is not None and getattr(self, field.name) is None:
                 found[field.name] = about.launch_default
         return found
+
+    # Written once here instead of generated per section: sections are made at every start of the command.
+    def __eq__(self, other: object) -> bool:
+        return type(other) is type(self) and all(
+            getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self)
+        )
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(getattr(self, field.name) for field in dataclasses.fields(self))))
 
     def __repr__(self) -> str:
         shown = []

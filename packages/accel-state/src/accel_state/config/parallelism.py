@@ -10,7 +10,7 @@ from accel_state.config.option import Section, option
 __all__ = ["ParallelismSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class ParallelismSection(Section):
     """How ranks are divided among kinds of parallelism."""
 

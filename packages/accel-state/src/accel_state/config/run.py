@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["RunOptions"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RunOptions(Section):
     """How a program is started and watched."""
 

@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["RuntimeSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class RuntimeSection(Section):
     """Settings of a running program that are given by variables alone."""
 

@@ -16,7 +16,7 @@ from accel_state.enums import SageMakerDistributedType
 __all__ = ["SageMakerConfig"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class SageMakerConfig(CommonOptions):
     """A job that SageMaker runs."""
 

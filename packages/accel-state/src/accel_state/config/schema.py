@@ -96,7 +96,8 @@ class BoundOption:
         if isinstance(data, str) and (not data.strip() or data.strip().lower() in self.about.unset):
             return None
         try:
-            return self._check(convert(data))
+            value = self._check(convert(data))
+            return None if value in ((), {}) else value  # old files have empty lists where nothing was said
         except ValueError as error:
             shown = "***" if self.about.secret else repr(data)
             raise ConfigError(f"{where} is {shown}; expected {error}") from None
@@ -217,7 +218,7 @@ def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
     """The error for a name that does not exist, with the nearest ones that do."""
     import difflib
 
-    near = difflib.get_close_matches(name, list(known), n=2, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=2, cutoff=0.6)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return UnknownKeyError(f"{what} {name} does not exist{hint}")
 

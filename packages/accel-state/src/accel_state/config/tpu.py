@@ -9,7 +9,7 @@ from accel_state.config.option import Section, option
 __all__ = ["TpuSection"]
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class TpuSection(Section):
     """TPU machines and pods. In files these options stand at the top."""
 
