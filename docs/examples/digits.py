@@ -7,11 +7,12 @@ import argparse
 from pathlib import Path
 
 import torch
-from accel_train import Accelerator, ProjectConfiguration, set_seed, tqdm
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
+
+from accel_train import Accelerator, ProjectConfiguration, set_seed, tqdm
 
 
 class Progress:
@@ -47,8 +48,8 @@ def build_model():
 @torch.no_grad()
 def evaluate(accelerator, model, loader):
     model.eval()
-    correct = [accelerator.gather_for_metrics(model(x).argmax(dim=1) == y) for x, y in loader]
-    return torch.cat(correct).double().mean().item()
+    hits = torch.cat([accelerator.gather_for_metrics(model(x).argmax(dim=1) == y) for x, y in loader])
+    return f"{hits.sum().item()} of {len(hits)} right ({hits.float().mean().item():.2%})"
 
 
 def train(args):
@@ -76,10 +77,9 @@ def train(args):
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-        accuracy = evaluate(accelerator, model, eval_loader)
         progress.epoch = epoch + 1
+        accelerator.print(f"epoch {progress.epoch}: {evaluate(accelerator, model, eval_loader)}")
         accelerator.save_state()
-        accelerator.print(f"epoch {epoch + 1}: accuracy {accuracy:.4f}")
     accelerator.save_model(model, args.output / "model")
     accelerator.end_training()
 
