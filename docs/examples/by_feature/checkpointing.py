@@ -15,23 +15,21 @@ from accel_train import Accelerator, DataLoaderConfiguration, ProjectConfigurati
 
 
 class Counter:
-    """Where the loop stands: finished epochs and steps."""
+    """Steps done. Anything with these two methods can be checkpointed."""
 
-    def __init__(self):
-        self.epoch, self.step = 0, 0
+    steps = 0
 
     def state_dict(self):
-        return {"epoch": self.epoch, "step": self.step}
+        return {"steps": self.steps}
 
     def load_state_dict(self, state):
-        self.epoch, self.step = state["epoch"], state["step"]
+        self.steps = state["steps"]
 
 
 def main(args):
-    accelerator = Accelerator(
-        project_config=ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2),
-        dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
-    )
+    project = ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2)
+    stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
+    accelerator = Accelerator(project_config=project, dataloader_config=stateful)
     set_seed(0)
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
@@ -43,20 +41,18 @@ def main(args):
     accelerator.register_for_checkpointing(counter)
     if args.resume:
         accelerator.load_state()
-        accelerator.print(f"resumed in epoch {counter.epoch} after step {counter.step}")
-
-    while counter.epoch < 2:
+    for _ in range(counter.steps // len(loader), 2):
         for x, y in loader:  # after load_state: the rest of the epoch, exactly
             accelerator.backward(nn.functional.cross_entropy(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            counter.step += 1
-            if counter.step % 6 == 0:
+            counter.steps += 1
+            if counter.steps % 6 == 0:
                 accelerator.save_state()
-            if counter.step == args.stop_at:
+            if counter.steps == args.stop_at:
                 return
-        counter.epoch += 1
-    accelerator.print(f"finished after step {counter.step}: {model.state_dict()}")
+    weights = accelerator.get_state_dict(model)["weight"]
+    accelerator.print(f"finished after step {counter.steps}, weights add up to {weights.sum().item()}")
 
 
 if __name__ == "__main__":

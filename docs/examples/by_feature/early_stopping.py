@@ -31,9 +31,8 @@ def main():
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
     model = nn.Linear(64, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    model, optimizer, loader = accelerator.prepare(
-        model, optimizer, DataLoader(data, batch_size=64, shuffle=True)
-    )
+    loader = DataLoader(data, batch_size=64, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     no_longer_improving = Patience()
     steps = 0
     for _ in range(20):

@@ -16,11 +16,8 @@ def main(args):
     accelerator = Accelerator(mixed_precision="bf16")
     set_seed(0)
     # A model and data small enough for a test; from_pretrained and a tokenised dataset go here.
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            n_embd=32, n_layer=2, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
-        )
-    )
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 64}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     starts = torch.randint(0, 64, (128, 1))
     data = [{"input_ids": row, "labels": row} for row in (starts + torch.arange(16)) % 64]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -40,9 +37,8 @@ def main(args):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        accelerator.print(
-            f"epoch {epoch}: loss {loss.item():.3f}, learning rate {scheduler.get_last_lr()[0]:.2e}"
-        )
+        rate = scheduler.get_last_lr()[0]
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.3f}, learning rate {rate:.2e}")
 
     accelerator.wait_for_everyone()
     accelerator.unwrap_model(model).save_pretrained(

@@ -1,0 +1,150 @@
+"""The examples of the documentation run, on one process and on two, and do what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testkit import worlds
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+WORLDS = pytest.mark.parametrize("world", [1, 2])
+
+
+def _script(path: str, folder: str, arguments: list[str]) -> str:
+    """Run a script as ``__main__`` in this rank, and return what it printed."""
+    os.chdir(folder)
+    sys.argv = [path, *arguments]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def _run(name: str, world: int, folder: Path, *arguments: str) -> str:
+    """What rank 0 printed; the other ranks must have printed nothing."""
+    outputs = worlds.run(_script, world, str(EXAMPLES / name), str(folder), list(arguments), timeout=120)
+    assert outputs[1:] == [""] * (world - 1)
+    return outputs[0]
+
+
+def _numbers(pattern: str, text: str) -> list[float]:
+    return [float(match) for match in re.findall(pattern, text)]
+
+
+@WORLDS
+def test_accumulation(world, tmp_path):
+    losses = _numbers(r"loss per token ([\d.]+)", _run("by_feature/accumulation.py", world, tmp_path))
+    assert len(losses) == 3
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@WORLDS
+def test_checkpointing_goes_on_exactly(world, tmp_path):
+    final = r"weights add up to (\S+)"
+    straight = _run("by_feature/checkpointing.py", world, tmp_path, "--output", "straight")
+    assert _run("by_feature/checkpointing.py", world, tmp_path, "--output", "cut", "--stop_at", "20") == ""
+    resumed = _run("by_feature/checkpointing.py", world, tmp_path, "--output", "cut", "--resume")
+    assert len(re.findall(final, straight)) == 1
+    assert re.findall(final, straight) == re.findall(final, resumed)
+    assert len(list((tmp_path / "cut" / "checkpoints").iterdir())) == 2
+
+
+@WORLDS
+def test_early_stopping(world, tmp_path):
+    steps = _numbers(r"stopped after (\d+) steps", _run("by_feature/early_stopping.py", world, tmp_path))
+    assert len(steps) == 1
+    assert 5 < steps[0] < 20 * 29 / world
+
+
+@WORLDS
+def test_metrics(world, tmp_path):
+    output = _run("by_feature/metrics.py", world, tmp_path)
+    assert _numbers(r"accuracy ([\d.]+)", output)[-1] > 0.8
+    assert _numbers(r"F1 ([\d.]+)", output)[-1] > 0.8
+
+
+@WORLDS
+def test_profiling_writes_a_trace_per_rank(world, tmp_path):
+    assert "Self CPU" in _run("by_feature/profiling.py", world, tmp_path)
+    assert len(list((tmp_path / "profiles").iterdir())) == world
+
+
+@WORLDS
+def test_cross_validation(world, tmp_path):
+    output = _run("by_feature/cross_validation.py", world, tmp_path)
+    folds, ensemble = (
+        _numbers(r"fold \d: accuracy ([\d.]+)", output),
+        _numbers(r"ensemble: accuracy (\S+)", output),
+    )
+    assert len(folds) == 3
+    assert min(folds) > 0.7
+    assert ensemble[0] > 0.7
+
+
+@WORLDS
+def test_memory_finds_a_batch_size_that_fits(world, tmp_path):
+    output = _run("by_feature/memory.py", world, tmp_path)
+    tried = _numbers(r"trying batches of (\d+)", output)
+    assert tried == [64, 57, 51, 45, 40]  # nine tenths each time
+    assert _numbers(r"trained with batches of (\d+)", output) == [40]
+
+
+@WORLDS
+def test_transformers_finetuning(world, tmp_path):
+    output = _run("by_feature/transformers_finetuning.py", world, tmp_path)
+    losses, rates = _numbers(r"loss ([\d.]+)", output), _numbers(r"learning rate (\S+)", output)
+    assert losses[-1] < losses[0]
+    assert rates[-1] == pytest.approx(0, abs=1e-6), "the schedule ends with training"
+    from transformers import GPT2LMHeadModel
+
+    assert GPT2LMHeadModel.from_pretrained(tmp_path / "finetuned").config.n_embd == 32
+
+
+@WORLDS
+def test_text_classification(world, tmp_path):
+    assert _numbers(r"accuracy ([\d.]+)", _run("text_classification.py", world, tmp_path))[-1] > 0.8
+
+
+@WORLDS
+def test_image_classification(world, tmp_path):
+    assert _numbers(r"accuracy ([\d.]+)", _run("image_classification.py", world, tmp_path))[-1] > 0.8
+
+
+@WORLDS
+def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
+    score = r"(\d+) of 599 right"
+    first = _run("digits.py", world, tmp_path, "--epochs", "3", "--stop_after", "1")
+    second = _run("digits.py", world, tmp_path, "--epochs", "3", "--resume")
+    assert (len(re.findall(score, first)), len(re.findall(score, second))) == (1, 2)
+    command = [
+        sys.executable,
+        str(EXAMPLES / "digits_check.py"),
+        str(tmp_path / "digits/model/model.safetensors"),
+    ]
+    alone = subprocess.run(command, check=True, text=True, capture_output=True).stdout
+    assert re.findall(score, alone) == re.findall(score, second)[-1:]
+
+
+def test_the_readme_shows_the_script_of_the_demo():
+    readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert (
+        f'```python title="digits.py"\n{(EXAMPLES / "digits.py").read_text(encoding="utf-8")}```\n' in readme
+    )
+
+
+def test_every_example_is_short_and_on_the_page():
+    page = (EXAMPLES.parent / "examples.md").read_text(encoding="utf-8")
+    for script in EXAMPLES.rglob("*.py"):
+        name = script.relative_to(EXAMPLES).as_posix()
+        assert f"`{name}`" in page, name
+        if "by_feature" in name:
+            assert len(script.read_text(encoding="utf-8").splitlines()) <= 60, name
