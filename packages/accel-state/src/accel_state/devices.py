@@ -37,17 +37,19 @@ class DeviceBackend:
         type: the name in ``torch.device``.
         distributed_type: what several processes on such devices are called.
         collectives: PyTorch's communication library for such devices; None if there is none.
+        has_index: whether there can be several, told apart by an index.
     """
 
     type: str
     distributed_type: DistributedType
     collectives: str | None
+    has_index: bool = True
 
 
 BACKENDS: dict[str, DeviceBackend] = {
     row.type: row
     for row in (
-        DeviceBackend("cpu", DistributedType.MULTI_CPU, "gloo"),
+        DeviceBackend("cpu", DistributedType.MULTI_CPU, "gloo", has_index=False),
         DeviceBackend("cuda", DistributedType.MULTI_GPU, "nccl"),
         DeviceBackend("xpu", DistributedType.MULTI_XPU, "xccl"),
         DeviceBackend("npu", DistributedType.MULTI_NPU, "hccl"),
@@ -56,7 +58,7 @@ BACKENDS: dict[str, DeviceBackend] = {
         DeviceBackend("musa", DistributedType.MULTI_MUSA, "mccl"),
         DeviceBackend("hpu", DistributedType.MULTI_HPU, "hccl"),
         DeviceBackend("neuron", DistributedType.MULTI_NEURON, "neuron"),
-        DeviceBackend("mps", DistributedType.NO, None),
+        DeviceBackend("mps", DistributedType.NO, None, has_index=False),
     )
 }
 
@@ -172,8 +174,8 @@ def choose_collectives(device: torch.device, requested: str | None = None) -> st
             serve ``device``; the message names what to use.
     """
     row = device_backend(device)
-    default = row.collectives if device.type == "cpu" else f"cpu:gloo,{device.type}:{row.collectives}"
-    assert default is not None
+    on_cpu = device.type == "cpu" or row.collectives is None
+    default = "gloo" if on_cpu else f"cpu:gloo,{device.type}:{row.collectives}"
     if requested is None:
         return default
     requested = requested.lower()

@@ -7,6 +7,7 @@ AccelError
 ├── LaunchError (RuntimeError)          processes could not be started, or one failed
 ├── DeviceError (RuntimeError)          the device asked for is not there
 ├── StateError (RuntimeError)           process state used before it exists, or twice in conflicting ways
+├── NoExecutableBatchSizeError (RuntimeError)       memory ran out at every batch size
 ├── DistributedOperationException (RuntimeError)   ranks disagree about a collective
 │   └── CollectiveMismatchError         … and there is proof: other shapes, another operation, a rank gone
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
@@ -24,6 +25,7 @@ __all__ = [
     "DistributedOperationException",
     "LaunchError",
     "MissingDependencyError",
+    "NoExecutableBatchSizeError",
     "NotAvailableError",
     "StateError",
     "UnknownKeyError",
@@ -56,6 +58,10 @@ class DeviceError(AccelError, RuntimeError):
 
 class StateError(AccelError, RuntimeError):
     """Process state was used before it exists, or set up twice in ways that conflict."""
+
+
+class NoExecutableBatchSizeError(AccelError, RuntimeError):
+    """Memory ran out at every batch size that was tried."""
 
 
 class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - the name users of Accelerate catch

@@ -1,0 +1,103 @@
+"""Logging that knows about ranks. It changes no logger but the one asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+from accel_state import environment
+from accel_state.errors import ConfigError, StateError
+from accel_state.process import PartialState
+
+__all__ = ["MultiProcessAdapter", "get_logger"]
+
+# What a call of ours adds to the stack: this frame is 1, its caller 2. Frames of the logging module do not
+# count.
+_CALLER = 2
+
+
+class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose messages say which rank they come from, and appear once unless told otherwise.
+
+    Every logging method takes two more arguments: ``main_process_only`` (default True), and ``in_order``
+    (default False), which lets all ranks log one after the other and is a collective.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: dict[str, object] | None = None) -> None:
+        super().__init__(logger, extra if extra is not None else {})
+        self._said: set[tuple[str, str]] = set()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
+        """Prefix the rank, and point the record at the caller unless ``stacklevel`` is given."""
+        kwargs.setdefault("stacklevel", _CALLER)
+        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log ``msg % args`` on the ranks that shall.
+
+        Args:
+            level: as in ``logging``.
+            msg: the message.
+            *args: for the message.
+            **kwargs: ``main_process_only``, ``in_order``, and what ``logging.Logger.log`` takes. A
+            ``stacklevel``
+                counts this method as 1, so its caller is 2.
+
+        Raises:
+            StateError: there is no PartialState or Accelerator yet, so the rank is not known.
+        """
+        if not PartialState._shared_state:
+            raise StateError(
+                "this logger needs to know its rank; create a PartialState() or an Accelerator() before "
+                "logging"
+            )
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        state = PartialState()
+        if in_order:
+            # Ranks whose level is higher take part as well: a barrier that some skip would not end.
+            for rank in range(state.num_processes):
+                if rank == state.process_index and self.isEnabledFor(level):
+                    text, rest = self.process(msg, dict(kwargs))
+                    self.logger.log(level, text, *args, **rest)
+                state.wait_for_everyone()
+        elif self.isEnabledFor(level) and (state.is_main_process or not main_process_only):
+            text, rest = self.process(msg, kwargs)
+            self.logger.log(level, text, *args, **rest)
+
+    def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
+        """Warn, but only the first time that this logger is given this message with these arguments."""
+        key = (str(msg), repr((args, sorted(kwargs.items()))))
+        if key not in self._said:
+            self._said.add(key)
+            kwargs.setdefault("stacklevel", _CALLER + 1)
+            self.warning(msg, *args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
+    """A rank-aware logger for ``logging.getLogger(name)``; no other logger is touched, the root one included.
+
+    Args:
+        name: usually ``__name__``.
+        log_level: its level, by name in any case or by number; by default ACCELERATE_LOG_LEVEL, else what the
+            logger has.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    source = "log_level"
+    if log_level is None:
+        source = "environment variable ACCELERATE_LOG_LEVEL"
+        log_level = environment.get("ACCELERATE_LOG_LEVEL")
+    logger = logging.getLogger(name)
+    if log_level is not None:
+        level = log_level.upper() if isinstance(log_level, str) else log_level
+        try:
+            logger.setLevel(level)
+        except ValueError:
+            levels = ", ".join(logging.getLevelNamesMapping())
+            raise ConfigError(
+                f"{source} is {log_level!r}, which is no level of logging; use one of {levels}"
+            ) from None
+    return MultiProcessAdapter(logger)

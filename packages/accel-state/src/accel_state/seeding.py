@@ -1,0 +1,229 @@
+"""Seeds and random states: Python's, NumPy's, PyTorch's, and those of accelerators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from accel_state import environment
+from accel_state.devices import accelerator_module, default_device, device_backend, device_count
+from accel_state.enums import RNGType
+from accel_state.errors import ConfigError, NotAvailableError, StateError
+from accel_state.process import PartialState
+from accel_state.topology import detect
+
+__all__ = ["get_rng_state", "set_rng_state", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+
+_MAX_SEED = 2**32 - 1  # NumPy's limit, the narrowest of all
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed the global generators of ``random``, NumPy, PyTorch and all its devices.
+
+    Args:
+        seed: from 0 to 2**32 - 1, NumPy's range.
+        device_specific: add the rank, so that every process draws other numbers. Works before the world is
+            joined.
+        deterministic: also make PyTorch refuse operations that have no deterministic implementation.
+
+    Raises:
+        ConfigError: the seed is out of range.
+    """
+    offset = _rank() if device_specific else 0
+    value = seed + offset
+    if not 0 <= value <= _MAX_SEED:
+        raise ConfigError(
+            f"seed {seed}{f' + rank {offset}' if offset else ''} is not between 0 and {_MAX_SEED}"
+        )
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)  # seeds every device too
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def _rank() -> int:
+    """This process's rank; from the environment, without joining the world, if that was not done yet."""
+    if PartialState._shared_state:
+        return PartialState().process_index
+    return detect(environment.snapshot()).rank
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Give all ranks rank 0's state of one random number generator. A collective.
+
+    Args:
+        rng_type: which one: ``torch`` (of the CPU), a kind of device such as ``cuda``, or ``generator``.
+        generator: the one that ``generator`` means; it is set in place.
+
+    Raises:
+        ConfigError: the type is unknown, or ``generator`` is asked for and not given.
+        DeviceError: the type is a device that is not here.
+    """
+    read, write = _accessors(rng_type, generator)
+    state = PartialState()
+    if not state.use_distributed:
+        return
+    shared = read().contiguous()
+    # Generator states live on the CPU; a group that serves only the accelerator has to carry them there.
+    carrier = shared if _serves_cpu(state.backend) else shared.to(state.device)
+    dist.broadcast(carrier, 0)
+    write(carrier.cpu())
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
+) -> None:
+    """Give all ranks rank 0's states of several generators; see ``synchronize_rng_state``."""
+    for rng_type in rng_types:
+        synchronize_rng_state(rng_type, generator)
+
+
+def _accessors(
+    rng_type: RNGType | str | None, generator: torch.Generator | None
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    if rng_type not in RNGType:
+        raise ConfigError(
+            f"{rng_type!r} is not a type of random number generator; use one of {RNGType.list()}"
+        )
+    kind = RNGType(rng_type)
+    if kind is RNGType.TORCH:
+        return torch.get_rng_state, torch.set_rng_state
+    if kind is RNGType.GENERATOR:
+        if generator is None:
+            raise ConfigError("the type 'generator' needs a torch.Generator; pass it as generator=")
+        return generator.get_state, generator.set_state
+    if kind is RNGType.XLA:
+        raise NotAvailableError("random states of XLA devices cannot be synchronized in this version")
+    module = accelerator_module(kind.value)
+    return module.get_rng_state, module.set_rng_state
+
+
+def _serves_cpu(backend: str | None) -> bool:
+    return backend is not None and ("cpu:" in backend or backend in ("gloo", "mpi", "ucc"))
+
+
+def get_rng_state() -> dict[str, Any]:
+    """The states of all global generators of this process, as a tree of tensors and plain data.
+
+    Returns:
+        ``python``, ``numpy`` and ``torch`` (uint8), and where there is an accelerator ``device``: its
+        ``type`` and ``states``, those of all its devices in a world of one, else that of this process's own.
+    """
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": _from_numpy(np.random.get_state(legacy=False)),
+        "torch": torch.get_rng_state(),
+    }
+    devices = _devices()
+    if devices:
+        module = accelerator_module(devices[0].type)
+        state["device"] = {
+            "type": devices[0].type,
+            "states": [module.get_rng_state(*_index(device)) for device in devices],
+        }
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Put back what ``get_rng_state`` returned, bit for bit.
+
+    Raises:
+        StateError: a part is missing or does not fit this machine; nothing has been changed then.
+    """
+    missing = {"python", "numpy", "torch"} - set(state)
+    if missing:
+        raise StateError(
+            f"the random state lacks {', '.join(sorted(missing))}; it was not made by get_rng_state()"
+        )
+    template = np.random.get_state(legacy=False)
+    if state["numpy"].get("bit_generator") != template["bit_generator"]:
+        raise StateError(
+            f"the saved random state of NumPy is of {state['numpy'].get('bit_generator')!r}, but the global "
+            "generator is "
+            f"{template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
+        )
+    set_devices = _device_setter(state.get("device"))
+    python = state["python"]
+    internal = tuple(int(word) for word in python["internal"].tolist())
+    random.setstate((int(python["version"]), internal, python["gauss"]))
+    np.random.set_state(_to_numpy(state["numpy"], template))
+    torch.set_rng_state(state["torch"])
+    set_devices()
+
+
+def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
+    devices = _devices()
+    here = devices[0].type if devices else None
+    there = None if saved is None else saved["type"]
+    if here != there:
+        raise StateError(
+            f"the random state was saved {f'on {there}' if there else 'without an accelerator'}, but this "
+            "process runs "
+            f"{f'on {here}' if here else 'without one'}, so it cannot be continued exactly; resume on the "
+            "same kind of "
+            "device, or leave the random state out"
+        )
+    if saved is None:
+        return lambda: None
+    states = saved["states"]
+    if len(states) > len(devices) and len(states) > 1:
+        raise StateError(
+            f"the random state has {len(states)} {here} devices, but only {len(devices)} are here"
+        )
+    module = accelerator_module(devices[0].type)
+
+    def write() -> None:
+        for device, value in zip(devices, states, strict=False):
+            module.set_rng_state(value, *_index(device))
+
+    return write
+
+
+def _devices() -> list[torch.device]:
+    """The accelerators whose states belong to this process."""
+    if PartialState._shared_state:
+        state = PartialState()
+        if state.device.type == "cpu" or state.use_distributed:
+            return [] if state.device.type == "cpu" else [state.device]
+        kind = state.device.type
+    else:
+        kind = default_device().type
+    if kind == "cpu":
+        return []
+    if not device_backend(torch.device(kind)).has_index:
+        return [torch.device(kind)]
+    return [torch.device(kind, index) for index in range(device_count(kind))]
+
+
+def _index(device: torch.device) -> tuple[()] | tuple[torch.device]:
+    """The argument that names a device; there is none where there can be only one."""
+    return () if device.index is None else (device,)
+
+
+def _from_numpy(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _from_numpy(value) for key, value in node.items()}
+    if isinstance(
+        node, np.ndarray
+    ):  # unsigned words; int64 holds the same bits and every file format knows it
+        wide = node.view(np.int64) if node.dtype.itemsize == 8 else node.astype(np.int64)
+        return torch.from_numpy(wide.copy())
+    return node.item() if isinstance(node, np.generic) else node
+
+
+def _to_numpy(node: Any, template: Any) -> Any:
+    if isinstance(template, dict):
+        return {key: _to_numpy(node[key], value) for key, value in template.items()}
+    if isinstance(template, np.ndarray):
+        wide = node.numpy()
+        return wide.view(template.dtype) if template.dtype.itemsize == 8 else wide.astype(template.dtype)
+    return node
