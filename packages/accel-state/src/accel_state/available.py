@@ -251,7 +251,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _device(kind: str) -> bool:
-    """Whether PyTorch has a module for a kind of device and it finds one; vendors' plugins load with torch."""
+    """Whether PyTorch has a module for a kind of device that finds one; vendors' plugins load with torch."""
     import torch
 
     module: Any = getattr(torch, kind, None)

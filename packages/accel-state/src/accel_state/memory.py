@@ -36,10 +36,11 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give memory back. Rebind the variables to what is returned, as in ``a, b = release_memory(a, b)``.
+    """Give memory back; what is returned must be bound to the variables again.
 
     Returns:
-        As many None as there are objects. The memory is free once no other reference to them is left.
+        As many None as there are objects: ``a, b = release_memory(a, b)``. The memory is free once no other
+        reference to them is left.
     """
     count = len(objects)
     del objects
