@@ -322,7 +322,7 @@ class DispatchIterator(LoaderIterator):
     def __next__(self) -> Any:
         try:
             if self._failure is not None:
-                raise self._failure
+                self._raise_failure()
             envelope = self._held.pop() if self._held else next(self._source)
         except BaseException as error:
             self._close(exhausted=isinstance(error, StopIteration))

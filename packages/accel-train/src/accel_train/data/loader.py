@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_state.errors import NotAvailableError
+from accel_state.seeding import synchronize_rng_states
 from accel_train.data.batches import Opening, ShardedBatchSampler, SkipBatchSampler, open_stream
 from accel_train.data.epoch import Epoch, Restored, Run
 from accel_train.data.ledger import LoaderLedger
@@ -324,8 +325,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def _synchronize(self) -> None:
         if self.num_processes > 1 and self.rng_types and not self._sharing.alone:
-            from accel_state.seeding import synchronize_rng_states
-
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
 
     def _open(self, run: Run) -> Any:
@@ -495,7 +494,7 @@ class LoaderIterator:
         else:
             try:
                 if self._failure is not None:
-                    raise self._failure
+                    self._raise_failure()
                 item = self._fetch()
             except BaseException as error:
                 self._close(exhausted=isinstance(error, StopIteration))
@@ -532,6 +531,14 @@ class LoaderIterator:
             except BaseException as error:
                 self._failure = error
         return not isinstance(self._failure, StopIteration)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, which must not hold it in turn
 
     def _close(self, exhausted: bool) -> None:
         if self._closed:
