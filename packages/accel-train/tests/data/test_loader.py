@@ -163,8 +163,7 @@ def test_a_failing_dataset_ends_the_iteration_with_its_own_error():
     loader = prepare(DataLoader(Failing(), batch_size=2), ledger=ledger)
     seen = []
     with pytest.raises(ValueError, match="sample 5 is broken"):
-        for batch in loader:
-            seen.append(batch.tolist())
+        seen.extend(batch.tolist() for batch in loader)
     assert seen == [[0, 1], [2, 3]]
     assert ledger.live == []
 
@@ -179,8 +178,7 @@ def test_a_failure_found_while_looking_ahead_is_raised_in_its_turn():
     loader = prepare(DataLoader(Broken(), batch_size=1))
     seen = []
     with pytest.raises(ValueError, match="broken"):
-        for batch in loader:
-            seen.append((batch.item(), loader.end_of_dataloader))
+        seen.extend((batch.item(), loader.end_of_dataloader) for batch in loader)
     assert seen == [(0, False), (1, False)]
 
 
@@ -225,7 +223,9 @@ def test_loaders_are_collected_without_the_garbage_collector():
 
 def test_loaders_pickle():
     for ranks in (1, 2):
-        loader = prepare(DataLoader(range(10), batch_size=3, shuffle=True), ranks, 0, device=torch.device("cpu"))
+        loader = prepare(
+            DataLoader(range(10), batch_size=3, shuffle=True), ranks, 0, device=torch.device("cpu")
+        )
         iterator = iter(loader)
         next(iterator)
         list(loader)
@@ -333,7 +333,10 @@ def test_the_sampler_can_be_read_and_replaced():
     bare = prepare(DataLoader(range(10), batch_size=None, sampler=sampler), 2, 0)
     assert bare.get_sampler() is sampler
     bare.set_sampler(other)
-    assert max(torch.stack(list(bare)).tolist() if isinstance(next(iter(bare)), torch.Tensor) else list(bare)) < 4
+    assert (
+        max(torch.stack(list(bare)).tolist() if isinstance(next(iter(bare)), torch.Tensor) else list(bare))
+        < 4
+    )
 
 
 def test_a_custom_batch_sampler_stays_inside():

@@ -73,7 +73,9 @@ LOADERS = {
     ),
     "lazy sampler": lambda: DataLoader(Noisy(), batch_size=4, sampler=LazySampler()),
     "eager batch sampler": lambda: DataLoader(Noisy(), batch_sampler=EagerBatches()),
-    "batch sampler": lambda: DataLoader(Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy()), 4, False)),
+    "batch sampler": lambda: DataLoader(
+        Noisy(), batch_sampler=BatchSampler(RandomSampler(Noisy()), 4, False)
+    ),
     "no batching": lambda: DataLoader(Noisy(), batch_size=None, shuffle=True),
     "sampler of batches": lambda: DataLoader(
         torch.arange(21.0), batch_size=None, sampler=BatchSampler(RandomSampler(range(21)), 4, False)
@@ -130,7 +132,8 @@ def test_dispatch_of_one_process_is_the_plain_loader():
 
 @pytest.mark.parametrize("kind", [name for name in LOADERS if "stream" not in name and "lazy" not in name])
 def test_asking_for_the_end_changes_nothing(kind):
-    """Gradient accumulation asks at every step; where the end is counted, no index is drawn earlier for it."""
+    """Gradient accumulation asks at every step; where the end is counted, no index is drawn earlier for "
+    "it."""
 
     def steps(loader):
         seen = []
