@@ -70,7 +70,7 @@ class FileLayer:
     notes: tuple[str, ...]
 
 
-def load(path: str | Path) -> LaunchConfig | SageMakerConfig:
+def load_config(path: str | Path) -> LaunchConfig | SageMakerConfig:
     """Read a configuration file: JSON if its name ends in ``.json``, else YAML.
 
     Raises:
@@ -88,7 +88,7 @@ def load(path: str | Path) -> LaunchConfig | SageMakerConfig:
     return config
 
 
-def save(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
+def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
     """Write a configuration file: JSON if its name ends in ``.json``, else YAML; folders are made.
 
     Unset values and empty sections are left out. Options that belong to one start of a program (``--module``,
@@ -114,9 +114,8 @@ def save(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
     return path
 
 
-# The names under which the top of the package has them, where a bare ``load`` would say too little.
-load_config = load
-save_config = save
+load = load_config  # inside ``accel_state.config``, where the longer name would say it twice
+save = save_config
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
@@ -134,7 +133,7 @@ def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
 
 
 def read_layer(path: str | Path) -> FileLayer:
-    """Read a file as a layer of ``resolve``; errors are those of ``load``."""
+    """Read a file as a layer of ``resolve``; errors are those of ``load_config``."""
     path = Path(path).expanduser()
     return _Reader(_read(path), str(path)).layer()
 

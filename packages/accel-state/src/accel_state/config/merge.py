@@ -74,7 +74,7 @@ class Resolved:
         return self.config
 
 
-def resolve(
+def resolve_config(
     file: str | Path | None = None,
     environ: Mapping[str, str] | None = None,
     flags: ParsedFlags | Mapping[str, Any] | None = None,
@@ -119,7 +119,7 @@ def resolve(
     return Resolved(config, origins, path, tuple(notes))
 
 
-resolve_config = resolve  # its name at the top of the package
+resolve = resolve_config  # inside ``accel_state.config``, where the longer name would say it twice
 
 
 def _file_layer(

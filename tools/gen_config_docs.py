@@ -1,0 +1,168 @@
+"""Write the page of all configuration options, ``docs/reference/configuration.md``, from the schema.
+
+``python tools/gen_config_docs.py`` writes the page, and ``--check`` tells whether the one that is there is up
+to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "reference" / "configuration.md"
+for source in ("packages/accel-state/src",):
+    if str(ROOT / source) not in sys.path:
+        sys.path.insert(0, str(ROOT / source))
+
+from accel_state.config import (  # noqa: E402 - the path above comes first
+    OTHER_VARIABLES,
+    PUBLISHED,
+    BoundOption,
+    Carrier,
+    LaunchConfig,
+    SageMakerConfig,
+    schema_of,
+)
+
+INTRODUCTION = """\
+# Configuration options
+
+Every option of a run, with its name in Python, in a file, on the command line and in the environment. This
+page is made from the schema by `tools/gen_config_docs.py`; how the four are merged is told in
+[Configuration](../guides/configuration.md).
+
+An option without a variable is acted on by the launcher; it does not reach the program. A flag in which
+dashes and underscores are exchanged is the same flag. Choices are found in any case. Where a default is *unset*,
+the value after the arrow is what `accel launch` fills in when the section is used.
+"""
+SAGEMAKER = """
+## SageMaker
+
+A file with `compute_environment: AMAZON_SAGEMAKER` describes a job with these options, and those of the
+sections torch.compile and FP8.
+"""
+PUBLISHED_INTRODUCTION = """
+## Variables that are published
+
+When a process group or a plugin is created, those of these variables that are missing are set, because other
+libraries read them. No variable is ever overwritten.
+"""
+OTHERS = """
+## Variables that are no options
+
+Variables that Accelerate reads or writes, and what becomes of them here.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [INTRODUCTION]
+    for bounds in _sections(LaunchConfig).values():
+        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_table(bounds)]
+    parts.append(SAGEMAKER)
+    parts += _table([bound for bound in schema_of(SageMakerConfig).options if not bound.section])
+    parts.append(PUBLISHED_INTRODUCTION)
+    parts += _pairs("variable", "read by", PUBLISHED)
+    parts.append(OTHERS)
+    parts += _pairs("variable", "meaning", dict(sorted(OTHER_VARIABLES.items())))
+    return "\n".join(parts) + "\n"
+
+
+def _sections(root: type[Any]) -> dict[str, list[BoundOption]]:
+    found: dict[str, list[BoundOption]] = {}
+    for bound in schema_of(root).options:
+        found.setdefault(bound.section, []).append(bound)
+    return found
+
+
+def _place(bound: BoundOption) -> str:
+    if bound.file_key:
+        return f"In a file these keys stand in `{bound.file_key}`.\n"
+    return (
+        "These options do not stand in files.\n"
+        if not bound.keys
+        else "In a file these keys stand at the top.\n"
+    )
+
+
+def _table(bounds: list[BoundOption]) -> list[str]:
+    return [
+        "| option | meaning | values | default | key | flag | variable |",
+        "|---|---|---|---|---|---|---|",
+        *(_row(bound) for bound in bounds),
+    ]
+
+
+def _row(bound: BoundOption) -> str:
+    about = bound.about
+    flags = [*bound.flags, *about.switches]
+    variables = [*bound.variables, *(name for _, name in about.switches.values() if name)]
+    if Carrier.LAUNCHER in bound.carriers:
+        variables = ["*launcher*"]
+    cells = [
+        f"`{bound.path}`",
+        about.help,
+        _values(bound),
+        _default(bound),
+        _codes(bound.keys),
+        _codes(flags),
+        _codes(variables),
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _values(bound: BoundOption) -> str:
+    about = bound.about
+    if about.choices:
+        words = ", ".join(f"`{choice}`" for choice in about.choices)
+        return f"true, false, {words}" if bound.kind.expected.startswith("true") else words
+    limits = [f"≥ {about.low:g}"] if about.low is not None else []
+    limits += [f"≤ {about.high:g}"] if about.high is not None else []
+    return " ".join([bound.kind.expected.partition(",")[0], ", ".join(limits)]).strip()
+
+
+def _default(bound: BoundOption) -> str:
+    if bound.default is not None:
+        return f"`{_shown(bound, bound.default)}`"
+    if bound.about.launch_default is not None:
+        return f"*unset* → `{_shown(bound, bound.about.launch_default)}`"
+    return "*unset*"
+
+
+def _shown(bound: BoundOption, value: Any) -> str:
+    return bound.kind.format(value)
+
+
+def _codes(names: Any) -> str:
+    return " ".join(name if name.startswith("*") else f"`{name}`" for name in names) or "—"
+
+
+def _pairs(left: str, right: str, pairs: Any) -> list[str]:
+    return [f"| {left} | {right} |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in pairs.items())]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the page; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; fail if the page is out of date"
+    )
+    page = render()
+    if not parser.parse_args(arguments).check:
+        PAGE.parent.mkdir(parents=True, exist_ok=True)
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    current = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""
+    if current != page:
+        print(f"{PAGE.relative_to(ROOT)} is out of date; run python tools/gen_config_docs.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The page of options is that of the schema."""
+
+from __future__ import annotations
+
+import gen_config_docs
+from accel_state.config import LaunchConfig, schema_of
+
+
+def test_the_page_is_up_to_date(capsys):
+    assert gen_config_docs.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_every_option_has_a_row():
+    page = gen_config_docs.render()
+    for bound in schema_of(LaunchConfig).options:
+        assert f"| `{bound.path}` |" in page
+        for name in (*bound.keys, *bound.flags, *bound.variables):
+            assert f"`{name}`" in page
+
+
+def test_an_old_page_is_noticed(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gen_config_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(gen_config_docs, "PAGE", tmp_path / "docs" / "configuration.md")
+    assert gen_config_docs.main(["--check"]) == 1
+    assert "out of date" in capsys.readouterr().out
+    assert gen_config_docs.main([]) == 0
+    assert gen_config_docs.main(["--check"]) == 0
