@@ -36,8 +36,8 @@ def test_layout_and_round_trip(tmp_path):
     path = save(tmp_path / "checkpoint_3", [model.state_dict(), other.state_dict()], shared, {"rng": rng})
 
     assert sorted(os.listdir(path)) == [
-        "manifest.json", "model.safetensors", "model_1.safetensors", "rank-00000.json", "rank-00000.safetensors",
-        "state.json", "state.safetensors",
+        "manifest.json", "model.safetensors", "model_1.safetensors",
+        "rank-00000.json", "rank-00000.safetensors", "state.json", "state.safetensors",
     ]  # fmt: skip
     assert os.listdir(tmp_path) == ["checkpoint_3"]
 
@@ -300,9 +300,12 @@ def _read_everything(path):
 @pytest.mark.parametrize("safe", [True, False])
 def test_one_flipped_bit_in_each_file_is_found(tmp_path, safe):
     path = save(
-        tmp_path / "c", [{"w": torch.randn(5)}], {"s": {"t": torch.randn(4), "n": 3}}, {"rng": {"t": torch.randn(9)}},
+        tmp_path / "c",
+        [{"w": torch.randn(5)}],
+        {"s": {"t": torch.randn(4), "n": 3}},
+        {"rng": {"t": torch.randn(9)}},
         safe_serialization=safe,
-    )  # fmt: skip
+    )
     files = sorted(p for p in path.iterdir())
     assert len(files) == 6
     random = np.random.default_rng(0)

@@ -27,7 +27,7 @@ __getattr__, __dir__, __all__ = attach(
             "WEIGHTS_INDEX_NAME",
             "WEIGHTS_NAME",
         ],
-        "accel_ckpt.load": [
+        "accel_ckpt.loading": [
             "LoadReport",
             "WeightSource",
             "load_checkpoint_in_model",

@@ -19,11 +19,11 @@ from accel_ckpt.index import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from accel_ckpt.index import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_ckpt.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ckpt.index import WEIGHTS_NAME as WEIGHTS_NAME
-from accel_ckpt.load import LoadReport as LoadReport
-from accel_ckpt.load import WeightSource as WeightSource
-from accel_ckpt.load import load_checkpoint_in_model as load_checkpoint_in_model
-from accel_ckpt.load import load_state_dict as load_state_dict
-from accel_ckpt.load import open_weights as open_weights
+from accel_ckpt.loading import LoadReport as LoadReport
+from accel_ckpt.loading import WeightSource as WeightSource
+from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
+from accel_ckpt.loading import load_state_dict as load_state_dict
+from accel_ckpt.loading import open_weights as open_weights
 from accel_ckpt.manifest import MANIFEST_NAME as MANIFEST_NAME
 from accel_ckpt.manifest import Manifest as Manifest
 from accel_ckpt.model import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS

@@ -29,8 +29,15 @@ from accel_ckpt.writer import FileRecord, FileWriter, replace_file, write_safete
 
 __all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
 
+_numpy: Any = getattr(np, "_core", None) or np.core  # NumPy 2, or 1
+
 TORCH_SAFE_GLOBALS: list[Any] = [
-    np._core.multiarray._reconstruct,  # type: ignore[attr-defined]
+    # Files name these by the NumPy that wrote them.
+    *(
+        (_numpy.multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct")
+        for core in ("_core", "core")
+    ),
+    *((_numpy.multiarray.scalar, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
     np.ndarray,
     np.dtype,
     codecs.encode,

@@ -212,7 +212,8 @@ class Encoder:
 
     def numpy_scalar(self, value: np.generic[Any], path: tuple[Any, ...]) -> Json:
         self.check_dtype(value, value.dtype, path)
-        return _tag("numpy.scalar", _base64(value.tobytes()), dtype=value.dtype.str)
+        content = value.tobytes()[: value.dtype.itemsize]  # NumPy pads the empty string
+        return _tag("numpy.scalar", _base64(content), dtype=value.dtype.str)
 
     def numpy_dtype(self, value: np.dtype[Any], path: tuple[Any, ...]) -> Json:
         self.check_dtype(value, value, path)

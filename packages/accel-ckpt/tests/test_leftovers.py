@@ -1,0 +1,98 @@
+"""Temporary folders are removed when, and only when, their save is dead."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accel_ckpt import leftovers
+from accel_ckpt.leftovers import TemporaryFolder, clean_leftovers, host_token, temporary_name
+
+TOKEN = "0123456789ab"
+
+
+def leftover(tmp_path, host=None, kind="saving"):
+    token = host_token(TOKEN) if host is None else f"{TOKEN}@{host}"
+    path = tmp_path / f".checkpoint_1.{kind}-{token}"
+    path.mkdir()
+    (path / "model.safetensors").write_text("half")
+    return path
+
+
+def test_a_dead_save_s_folder_is_reported_and_removed(tmp_path):
+    path = leftover(tmp_path)
+    with pytest.warns(UserWarning, match=str(path)):
+        assert clean_leftovers(tmp_path, time.time()) == [path]
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_living_save_s_folder_stays(tmp_path):
+    folder = TemporaryFolder(temporary_name(tmp_path / "c", host_token(TOKEN)))
+    assert clean_leftovers(tmp_path, time.time()) == []
+    folder.release()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, time.time()) == [folder.path]
+
+
+def test_the_lock_dies_with_its_process(tmp_path):
+    path = temporary_name(tmp_path / "c", host_token(TOKEN))
+    code = (
+        "import sys, pathlib; from accel_ckpt.leftovers import TemporaryFolder;"
+        "f = TemporaryFolder(pathlib.Path(sys.argv[1])); print('ready', flush=True); sys.stdin.read()"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, path],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+        env=environ,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        assert clean_leftovers(tmp_path, time.time()) == []
+        process.kill()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, time.time()) == [path]
+
+
+def test_another_machine_s_folder_stays_for_a_day(tmp_path):
+    path = leftover(tmp_path, host="elsewhere")
+    now = path.stat().st_mtime
+    assert clean_leftovers(tmp_path, now + 3600) == []
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, now + 25 * 3600) == [path]
+
+
+def test_other_folders_and_files_stay(tmp_path):
+    (tmp_path / ".checkpoint_1.saving-notours").mkdir()
+    (tmp_path / f".x.saving-{host_token(TOKEN)}").write_text("a file")
+    (tmp_path / "checkpoint_1").mkdir()
+    assert clean_leftovers(tmp_path, time.time()) == []
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_without_locks_age_decides(tmp_path, monkeypatch):
+    monkeypatch.setattr(leftovers, "fcntl", None)  # as on Windows
+    folder = TemporaryFolder(temporary_name(tmp_path / "c", host_token(TOKEN)))
+    now = folder.path.stat().st_mtime
+    assert clean_leftovers(tmp_path, now) == []
+    folder.release()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, now + 25 * 3600) == [folder.path]
+
+
+def test_a_previous_folder_without_its_successor_is_not_removed(tmp_path):
+    path = leftover(tmp_path, kind="previous")
+    assert clean_leftovers(tmp_path, time.time()) == []
+    (tmp_path / "checkpoint_1").mkdir()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, time.time()) == [path]
+
+
+def test_a_name_with_special_characters(tmp_path):
+    path = temporary_name(tmp_path / "run [1]*.x", host_token(TOKEN))
+    path.mkdir()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert clean_leftovers(tmp_path, time.time()) == [path]

@@ -1,0 +1,376 @@
+"""Loading weights: everything is compared before anything is changed."""
+
+import json
+import warnings
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+from accel_ckpt import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    LoadReport,
+    StateMismatchError,
+    UninitializedTensorError,
+    UnsafeCheckpointError,
+    load_checkpoint_in_model,
+    load_state_dict,
+    open_weights,
+    save_model,
+    save_training_state,
+)
+from accel_state.errors import NotAvailableError
+
+
+class Net(nn.Module):
+    def __init__(self, width=4):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, 2)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+
+def on_meta(build):
+    with torch.device("meta"):
+        return build()
+
+
+def same(a, b):
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("size", ["1MB", "40B"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_round_trip(tmp_path, safe, size, meta):
+    model = Net()
+    save_model(model, tmp_path, max_shard_size=size, safe_serialization=safe)
+    again = on_meta(Net) if meta else Net()
+    assert load_checkpoint_in_model(again, tmp_path) == LoadReport()
+    assert same(again, model)
+    assert all(p.requires_grad for p in again.parameters())
+
+
+def test_every_kind_of_path(tmp_path):
+    model = Net()
+    save_model(model, tmp_path / "whole")
+    save_model(model, tmp_path / "parts", max_shard_size="40B")
+    index = tmp_path / "parts" / "model.safetensors.index.json"
+    flat = tmp_path / "parts" / "flat.json"
+    flat.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))
+    for path in (
+        tmp_path / "whole",
+        tmp_path / "whole" / "model.safetensors",
+        tmp_path / "parts",
+        index,
+        flat,
+        str(index),
+    ):
+        again = Net()
+        load_checkpoint_in_model(again, path)
+        assert same(again, model)
+
+
+def test_a_training_state_is_a_checkpoint_of_its_first_model(tmp_path):
+    model, again = Net(), Net()
+    path = save_training_state(tmp_path / "c", models=[model.state_dict()], shared={}, per_rank={})
+    load_checkpoint_in_model(again, path)
+    assert same(again, model)
+
+
+def test_parameters_keep_their_identity(tmp_path):
+    model, again = Net(), Net()
+    save_model(model, tmp_path)
+    optimizer = torch.optim.SGD(again.parameters(), lr=1.0)
+    before = [p.data_ptr() for p in again.parameters()]
+    load_checkpoint_in_model(again, tmp_path, dtype=None)
+    assert [p.data_ptr() for p in optimizer.param_groups[0]["params"]] == before
+    load_checkpoint_in_model(again, tmp_path, dtype="float64")
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], again.parameters(), strict=True))
+    assert again.head.weight.dtype == torch.float64
+
+
+def test_meta_models_are_views_of_the_file_that_never_write_to_it(tmp_path):
+    save_model(Net(), tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    again = on_meta(Net)
+    load_checkpoint_in_model(again, tmp_path)
+    storages = {p.untyped_storage().data_ptr() for p in again.parameters()}
+    assert len(storages) == 1
+    with torch.no_grad():
+        again.head.weight.zero_()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("device_map", [{"": "cpu"}, {"": torch.device("cpu")}])
+def test_one_device(tmp_path, device_map):
+    model, again = Net(), on_meta(Net)
+    save_model(model, tmp_path)
+    load_checkpoint_in_model(again, tmp_path, device_map=device_map)
+    assert same(again, model)
+
+
+def test_t13_a_meta_model_needs_no_map_and_no_process_group(tmp_path):
+    model, again = Net(), on_meta(Net)
+    save_model(model, tmp_path)
+    load_checkpoint_in_model(again, tmp_path)
+    assert same(again, model)
+
+
+@pytest.mark.parametrize("device_map", [{"body": "cpu", "head": "cpu"}, {"": "disk"}, {"head": 0}, {}])
+def test_maps_of_several_devices_belong_to_accel_bigmodel(tmp_path, device_map):
+    with pytest.raises(NotAvailableError, match="accel-bigmodel"):
+        load_checkpoint_in_model(Net(), tmp_path, device_map=device_map)
+
+
+@pytest.mark.parametrize("option", ["offload_state_dict", "offload_buffers", "offload_8bit_bnb"])
+def test_offloading_belongs_to_accel_bigmodel(tmp_path, option):
+    with pytest.raises(NotAvailableError, match=f"{option}.*accel-bigmodel"):
+        load_checkpoint_in_model(Net(), tmp_path, **{option: True})
+    with pytest.raises(NotAvailableError, match="full_state_dict=False"):
+        load_checkpoint_in_model(Net(), tmp_path, full_state_dict=False)
+
+
+# dtypes
+
+
+def test_dtypes(tmp_path):
+    model = Net()
+    save_model(model, tmp_path)
+    for build in (Net, lambda: on_meta(Net)):
+        again = build()
+        load_checkpoint_in_model(again, tmp_path, dtype="torch.bfloat16")
+        assert again.head.weight.dtype == torch.bfloat16
+        assert again.body[1].num_batches_tracked.dtype == torch.int64
+        assert torch.equal(again.head.weight, model.head.weight.bfloat16())
+        again = build().half()
+        load_checkpoint_in_model(again, tmp_path)
+        assert again.head.weight.dtype == torch.float16
+    with pytest.raises(ValueError, match="'float17' is not a dtype"):
+        load_checkpoint_in_model(Net(), tmp_path, dtype="float17")
+
+
+def test_modules_kept_in_fp32(tmp_path):
+    save_model(Net(), tmp_path)
+    again = Net()
+    load_checkpoint_in_model(again, tmp_path, dtype=torch.float16, keep_in_fp32_modules=["head"])
+    assert (again.head.weight.dtype, again.body[0].weight.dtype) == (torch.float32, torch.float16)
+    load_checkpoint_in_model(again, tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["head"])
+    assert again.head.weight.dtype == torch.bfloat16
+
+
+# strictness
+
+
+def lacking(tmp_path, extra=None, without=("head.bias",)):
+    state_dict = {n: t for n, t in Net().state_dict().items() if n not in without} | (extra or {})
+    safetensors.torch.save_file(state_dict, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    return state_dict
+
+
+@pytest.mark.parametrize("strict", [None, True])
+def test_t12_a_missing_name_is_an_error_and_changes_nothing(tmp_path, strict):
+    lacking(tmp_path)
+    model = Net()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StateMismatchError, match=r"is not in the checkpoint: head\.bias"):
+        load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"}, strict=strict)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_unexpected_names_are_a_warning_and_an_error_when_strict(tmp_path):
+    lacking(tmp_path, {"ghost": torch.ones(1)}, without=())
+    with pytest.warns(UserWarning, match="Some weights of the model checkpoint.*were not used.*ghost"):
+        report = load_checkpoint_in_model(Net(), tmp_path)
+    assert report == LoadReport(unexpected=("ghost",))
+    with pytest.raises(StateMismatchError, match="is not in the model: ghost"):
+        load_checkpoint_in_model(Net(), tmp_path, strict=True)
+
+
+def test_other_shapes(tmp_path):
+    save_model(Net(width=5), tmp_path)
+    with pytest.raises(StateMismatchError, match=r"head\.weight: \(2, 5\) instead of \(2, 4\)"):
+        load_checkpoint_in_model(Net(), tmp_path)
+
+
+def test_not_strict_loads_what_matches_and_reports_the_rest(tmp_path):
+    state_dict = lacking(tmp_path, {"ghost": torch.ones(1), "head.weight": torch.zeros(2, 9)})
+    model = Net()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        report = load_checkpoint_in_model(model, tmp_path, strict=False)
+    assert report.missing == ("head.bias",)
+    assert report.unexpected == ("ghost",)
+    assert report.mismatched == ("head.weight: (2, 9) instead of (2, 4)",)
+    assert len(caught) == 3
+    assert torch.equal(model.body[0].weight, state_dict["body.0.weight"])
+    meta = on_meta(Net)
+    with pytest.warns(UserWarning, match="does not fill|were not used"):
+        load_checkpoint_in_model(meta, tmp_path, strict=False)
+    assert meta.head.bias.device.type == "meta"
+
+
+# ties
+
+
+@pytest.mark.parametrize("meta", [False, True])
+@pytest.mark.parametrize("name", ["embed.weight", "head.weight"])
+def test_t32_a_name_tied_to_a_present_one_is_not_missing(tmp_path, name, meta):
+    value = torch.randn(6, 4)
+    safetensors.torch.save_file({name: value}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = on_meta(Tied) if meta else Tied()
+    assert load_checkpoint_in_model(model, tmp_path, strict=True) == LoadReport()
+    assert model.head.weight is model.embed.weight
+    assert torch.equal(model.head.weight, value)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("meta", [False, True])
+def test_t32_tied_checkpoint_into_an_untied_model(tmp_path, safe, meta):
+    def untied():
+        model = Tied()
+        model.head.weight = nn.Parameter(torch.zeros(6, 4))
+        return model
+
+    model = Tied()
+    save_model(model, tmp_path, safe_serialization=safe)
+    again = on_meta(untied) if meta else untied()
+    assert load_checkpoint_in_model(again, tmp_path, strict=True) == LoadReport()
+    assert torch.equal(again.head.weight, model.head.weight)
+    with torch.no_grad():
+        again.head.weight.zero_()
+    assert torch.equal(again.embed.weight, model.embed.weight)  # two parameters, two memories
+
+
+# names
+
+
+def test_t33_wrapped_and_plain_models_load_each_other_s_files(tmp_path):
+    model = Net()
+    save_model(model, tmp_path)
+    wrapped = nn.DataParallel(torch.compile(Net()))
+    load_checkpoint_in_model(wrapped, tmp_path, strict=True)
+    assert torch.equal(wrapped.module.head.weight, model.head.weight)
+    for prefix in ("module.", "_orig_mod.", "module._orig_mod."):
+        state_dict = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+        torch.save(state_dict, tmp_path / "x.bin")
+        again = Net()
+        load_checkpoint_in_model(again, tmp_path / "x.bin", strict=True)
+        assert same(again, model)
+
+
+# buffers
+
+
+def test_t31_buffers_that_no_checkpoint_holds(tmp_path):
+    save_model(WithTable(), tmp_path)
+    again = WithTable()
+    load_checkpoint_in_model(again, tmp_path, device_map={"": "cpu"})
+    assert torch.equal(again.table, torch.arange(4.0))
+    meta = on_meta(WithTable)
+    with pytest.raises(UninitializedTensorError, match=r"No checkpoint holds table.*include_buffers=False"):
+        load_checkpoint_in_model(meta, tmp_path)
+    meta = on_meta(WithTable)
+    meta.table = torch.arange(4.0)
+    load_checkpoint_in_model(meta, tmp_path)
+    assert torch.equal(meta.linear.weight, load_state_dict(tmp_path / "model.safetensors")["linear.weight"])
+
+
+# damage
+
+
+def test_an_index_that_promises_what_is_not_there(tmp_path):
+    save_model(Net(), tmp_path, max_shard_size="40B")
+    path = tmp_path / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["weight_map"]["ghost"] = content["weight_map"]["head.bias"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(CorruptCheckpointError, match="the index says that ghost"):
+        load_checkpoint_in_model(Net(), tmp_path)
+
+
+def test_a_missing_shard(tmp_path):
+    save_model(Net(), tmp_path, max_shard_size="40B")
+    (tmp_path / "model-00002-of-00005.safetensors").unlink(missing_ok=True)
+    with pytest.raises(CheckpointNotFoundError, match="00002"):
+        load_checkpoint_in_model(Net(), tmp_path)
+
+
+def test_a_truncated_shard_changes_nothing(tmp_path):
+    save_model(Net(), tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    model = Net()
+    before = model.head.weight.clone()
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
+        load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(model.head.weight, before)
+
+
+def test_files_that_hold_no_weights(tmp_path):
+    torch.save([1, 2], tmp_path / "x.bin")
+    with pytest.raises(CorruptCheckpointError, match="does not hold a dictionary of tensors"):
+        open_weights(tmp_path / "x.bin")
+    (tmp_path / "x.index.json").write_text('{"w": "../x.bin"}')
+    with pytest.raises(UnsafeCheckpointError):
+        open_weights(tmp_path / "x.index.json")
+
+
+# load_state_dict
+
+
+def test_load_state_dict(tmp_path):
+    state_dict = Net().state_dict()
+    safetensors.torch.save_file(state_dict, tmp_path / "a.safetensors", metadata={"format": "pt"})
+    torch.save(state_dict, tmp_path / "a.bin")
+    for name in ("a.safetensors", "a.bin"):
+        found = load_state_dict(tmp_path / name)
+        assert found.keys() == state_dict.keys()
+        assert all(torch.equal(found[n], state_dict[n]) for n in state_dict)
+    found = load_state_dict(tmp_path / "a.safetensors", {"body": "meta", "body.1": "cpu", "head": "disk"})
+    devices = {name: tensor.device.type for name, tensor in found.items()}
+    assert (devices["body.0.weight"], devices["body.1.weight"], devices["head.weight"]) == (
+        "meta",
+        "cpu",
+        "cpu",
+    )
+
+
+def test_load_state_dict_and_formats(tmp_path):
+    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "none.safetensors")
+    with pytest.warns(UserWarning, match="does not say which framework"):
+        load_state_dict(tmp_path / "none.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "np.safetensors", metadata={"format": "np"})
+    with pytest.raises(CorruptCheckpointError, match="'np'"):
+        load_state_dict(tmp_path / "np.safetensors")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("meta", [False, True])
+def test_loading_on_an_accelerator(tmp_path, meta):
+    model = WithTable()
+    save_model(model.to(torch.accelerator.current_accelerator()), tmp_path)
+    again = WithTable()
+    if meta:
+        again.linear = on_meta(lambda: nn.Linear(2, 2))
+    load_checkpoint_in_model(again, tmp_path, device_map={"": torch.accelerator.current_accelerator()})
+    assert {t.device.type for t in (*again.parameters(), *again.buffers())} == {model.table.device.type}
+    assert torch.equal(again.linear.weight, model.linear.weight)

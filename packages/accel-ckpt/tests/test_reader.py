@@ -1,0 +1,158 @@
+"""Headers that lie, files that end early, pickles that would run code."""
+
+import json
+import os
+import pickle
+import struct
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+
+from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError, read_header
+from accel_ckpt.reader import MappedShard, read_pickled, read_tensors
+
+TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file(TENSORS, path, metadata={"format": "pt", "tied": "a"})
+    return path
+
+
+def test_header_first(file):
+    header = read_header(file)
+    assert {name: (e.dtype, e.shape) for name, e in header.entries.items()} == {
+        name: (t.dtype, tuple(t.shape)) for name, t in TENSORS.items()
+    }
+    raw = file.read_bytes()
+    for name, entry in header.entries.items():
+        assert (
+            raw[entry.offset : entry.offset + entry.nbytes]
+            == TENSORS[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        )
+    assert header.aliases == {"tied": "a"}
+
+
+def test_mapped_tensors_are_private_views(file):
+    shard = MappedShard(file)
+    before = file.read_bytes()
+    for name, tensor in TENSORS.items():
+        assert torch.equal(shard.tensor(name), tensor)
+    assert shard.tensor("a").data_ptr() == shard.tensor("a").data_ptr()
+    shard.tensor("a").zero_()
+    assert file.read_bytes() == before
+
+
+def test_read_tensors_have_memory_of_their_own(file):
+    _, tensors = read_tensors(file)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(tensors[name], tensor)
+        assert tensors[name].untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
+def test_a_file_that_does_not_align_its_tensors(tmp_path):
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    header += b" " * ((3 - len(header)) % 8)  # 8 + len(header) is not a multiple of 4
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<2f", 1.5, 2.5))
+    assert MappedShard(path).tensor("w").tolist() == [1.5, 2.5]
+
+
+def test_truncated_files_name_themselves(file):
+    whole = file.read_bytes()
+    for size in (0, 4, 8, 50, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(CorruptCheckpointError, match=r"x\.safetensors"):
+            read_header(file)
+    file.write_bytes(whole + b"\0")
+    with pytest.raises(CorruptCheckpointError, match="its header describes"):
+        read_header(file)
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"w": entry(shape=(3,))},  # more than its bytes
+        {"w": entry(shape=(-2,))},
+        {"w": entry(shape=(2.0,))},
+        {"w": entry(dtype="F99")},
+        {"w": entry(offsets=(8, 16))},  # a hole before it
+        {"w": entry(offsets=(8, 0))},
+        {"w": entry(offsets=(0, 2**62), shape=(2**60,))},
+        {"w": entry(), "v": entry()},  # overlap
+        {"w": {"dtype": "F32"}},
+        {"w": [1]},
+        {"w": entry(), "__metadata__": {"a": 1}},
+        {"__metadata__": []},
+        [],
+        {},
+    ],
+    ids=str,
+)
+def test_headers_that_lie(tmp_path, header):
+    raw = json.dumps(header).encode()
+    path = tmp_path / "lie.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(8))
+    with pytest.raises(CorruptCheckpointError, match=r"lie\.safetensors"):
+        read_header(path)
+
+
+def test_a_huge_announced_header_is_not_read(tmp_path):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with pytest.raises(CorruptCheckpointError, match=f"announces a header of {2**63}"):
+        read_header(path)
+
+
+class Malicious:
+    def __init__(self, target):
+        self.target = target
+
+    def __reduce__(self):
+        return (os.mkdir, (str(self.target),))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("legacy", [False, True])
+def test_t25_a_pickle_that_would_run_code_is_refused(tmp_path, legacy):
+    target, path = tmp_path / "owned", tmp_path / "pytorch_model.bin"
+    torch.save({"w": torch.ones(1), "x": Malicious(target)}, path, _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UnsafeCheckpointError, match=r"pytorch_model\.bin was not read"):
+        read_pickled(path)
+    path.write_bytes(pickle.dumps(Malicious(target)))
+    with pytest.raises(UnsafeCheckpointError):
+        read_pickled(path)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_pickled_weights(tmp_path, legacy):
+    torch.save(TENSORS, tmp_path / "x.bin", _use_new_zipfile_serialization=not legacy)
+    found = read_pickled(tmp_path / "x.bin")
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_truncated_pickles(tmp_path):
+    path = tmp_path / "x.bin"
+    torch.save(TENSORS, path)
+    assert zipfile.is_zipfile(path)
+    whole = path.read_bytes()
+    for size in (0, 10, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises((CorruptCheckpointError, UnsafeCheckpointError), match=r"x\.bin"):
+            read_pickled(path)
+
+
+def test_missing_files(tmp_path):
+    with pytest.raises(CheckpointNotFoundError):
+        read_header(tmp_path / "x")
+    with pytest.raises(CheckpointNotFoundError):
+        read_pickled(tmp_path / "x")
