@@ -6,6 +6,9 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointSaveError
+from accel_state import environment
+from accel_state.process import PartialState
+from accel_state.topology import detect
 
 __all__ = [
     "Coordinator",
@@ -60,13 +63,16 @@ class WorldCoordinator:
 
 
 def default_coordinator() -> Coordinator:
-    """The ranks of the process group, or a single process where there is none."""
+    """The ranks of this process's world; a process that no launcher started is alone, and stays as it is."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    grouped = bool(PartialState._shared_state) or (dist.is_available() and dist.is_initialized())
+    if not grouped and detect(environment.snapshot()).world_size == 1:
         return SingleProcess()
-    rank = dist.get_rank()
-    return WorldCoordinator(rank, dist.get_world_size(), dist.get_node_local_rank(fallback_rank=rank))
+    state = PartialState()
+    if state.num_processes == 1:
+        return SingleProcess()
+    return WorldCoordinator(state.process_index, state.num_processes, state.local_process_index)
 
 
 def run_together(function: Callable[[], T], coordinator: Coordinator, *, doing: str) -> list[T]:

@@ -21,6 +21,7 @@ from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import parse_dtype
 from accel_state.errors import NotAvailableError
+from accel_state.process import PartialState
 
 __all__ = ["LoadReport", "WeightSource", "load_checkpoint_in_model", "load_state_dict", "open_weights"]
 
@@ -112,7 +113,7 @@ class _BroadcastWeights:
 
         shape, dtype = self.about[name]
         on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
-        device = torch.device("cpu") if on_host else torch.accelerator.current_device_index()
+        device = torch.device("cpu") if on_host else PartialState().device
         value = (
             self.opened.tensor(name).to(device)
             if self.opened is not None

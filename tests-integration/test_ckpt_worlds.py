@@ -1,0 +1,176 @@
+"""Checkpoints on several real ranks."""
+
+import os
+import pathlib
+
+import pytest
+import torch
+from torch import nn
+
+from testkit import worlds
+
+
+def weights(step):
+    return {"layer.weight": torch.full((40, 5), float(step)), "layer.bias": torch.arange(3.0)}
+
+
+def save_step(folder, step, bad_rank=None, **options):
+    from accel_ckpt import save_training_state
+    from accel_state import PartialState
+
+    rank = PartialState().process_index
+    return save_training_state(
+        pathlib.Path(folder) / "c",
+        models=[weights(step)] if rank == 0 else [],
+        shared={"step": step} if rank == 0 else {},
+        per_rank={"rng": torch.tensor([rank, step]) if rank != bad_rank else object()},
+        **options,
+    )
+
+
+def check(folder, step, ranks):
+    from accel_ckpt import open_training_state
+
+    checkpoint = open_training_state(pathlib.Path(folder) / "c")
+    checkpoint.verify()
+    assert checkpoint.shared["step"] == step
+    assert all(torch.equal(checkpoint.models[0][name], tensor) for name, tensor in weights(step).items())
+    assert checkpoint.manifest.world_size == ranks
+    assert [checkpoint.per_rank(rank)["rng"].tolist() for rank in range(ranks)] == [
+        [r, step] for r in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_save_and_save_again(tmp_path, ranks):
+    def work(folder):
+        for step in range(3):
+            save_step(folder, step)
+            check(folder, step, ranks)  # complete on every rank as soon as the call returns
+
+    worlds.run(work, ranks, str(tmp_path))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_t8_one_writer_per_path(tmp_path):
+    def work(folder):
+        from accel_ckpt.disk import Disk
+
+        opened = []
+
+        class Recording(Disk):
+            def open_new(self, path):
+                opened.append(path.name)
+                return super().open_new(path)
+
+        save_step(folder, 1, disk=Recording())
+        return opened
+
+    first, second = worlds.run(work, 2, str(tmp_path))
+    assert not set(first) & set(second)
+    assert sorted([*first, *second]) == sorted(os.listdir(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank):
+    def work(folder):
+        from accel_state import PartialState
+
+        save_step(folder, 1)
+        try:
+            save_step(folder, 2, bad_rank)
+        except Exception as error:
+            message = str(error)
+        else:
+            raise AssertionError("the save did not fail")
+        assert "['rng'] is of type builtins.object" in message
+        assert (
+            PartialState().process_index == bad_rank or f"rank {bad_rank}: UnsupportedValueError" in message
+        )
+        check(folder, 1, 2)
+        save_step(folder, 3)
+
+    worlds.run(work, 2, str(tmp_path))
+    check(tmp_path, 3, 2)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("bad_rank", [0, 1])
+@pytest.mark.parametrize("operation", ["write", "fsync"])
+def test_an_io_error_of_one_rank(tmp_path, bad_rank, operation):
+    def work(folder):
+        from accel_ckpt import CheckpointSaveError
+        from accel_ckpt.disk import Disk
+        from accel_state import PartialState
+
+        class Broken(Disk):
+            def write(self, descriptor, data):
+                if operation == "write":
+                    raise OSError(5, "Input/output error")
+                return super().write(descriptor, data)
+
+            def fsync(self, descriptor):
+                if operation == "fsync":
+                    raise OSError(5, "Input/output error")
+                super().fsync(descriptor)
+
+        save_step(folder, 1)
+        broken = PartialState().process_index == bad_rank
+        with pytest.raises(CheckpointSaveError, match="Input/output error"):
+            save_step(folder, 2, **({"disk": Broken()} if broken else {}))
+        check(folder, 1, 2)
+
+    worlds.run(work, 2, str(tmp_path))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_save_writes_on_the_main_process_only(tmp_path):
+    def work(folder):
+        from accel_ckpt import save
+        from accel_state import PartialState
+
+        rank = PartialState().process_index
+        save({"rank": rank}, pathlib.Path(folder) / "one.pt")
+        save({"rank": rank}, pathlib.Path(folder) / f"{rank}.pt")
+        PartialState().wait_for_everyone()
+
+    worlds.run(work, 2, str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["0.pt", "one.pt"]
+    assert torch.load(tmp_path / "one.pt")["rank"] == 0
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_weights_broadcast_from_rank_0(tmp_path, meta):
+    from accel_ckpt import save_model
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
+    save_model(model, tmp_path / "only here", max_shard_size="30B")
+
+    def work(folder, expected):
+        from accel_ckpt import load_checkpoint_in_model
+        from accel_state import PartialState
+
+        with torch.device("meta" if meta else "cpu"):
+            again = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).bfloat16()
+        # Only rank 0 is told where the files are.
+        path = folder if PartialState().process_index == 0 else "/nowhere"
+        load_checkpoint_in_model(again, path, broadcast_from_rank0=True)
+        assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in expected.items())
+
+    worlds.run(work, 2, str(tmp_path / "only here"), dict(model.state_dict()))
+
+
+def test_a_broadcast_of_what_does_not_fit_fails_everywhere(tmp_path):
+    from accel_ckpt import save_model
+
+    save_model(nn.Linear(3, 4), tmp_path)
+
+    def work(folder, name):
+        from accel_ckpt import CheckpointError, load_checkpoint_in_model
+
+        with pytest.raises(CheckpointError, match=name):
+            load_checkpoint_in_model(nn.Linear(3, 5), folder, broadcast_from_rank0=True)
+
+    worlds.run(work, 2, str(tmp_path), "weight")
+    worlds.run(work, 2, str(tmp_path / "nothing"), "nothing")
