@@ -1,4 +1,4 @@
-"""``kill -9`` at random moments of a save: the newest complete checkpoint always loads and is what was saved."""
+"""``kill -9`` at random moments of a save: the newest complete checkpoint loads and is what was saved."""
 
 import multiprocessing
 import os

@@ -19,9 +19,11 @@ from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
 
 __all__ = ["FileRecord", "FileWriter", "replace_file", "write_json", "write_safetensors", "write_torch"]
 
-_CHUNK = (
-    1 << 24
-)  # bytes per write: large enough for the disk's rate, small enough to stay in the cache for the hash
+# Bytes per write: enough for the disk's full rate, and little enough to be in the cache still for the hash.
+_CHUNK = 1 << 24
+
+# Bytes. Kernels may take another path, and round otherwise, for memory that is less aligned.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,7 @@ def write_safetensors(
     Raises:
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
-    # Wide dtypes first: every tensor is then aligned to its own dtype, and can be mapped.
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    ordered = sorted(tensors.items(), key=_alignment_order)
     entries, end = {}, 0
     for name, tensor in ordered:
         _check_writable(name, tensor)
@@ -117,7 +118,7 @@ def write_safetensors(
         }
     about = {"__metadata__": dict(metadata)} if metadata else {}
     header = json.dumps({**about, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
-    header += b" " * (-len(header) % 8)
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     with FileWriter(path, disk) as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for _, tensor in ordered:
@@ -142,6 +143,14 @@ def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = L
         raise
     disk.sync_directory(path.parent)
     return record
+
+
+def _alignment_order(item: tuple[str, torch.Tensor]) -> tuple[bool, int, str]:
+    # The format allows no holes. Multiples of the alignment come first, so they start at multiples of it,
+    # as memory from torch's allocator does; then wide dtypes, so that all start at multiples of their width.
+    name, tensor = item
+    width = tensor.element_size()
+    return bool(tensor.numel() * width % _ALIGNMENT), -width, name
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
