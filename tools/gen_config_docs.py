@@ -35,8 +35,8 @@ page is made from the schema by `tools/gen_config_docs.py`; how the four are mer
 [Configuration](../guides/configuration.md).
 
 An option without a variable is acted on by the launcher; it does not reach the program. A flag in which
-dashes and underscores are exchanged is the same flag. Choices are found in any case. Where a default is *unset*,
-the value after the arrow is what `accel launch` fills in when the section is used.
+dashes and underscores are exchanged is the same flag. Choices are found in any case. Where a default is
+*unset*, the value after the arrow is what `accel launch` fills in when the section is used.
 """
 SAGEMAKER = """
 ## SageMaker

@@ -98,7 +98,11 @@ def test_a_strategy_or_a_truth_value():
 )
 def test_switches_stand_for_a_distributed_type(flag, kind):
     assert values(flag) == {"distributed_type": kind}
-    assert values(f"--no-{flag[2:]}") == {"distributed_type": None}
+    denied = parse_flags([f"--no-{flag[2:]}"])
+    assert denied.values == {}
+    assert denied.denied == (("distributed_type", kind),)
+    assert parse_flags([flag, f"--no-{flag[2:]}"]).values == {}
+    assert parse_flags([f"{flag}=false"]) == denied
 
 
 def test_two_switches_exclude_each_other():

@@ -111,6 +111,10 @@ def test_a_file_turns_on_its_distributed_type_and_a_flag_turns_it_off():
     resolved = merged("--no-use_fsdp", file=file)
     assert resolved.config.distributed_type is None
     assert resolved.origin("distributed_type") is Origin.FLAG
+    assert resolve(file, {}, {"use_fsdp": False}).config.distributed_type is None
+    kept = merged("--no-use_deepspeed", file=file)
+    assert kept.config.use_fsdp
+    assert kept.origin("distributed_type") is Origin.FILE
 
 
 def test_the_default_file_is_used_and_accelerates_is_mentioned(tmp_path):

@@ -26,12 +26,14 @@ class ParsedFlags:
         spelled: path to the flag as it was typed, for messages.
         rest: everything from the first word that is not a flag: the script and its arguments.
         others: flags named in ``extra``, without dashes and with underscores, to their values.
+        denied: paths and values that a file or the environment may not have given: ``--no-use_fsdp``.
     """
 
     values: dict[str, Any]
     spelled: dict[str, str]
     rest: tuple[str, ...]
     others: dict[str, Any]
+    denied: tuple[tuple[str, str], ...] = ()
 
 
 def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) -> ParsedFlags:
@@ -52,7 +54,8 @@ def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) 
     """
     reader = _Reader(list(arguments), extra or {})
     reader.run()
-    return ParsedFlags(reader.values, reader.spelled, tuple(reader.words[reader.at :]), reader.others)
+    rest, denied = tuple(reader.words[reader.at :]), tuple(reader.denied)
+    return ParsedFlags(reader.values, reader.spelled, rest, reader.others, denied)
 
 
 def to_flags(config: Section) -> list[str]:
@@ -86,7 +89,8 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}
         self.others: dict[str, Any] = {}
-        self.switched: dict[str, str] = {}
+        self.switched: dict[str, str] = {}  # switch as it was typed to the value that it stands for
+        self.denied: dict[tuple[str, str], None] = {}
 
     def run(self) -> None:
         while self.at < len(self.words):
@@ -131,15 +135,18 @@ class _Reader:
         self._store(flag, bound, value)
 
     def _switch(self, flag: str, bound: BoundOption, meaning: str, *, on: bool) -> None:
-        if on:
-            for before, other in self.switched.items():
-                if other != meaning:
-                    raise ConfigError(f"{before} and {flag} exclude each other; give one of them")
-            self.switched[flag] = meaning
-            self._store(flag, bound, meaning)
-        elif self.values.get(bound.path) in (None, meaning):
-            self.values[bound.path] = None
-            self.spelled[bound.path] = flag
+        if not on:
+            self.denied[bound.path, meaning] = None
+            if self.values.get(bound.path) == meaning:
+                del self.values[bound.path], self.spelled[bound.path]
+            self.switched = {before: other for before, other in self.switched.items() if other != meaning}
+            return
+        for before, other in self.switched.items():
+            if other != meaning:
+                raise ConfigError(f"{before} and {flag} exclude each other; give one of them")
+        self.denied.pop((bound.path, meaning), None)
+        self.switched[flag] = meaning
+        self._store(flag, bound, meaning)
 
     def _store(self, flag: str, bound: BoundOption, value: Any) -> None:
         self.values[bound.path] = value

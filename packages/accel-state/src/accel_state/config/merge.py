@@ -6,16 +6,16 @@ import dataclasses
 from collections.abc import Mapping
 from enum import IntEnum
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_state.config.checks import check
 from accel_state.config.codec import decode_layer
 from accel_state.config.files import find_default, read_layer
 from accel_state.config.flags import ParsedFlags
-from accel_state.config.kinds import Bool
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.option import Section
-from accel_state.config.schema import BoundOption, Schema, build, flatten, plain_flag, schema_of, unknown
+from accel_state.config.layers import Layer, named_layer
+from accel_state.config.schema import build, flatten, schema_of, unknown
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -103,20 +103,21 @@ def resolve_config(
         environ = snapshot()
     root, values, notes, path = _file_layer(file, environ, flags, use_default_file)
     layers = {
-        Origin.FILE: values,
-        Origin.ENVIRONMENT: decode_layer(environ, root),
-        Origin.FLAG: _named_layer(flags, root, "flag"),
-        Origin.CODE: _named_layer(code, root, "option"),
+        Origin.FILE: Layer(values),
+        Origin.ENVIRONMENT: Layer(decode_layer(environ, root)),
+        Origin.FLAG: named_layer(flags, root, "flag"),
+        Origin.CODE: named_layer(code, root, "option"),
     }
     merged = flatten(root())
     origins = dict.fromkeys(merged, Origin.DEFAULT)
     for origin, layer in layers.items():
-        merged.update(layer)
-        origins.update(dict.fromkeys(layer, origin))
+        taken_back = {option: None for option, value in layer.denied if merged[option] == value}
+        merged |= taken_back | layer.values
+        origins |= dict.fromkeys((*taken_back, *layer.values), origin)
     if root is LaunchConfig:
         notes += check(merged, origins, _sources(path, flags))
     config = _with_launch_defaults(build(root, merged))
-    return Resolved(config, origins, path, tuple(notes))
+    return Resolved(config, MappingProxyType(origins), path, tuple(notes))
 
 
 resolve = resolve_config  # inside ``accel_state.config``, where the longer name would say it twice
@@ -130,7 +131,7 @@ def _file_layer(
         default = find_default(environ) if use_default_file else None
         if default is None:
             return LaunchConfig, {}, notes, None
-        if _asks_for_cpu(flags):
+        if named_layer(flags, None, "flag").values.get("use_cpu"):
             return LaunchConfig, {}, [f"{default.path} is not read because of --cpu"], None
         file = default.path
         if default.foreign:
@@ -139,64 +140,6 @@ def _file_layer(
             )
     layer = read_layer(file)
     return layer.root, layer.values, [*notes, *layer.notes], Path(file).expanduser()
-
-
-def _asks_for_cpu(flags: ParsedFlags | Mapping[str, Any] | None) -> bool:
-    names = flags.values if isinstance(flags, ParsedFlags) else (flags or {})
-    matches = (_find(schema_of(LaunchConfig), name, data) for name, data in names.items())
-    return any(
-        match is not None and match[0].path == "use_cpu" and _truth("--cpu", match[1]) for match in matches
-    )
-
-
-def _named_layer(
-    given: ParsedFlags | Mapping[str, Any] | None, root: type[Section], what: str
-) -> dict[str, Any]:
-    """Values by path, from names in any of the forms that people use."""
-    parsed = isinstance(given, ParsedFlags)
-    names = given.values if isinstance(given, ParsedFlags) else (given or {})
-    found: dict[str, Any] = {}
-    spelled: dict[str, str] = {}
-    for name, data in names.items():
-        match = _find(schema_of(root), name, data)
-        if match is None:
-            raise _not_here(name, given, root, what)
-        bound, value = match
-        if value is None and not parsed:
-            continue  # "not given"; of parsed flags only --no-use_fsdp and its kind have the value None
-        value = None if value is None else bound.read(value, f"{what} {name}")
-        if bound.path in found and found[bound.path] != value:
-            raise ConfigError(f"{spelled[bound.path]} and {name} exclude each other; give one of them")
-        found[bound.path] = value
-        spelled[bound.path] = name
-    return found
-
-
-def _find(known: Schema, name: str, data: Any) -> tuple[BoundOption, Any] | None:
-    """The option of that name, and the value that ``data`` means for it."""
-    plain = name if name in known.by_path or name in known.by_flag else plain_flag(f"--{name.lstrip('-')}")
-    bound = known.by_path.get(plain) or known.by_flag.get(plain)
-    if bound is not None:
-        return bound, data
-    if plain not in known.switches:
-        return None
-    bound, meaning = known.switches[plain]
-    return bound, meaning if _truth(name, data) else None
-
-
-def _truth(name: str, data: Any) -> bool:
-    try:
-        return data is not None and Bool().read(data)
-    except ValueError as error:
-        raise ConfigError(f"{name} is {data!r}; expected {error}") from None
-
-
-def _not_here(name: str, given: Any, root: type[Section], what: str) -> ConfigError:
-    if isinstance(given, ParsedFlags):
-        kind = "a SageMaker job" if root is LaunchConfig else "a run on this machine"
-        return ConfigError(f"{given.spelled.get(name, name)} is for {kind}, which this configuration is not")
-    known = schema_of(root)
-    return unknown(name, [*known.by_path, *known.by_flag, *known.switches], what)
 
 
 def _sources(path: Path | None, flags: Any) -> Mapping[str, str]:
