@@ -110,6 +110,11 @@ def test_a_sagemaker_job_is_marked():
     assert found["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "DATA_PARALLEL"
 
 
+def test_secrets_travel_neither_to_jobs_nor_to_files():
+    config = SageMakerConfig(aws_access_key_id="key", aws_secret_access_key="geheim", profile="me")
+    assert not {"key", "geheim"} & {*encode(config).values(), *map(str, config.to_dict().values())}
+
+
 def test_what_accelerate_writes_is_read():
     config = decode(
         {

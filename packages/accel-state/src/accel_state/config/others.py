@@ -14,6 +14,7 @@ __all__ = ["OTHER_VARIABLES"]
 
 _RANKS = "ranks and addresses, read by accel_state.topology"
 _TRACKER = "settings of the tracker of that name"
+_AWS = "read by the library of AWS; a SageMaker launch sets it for itself, never for the job"
 _TEST = "only read by Accelerate's tests"
 
 OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
@@ -66,6 +67,9 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
                 "TRANSFORMERS_NO_ADVISORY_WARNINGS",
             ),
             _TEST,
+        ),
+        **dict.fromkeys(
+            ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION"), _AWS
         ),
         "ACCELERATE_DEBUG_RDV_FILE": "where ranks of Accelerate's debug_launcher meet; ours needs none",
         "DEEPSPEED_USE_HPU": "DeepSpeed on Gaudi",

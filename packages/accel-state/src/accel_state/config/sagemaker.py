@@ -41,13 +41,10 @@ class SageMakerConfig(CommonOptions):
     image_uri: str | None = option(
         help="Docker image of the job.", prompt="Enter your Docker image URI, if you use a custom one:"
     )
-    profile: str | None = option(
-        help="AWS profile to log in with.", env=("AWS_PROFILE",), prompt="Enter your AWS Profile name:"
-    )
+    profile: str | None = option(help="AWS profile to log in with.", prompt="Enter your AWS Profile name:")
     region: str = option(
         "us-east-1",
         help="AWS region of the job.",
-        env=("AWS_DEFAULT_REGION",),
         prompt="Enter your AWS Region:",
     )
     base_job_name: str = option("accelerate-sagemaker-1", help="First part of the name of the job.")
@@ -67,13 +64,11 @@ class SageMakerConfig(CommonOptions):
     )
     aws_access_key_id: str | None = option(
         help="Key to log in with, when no profile is named.",
-        env=("AWS_ACCESS_KEY_ID",),
         in_file=False,
         secret=True,
     )
     aws_secret_access_key: str | None = option(
         help="Secret to log in with, when no profile is named.",
-        env=("AWS_SECRET_ACCESS_KEY",),
         in_file=False,
         secret=True,
     )
