@@ -1,0 +1,224 @@
+"""Loaders that read on every rank, in worlds of real ranks."""
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_state.process import PartialState
+from accel_train.data import prepare_data_loader
+from testkit import worlds
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Custom(Sampler):
+    """Not torch's, and shuffled by a generator of its own."""
+
+    def __init__(self, n):
+        self.n = n
+        self.generator = torch.Generator()
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n, generator=self.generator).tolist())
+
+    def __len__(self):
+        return self.n
+
+
+class CustomBatches(BatchSampler):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+class LengthBatches:
+    """Batches of varying size, without a batch size."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        start, size = 0, 1
+        while start < self.n:
+            yield list(range(start, min(start + size, self.n)))
+            start, size = start + size, size % 3 + 1
+
+
+LOADERS = {
+    "sequential": lambda n: DataLoader(range(n), batch_size=2),
+    "shuffle": lambda n: DataLoader(range(n), batch_size=2, shuffle=True),
+    "own generator": lambda n: DataLoader(
+        range(n),
+        batch_size=2,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(PartialState().process_index),
+    ),
+    "replacement": lambda n: DataLoader(
+        range(n), batch_size=2, sampler=RandomSampler(range(n), replacement=True, num_samples=n + 1)
+    ),
+    "subset": lambda n: DataLoader(range(n), batch_size=2, sampler=SubsetRandomSampler(range(n // 2 + 1))),
+    "weighted": lambda n: DataLoader(
+        range(n), batch_size=2, sampler=WeightedRandomSampler([1.0 + i for i in range(n)], n)
+    ),
+    "custom sampler": lambda n: DataLoader(range(n), batch_size=2, sampler=Custom(n)),
+    "custom batch sampler": lambda n: DataLoader(
+        range(n), batch_sampler=CustomBatches(RandomSampler(range(n)), 3, False)
+    ),
+    "varying batches": lambda n: DataLoader(range(n), batch_sampler=LengthBatches(n)),
+    "stream": lambda n: DataLoader(Numbers(n), batch_size=2),
+    "dispatched stream": lambda n: DataLoader(Numbers(n), batch_size=2),
+    "no batching": lambda n: DataLoader([torch.tensor([i]) for i in range(n)], batch_size=None, shuffle=True),
+}
+
+
+def real_samples(kind, n):
+    """What this rank yields that is no padding, the number of steps, and this rank's next own random number."""
+    state = PartialState(cpu=True)
+    torch.manual_seed(31 * state.process_index)  # ranks draw differently
+    loader = prepare_data_loader(
+        LOADERS[kind](n), device=state.device, put_on_device=True, rng_types=["generator"],
+        dispatch_batches=True if kind == "dispatched stream" else False,
+    )  # fmt: skip
+    epochs = []
+    for _ in range(2):
+        mine, steps = [], 0
+        for batch in loader:
+            valid = loader.valid_rows()
+            mine += batch.tolist()[: len(batch) if valid is None else valid[state.process_index]]
+            steps += 1
+        assert loader.end_of_dataloader
+        epochs.append((mine, steps))
+    return epochs, torch.rand(1).item()
+
+
+def drawn_alone(kind, n):
+    """What one process yields whose generators are rank 0's: the oracle, by plain torch."""
+    torch.manual_seed(0)
+    epochs = []
+    loader = LOADERS[kind](n)
+    for _ in range(2):
+        epochs.append(sorted(int(i) for batch in loader for i in batch.flatten()))
+    return epochs
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_t3_every_sample_of_the_sampler_arrives_once(kind, ranks):
+    n = 7 if ranks < 4 else 11
+    results = worlds.run(real_samples, ranks, kind, n)
+    for epoch in range(2):
+        together = sorted(i for epochs, _ in results for i in epochs[epoch][0])
+        if kind in ("replacement", "subset", "weighted"):
+            assert together == drawn_alone(kind, n)[epoch]
+        else:
+            assert together == list(range(n))
+        assert len({epochs[epoch][1] for epochs, _ in results}) == 1
+    # The ranks' own streams stay their own: augmentation differs.
+    assert len({draw for _, draw in results}) == ranks
+
+
+def shuffled_order(n, ranks_share):
+    state = PartialState(cpu=True)
+    torch.manual_seed(13 + state.process_index)
+    loader = prepare_data_loader(DataLoader(range(n), batch_size=2, shuffle=True))
+    return [batch.tolist() for _ in range(2) for batch in loader]
+
+
+def test_the_global_order_is_the_one_process_order():
+    torch.manual_seed(13)
+    plain = DataLoader(range(8), batch_size=2, shuffle=True)
+    expected = [batch.tolist() for _ in range(2) for batch in plain]
+    for ranks in (2, 4):
+        results = worlds.run(shuffled_order, ranks, 8, True)
+        assert [batch for step in zip(*results, strict=True) for batch in step] == expected
+
+
+def synchronized(kinds):
+    state = PartialState(cpu=True)
+    torch.manual_seed(state.process_index)
+    generator = torch.Generator().manual_seed(state.process_index)
+    loader = prepare_data_loader(
+        DataLoader(range(4), batch_size=1, shuffle=True, generator=generator), rng_types=kinds
+    )
+    iterator = iter(loader)
+    after_begin = (torch.rand(1).item(), torch.rand(1, generator=generator).item())
+    del iterator
+    return after_begin
+
+
+def test_chosen_generators_are_made_equal_when_an_epoch_begins():
+    one, two = worlds.run(synchronized, 2, ["generator"])
+    assert one[0] != two[0]
+    assert one[1] == two[1]
+    one, two = worlds.run(synchronized, 2, ["torch"])
+    assert one[0] == two[0]
+    assert one[1] != two[1]
+
+
+def empties():
+    state = PartialState(cpu=True)
+    device = {"device": state.device, "put_on_device": True}
+    lengths = []
+    for loader in (
+        prepare_data_loader(DataLoader([], batch_size=2)),
+        prepare_data_loader(DataLoader(Numbers(0), batch_size=2), **device),
+        prepare_data_loader(DataLoader(Numbers(0), batch_size=2), dispatch_batches=False, **device),
+        prepare_data_loader(DataLoader(range(3), batch_size=2, drop_last=True)),
+    ):
+        lengths.append(len(list(loader)))
+        assert loader.end_of_dataloader
+    return lengths
+
+
+def test_empty_loaders_yield_nothing_and_nobody_hangs():
+    assert worlds.run(empties, 3) == [[0, 0, 0, 0]] * 3
+
+
+class Broken(list):
+    def __getitem__(self, index):
+        if index == 3:
+            raise LookupError("sample 3 is broken")
+        return index
+
+
+def one_fails():
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(Broken(range(8)), batch_size=2))
+    seen = []
+    try:
+        seen.extend(batch.tolist() for batch in loader)
+    except LookupError as error:
+        return str(error), loader.ledger.live
+    return seen
+
+
+def test_a_dataset_that_fails_on_one_rank_fails_there_with_its_own_error():
+    one, two = worlds.run(one_fails, 2)
+    assert one == [[0, 1], [4, 5]]
+    assert two == ("sample 3 is broken", [])
+
+
+def uneven():
+    PartialState(cpu=True)
+    loader = prepare_data_loader(DataLoader(range(9), batch_size=2), even_batches=False)
+    return [batch.tolist() for batch in loader], len(loader), loader.may_be_uneven, loader.may_pad
+
+
+def test_uneven_batches_on_request():
+    assert worlds.run(uneven, 2) == [
+        ([[0, 1], [4, 5], [8]], 3, True, False),
+        ([[2, 3], [6, 7]], 2, True, False),
+    ]
