@@ -59,6 +59,10 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
         pipe.close()
         sys.stdout.flush()
         sys.stderr.flush()
+        # Rank 0 hosts the store, so it must not leave while others use it. The caller ends all at once.
+        caller = multiprocessing.parent_process()
+        if caller is not None:
+            caller.join()
         # A failed rank must not wait for its peers in destructors of the process group.
         os._exit(0)
 

@@ -117,7 +117,7 @@ def test_prepared_loaders_stay_what_they_are(kind, ranks):
         assert [rows for rows, _, _ in seen] == expected
         assert [end for _, end, _ in seen] == [False] * (len(seen) - 1) + [True]
         if kind in ("map", "stream") and ranks == 2:
-            assert seen[-1][2] == ((3, 1) if kind == "map" else (3, 1))
+            assert seen[-1][2] == (3, 1)
         assert lists(skip_first_batches(skipping, 1)) == expected[1:]
         if kind in ("map", "dispatch"):
             assert len(skipping) == len(expected)

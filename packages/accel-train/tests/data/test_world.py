@@ -85,12 +85,12 @@ LOADERS = {
 
 
 def real_samples(kind, n):
-    """What this rank yields that is no padding, the number of steps, and this rank's next own random number."""
+    """The real samples of this rank and its steps, by epoch; and this rank's next own random number."""
     state = PartialState(cpu=True)
     torch.manual_seed(31 * state.process_index)  # ranks draw differently
     loader = prepare_data_loader(
         LOADERS[kind](n), device=state.device, put_on_device=True, rng_types=["generator"],
-        dispatch_batches=True if kind == "dispatched stream" else False,
+        dispatch_batches=kind == "dispatched stream",
     )  # fmt: skip
     epochs = []
     for _ in range(2):
@@ -107,18 +107,25 @@ def real_samples(kind, n):
 def drawn_alone(kind, n):
     """What one process yields whose generators are rank 0's: the oracle, by plain torch."""
     torch.manual_seed(0)
-    epochs = []
     loader = LOADERS[kind](n)
-    for _ in range(2):
-        epochs.append(sorted(int(i) for batch in loader for i in batch.flatten()))
-    return epochs
+    return [sorted(int(i) for batch in loader for i in batch.flatten()) for _ in range(2)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+def all_kinds(n):
+    return {kind: real_samples(kind, n) for kind in LOADERS}
+
+
+@pytest.fixture(scope="module", params=[(2, 7), (3, 7), (4, 11)], ids="{0[0]} ranks".format)
+def world(request):
+    """All loaders in one world, since worlds cost more than what happens in them."""
+    ranks, n = request.param
+    return n, worlds.run(all_kinds, ranks, n)
+
+
 @pytest.mark.parametrize("kind", LOADERS)
-def test_t3_every_sample_of_the_sampler_arrives_once(kind, ranks):
-    n = 7 if ranks < 4 else 11
-    results = worlds.run(real_samples, ranks, kind, n)
+def test_t3_every_sample_of_the_sampler_arrives_once(kind, world):
+    n, answers = world
+    results = [answer[kind] for answer in answers]
     for epoch in range(2):
         together = sorted(i for epochs, _ in results for i in epochs[epoch][0])
         if kind in ("replacement", "subset", "weighted"):
@@ -127,10 +134,10 @@ def test_t3_every_sample_of_the_sampler_arrives_once(kind, ranks):
             assert together == list(range(n))
         assert len({epochs[epoch][1] for epochs, _ in results}) == 1
     # The ranks' own streams stay their own: augmentation differs.
-    assert len({draw for _, draw in results}) == ranks
+    assert len({draw for _, draw in results}) == len(results)
 
 
-def shuffled_order(n, ranks_share):
+def shuffled_order(n):
     state = PartialState(cpu=True)
     torch.manual_seed(13 + state.process_index)
     loader = prepare_data_loader(DataLoader(range(n), batch_size=2, shuffle=True))
@@ -142,7 +149,7 @@ def test_the_global_order_is_the_one_process_order():
     plain = DataLoader(range(8), batch_size=2, shuffle=True)
     expected = [batch.tolist() for _ in range(2) for batch in plain]
     for ranks in (2, 4):
-        results = worlds.run(shuffled_order, ranks, 8, True)
+        results = worlds.run(shuffled_order, ranks, 8)
         assert [batch for step in zip(*results, strict=True) for batch in step] == expected
 
 
