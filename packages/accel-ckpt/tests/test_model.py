@@ -192,6 +192,19 @@ def test_a_failure_midway_leaves_no_set_that_looks_whole(tmp_path):
     assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
 
+def test_what_a_killed_save_left_is_removed(tmp_path):
+    names = [".model.safetensors.part-0123456789ab", ".model-00001-of-00002.safetensors.part-0123456789ab"]
+    others = [".config.json.part-0123456789ab", ".model.safetensors.part-x"]
+    for name in (*names, *others):
+        (tmp_path / name).write_text("half")
+    save_model(net(), tmp_path)
+    assert set(names) < set(listing(tmp_path))  # they may belong to a save that is still writing
+    for name in names:
+        os.utime(tmp_path / name, (0, 0))
+    save_model(net(), tmp_path)
+    assert listing(tmp_path) == sorted([*others, "model.safetensors"])
+
+
 def test_bad_targets_and_values(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointSaveError, match=r"file is a file; save_model writes a folder"):

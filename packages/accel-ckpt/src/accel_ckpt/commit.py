@@ -20,7 +20,7 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -108,6 +108,7 @@ class _Commit:
         self.disk = disk
         self.folder: TemporaryFolder | None = None
         self.keep = False
+        self.own = Contribution({})
 
     @contextlib.contextmanager
     def _naming_the_cause(self) -> Iterator[None]:
@@ -125,7 +126,7 @@ class _Commit:
         if not self.leader:
             return
         with self._naming_the_cause():
-            self.directory.parent.mkdir(parents=True, exist_ok=True)
+            _make_folders(self.directory.parent, self.disk)
             restore_interrupted_swaps(self.directory.parent, self.disk)
             _check_destination(self.directory)
             try:
@@ -147,17 +148,22 @@ class _Commit:
                 "that all nodes share, or save on each node (save_on_each_node=True)"
             )
         with self._naming_the_cause():
-            return write(self.temporary)
+            written = write(self.temporary)
+        if not self.leader:
+            return written
+        # The others need no index of the leader's tensors, which can be large.
+        self.own = written
+        return replace(written, files={name: replace(r, tensors={}) for name, r in written.files.items()})
 
     def finish(self, parts: list[Contribution], coordinator: Coordinator) -> None:
         """Leader: write the manifest and give the folder its name."""
         if not self.leader:
             return
         with self._naming_the_cause():
-            files = {**_visible_files(self.temporary, parts), **parts[coordinator.rank].files}
+            files = {**_visible_files(self.temporary, parts), **self.own.files}
             files |= _unreported_files(self.temporary, files, self.disk)
             ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
-            manifest = Manifest(coordinator.world_size, ranks, parts[coordinator.rank].models, files)
+            manifest = Manifest(coordinator.world_size, ranks, self.own.models, files)
             manifest.write(self.temporary, self.disk)
             carried = (
                 _carry_over(self.directory, self.temporary, self.disk) if self.directory.exists() else set()
@@ -212,13 +218,21 @@ class _Commit:
         self.folder.release()
 
 
+def _make_folders(folder: Path, disk: Disk) -> None:
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in reversed(missing):
+        disk.sync_directory(path.parent)
+
+
 def _check_destination(directory: Path) -> None:
     if not directory.exists():
         return
     if not directory.is_dir():
         raise CheckpointSaveError(f"{directory} is a file; a checkpoint is a folder, choose another name")
-    if Path.cwd().is_relative_to(directory) or directory.is_mount():
-        kind = "a mount point" if directory.is_mount() else "the current working folder, or above it"
+    mounted = os.path.ismount(directory)
+    if mounted or Path.cwd().resolve().is_relative_to(directory.resolve()):
+        kind = "a mount point" if mounted else "the current working folder, or above it"
         raise CheckpointSaveError(
             f"{directory} is {kind}, and a checkpoint replaces its folder as a whole; save to a folder "
             f"inside it, "

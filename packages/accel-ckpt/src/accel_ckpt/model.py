@@ -50,6 +50,9 @@ _WEIGHT_FILE = re.compile(
     r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
 )
 
+_PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
+_DEAD = 600  # seconds without a write
+
 
 def save_model(
     model: nn.Module | Mapping[str, torch.Tensor],
@@ -109,11 +112,19 @@ def save_model(
         text = files.index.encode()
         replace_file(directory / index, lambda path: _write_bytes(path, text, disk), disk)
         written.append(index)
+    now = (directory / written[0]).stat().st_mtime
     for path in directory.iterdir():
-        if _WEIGHT_FILE.fullmatch(path.name) and path.name not in written and path.is_file():
+        stale = _WEIGHT_FILE.fullmatch(path.name) and path.name not in written
+        if (stale or _is_dead_part(path, now)) and path.is_file():
             disk.unlink(path)
     disk.sync_directory(directory)
     return tuple(written)
+
+
+def _is_dead_part(path: Path, now: float) -> bool:
+    """Whether a file is what a save that was killed left of a file of weights: one that nobody writes any more."""
+    match = _PART.fullmatch(path.name)
+    return match is not None and _WEIGHT_FILE.fullmatch(match[1]) is not None and now - path.stat().st_mtime > _DEAD
 
 
 def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
