@@ -114,17 +114,19 @@ def save_model(
         written.append(index)
     now = (directory / written[0]).stat().st_mtime
     for path in directory.iterdir():
-        stale = _WEIGHT_FILE.fullmatch(path.name) and path.name not in written
-        if (stale or _is_dead_part(path, now)) and path.is_file():
+        is_stale = _WEIGHT_FILE.fullmatch(path.name) and path.name not in written
+        if (is_stale or _is_dead_part(path, now)) and path.is_file():
             disk.unlink(path)
     disk.sync_directory(directory)
     return tuple(written)
 
 
 def _is_dead_part(path: Path, now: float) -> bool:
-    """Whether a file is what a save that was killed left of a file of weights: one that nobody writes any more."""
+    """Whether a killed save left this part of a file of weights: nobody has written to it for a while."""
     match = _PART.fullmatch(path.name)
-    return match is not None and _WEIGHT_FILE.fullmatch(match[1]) is not None and now - path.stat().st_mtime > _DEAD
+    if match is None or _WEIGHT_FILE.fullmatch(match[1]) is None:
+        return False
+    return now - path.stat().st_mtime > _DEAD
 
 
 def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
