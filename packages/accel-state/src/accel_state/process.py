@@ -356,8 +356,8 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
 
     member: Membership | None = None
     if dist.is_available() and dist.is_initialized():
+        _check_unused(options, dist.get_backend())
         member = adopt(topology, device_for)
-        _warn_of_unused(options, member.backend)
     elif _belongs_to_world(topology, options):
         member = join(topology, choose, options)
     device = device_for(topology) if member is None else member.device
@@ -390,7 +390,7 @@ def _belongs_to_world(topology: Topology, options: dict[str, Any]) -> bool:
     return topology.launcher == "torchrun" and (can_meet or "init_method" in options)
 
 
-def _warn_of_unused(options: dict[str, Any], backend: str) -> None:
+def _check_unused(options: dict[str, Any], backend: str) -> None:
     if options.get("backend", backend) != backend:
         raise StateError(
             f"backend={options['backend']!r} was asked for, but the script has already created a process "

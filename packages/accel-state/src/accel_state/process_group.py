@@ -24,6 +24,8 @@ __all__ = ["OPTIONS", "Membership", "adopt", "join"]
 
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
 _JOIN_TIMEOUT = timedelta(minutes=10)
+_CLONE_TIMEOUT = 60.0
+_GRACE = 5.0  # seconds after which a connection is given up that ignores its own timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +51,7 @@ Choice = Callable[[], tuple[torch.device, str]]
 def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Membership:
     """Take over the default process group that the user's script has created."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if (
-        topology.world_size != world_size
-    ):  # made without a launcher, as by torch.multiprocessing.spawn: one node
+    if topology.world_size != world_size:  # no launcher: torch.multiprocessing.spawn or the like, on one node
         topology = Topology(rank, world_size, rank, world_size, launcher="user")
     topology = replace(topology, rank=rank)
     store = dist.distributed_c10d._get_default_store()
@@ -74,17 +74,32 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
     url = options.get("init_method") or _address(topology)
     if url == "env://":
         url = _address(topology)
-    timeout: timedelta | None = options.get("timeout")
-    base = _meet(url, topology, timeout or _JOIN_TIMEOUT)
-    # A store can outlive a process group (torchrun's agent keeps it); keys of an earlier one must not be
-    # read.
-    generation = base.add(f"accel/generation/{topology.rank}", 1)
-    store = _prefixed(f"accel/{generation}", base)
-    device, backend = _agree(store, topology, choose, timeout or _JOIN_TIMEOUT)
-    if device.index is not None:
-        torch.accelerator.set_device_index(device.index)
+    timeout: timedelta = options.get("timeout") or _JOIN_TIMEOUT
+    base = _meet(url, topology, timeout)
+    try:
+        # A store can outlive a process group (torchrun's agent keeps it); keys of an earlier one must not be
+        # read.
+        generation = base.add(f"accel/generation/{topology.rank}", 1)
+        store = _prefixed(f"accel/{generation}", base)
+        device, backend = _agree(store, topology, choose, timeout)
+        side = _side_channel(store)
+        _create_group(store, topology, device, backend, options)
+        _wait_until_all_joined(store, topology, timeout)
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank {topology.rank} of {topology.world_size} lost the others at {url} while joining them; "
+            "the error of "
+            f"the rank that failed first says why. ({str(error).splitlines()[0]})"
+        ) from error
+    return Membership(topology, device, backend, side)
+
+
+def _create_group(
+    store: Store, topology: Topology, device: torch.device, backend: str, options: Mapping[str, Any]
+) -> None:
     arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
     if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
         arguments.setdefault("device_id", device)
     dist.init_process_group(
         backend,
@@ -93,7 +108,14 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
         world_size=topology.world_size,
         **arguments,
     )
-    return Membership(topology, device, backend, _side_channel(store))
+
+
+def _wait_until_all_joined(store: Store, topology: Topology, timeout: timedelta) -> None:
+    """Keep rank 0, in which the store lives, until the others no longer need it to find each other."""
+    if store.add("joined", 1) == topology.world_size:
+        store.set("all joined", "")
+    if topology.rank == 0:
+        store.wait(["all joined"], timeout)
 
 
 def _prefixed(prefix: str, store: Store) -> Store:
@@ -101,7 +123,39 @@ def _prefixed(prefix: str, store: Store) -> Store:
 
 
 def _side_channel(store: Store) -> Store:
-    return _prefixed("accel/side", store.clone())  # type: ignore[attr-defined]
+    clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
+    finished = _within(_CLONE_TIMEOUT, clone)
+    if finished is None:
+        raise LaunchError(
+            f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, in which it "
+            "lives, has "
+            "ended or is stuck; look at its output"
+        )
+    return _prefixed("accel/side", finished)
+
+
+def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
+    """What ``connect`` returns, or None after ``seconds``; what it raises is raised.
+
+    It runs in a thread of its own, because a client of the store can wait for ever, or much longer than its
+    timeout: when another program listens at the port, or rank 0 has ended.
+    """
+    result: list[Store | Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(connect())
+        except Exception as error:  # raised again below, in the thread that asked
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="accel-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result:
+        return None
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
 
 
 def _address(topology: Topology) -> str:
@@ -124,34 +178,17 @@ def _address(topology: Topology) -> str:
 
 
 def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
-    """Connect to the store at ``url``; rank 0 creates it.
+    """Connect to the store at ``url``; rank 0 creates it."""
+    rank, world_size = topology.rank, topology.world_size
+    where = f"rank {rank} of {world_size} could not meet the others at {url}"
 
-    The connection is made in a thread of its own: a client of a port on which another program listens would
-    otherwise wait for ever.
-    """
-    result: list[Store | Exception] = []
+    def connect() -> Store:
+        store: Store = next(rendezvous(url, rank=rank, world_size=world_size, timeout=timeout))[0]
+        return store
 
-    def connect() -> None:
-        try:
-            store, _, _ = next(
-                rendezvous(url, rank=topology.rank, world_size=topology.world_size, timeout=timeout)
-            )
-            result.append(store)
-        except Exception as error:  # raised again below, in the thread that asked
-            result.append(error)
-
-    thread = threading.Thread(target=connect, name="accel-rendezvous", daemon=True)
-    thread.start()
-    thread.join(timeout.total_seconds() + 5)
-    where = f"rank {topology.rank} of {topology.world_size} could not meet the others at {url}"
-    if not result:
-        raise LaunchError(
-            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; "
-            "choose "
-            "another MASTER_PORT (--main_process_port), or see whether rank 0 has failed"
-        )
-    if isinstance(result[0], Exception):
-        error = result[0]
+    try:
+        store = _within(timeout.total_seconds() + _GRACE, connect)
+    except Exception as error:  # PyTorch has several kinds
         if "EADDRINUSE" in str(error):
             raise LaunchError(
                 f"{where}: port {topology.master_port} is in use on this machine, so rank 0 cannot listen "
@@ -159,7 +196,13 @@ def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
                 "Choose another MASTER_PORT (--main_process_port; 0 takes a free one)"
             ) from error
         raise LaunchError(f"{where}: {error}") from error
-    return result[0]
+    if store is None:
+        raise LaunchError(
+            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; "
+            "choose "
+            "another MASTER_PORT (--main_process_port), or see whether rank 0 has failed"
+        )
+    return store
 
 
 def _agree(store: Store, topology: Topology, choose: Choice, timeout: timedelta) -> tuple[torch.device, str]:
