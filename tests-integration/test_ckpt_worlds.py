@@ -124,6 +124,36 @@ def test_an_io_error_of_one_rank(tmp_path, bad_rank, operation):
     assert os.listdir(tmp_path) == ["c"]
 
 
+def test_t33_names_are_the_same_under_ddp_and_compile(tmp_path):
+    def work(folder):
+        from accel_ckpt import (
+            canonical_state_dict,
+            load_checkpoint_in_model,
+            optimizer_state_by_name,
+            save_model,
+        )
+        from accel_state import PartialState
+
+        state = PartialState(cpu=True)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        model = nn.parallel.DistributedDataParallel(torch.compile(plain))
+        assert "module._orig_mod.0.weight" in model.state_dict()
+        assert list(canonical_state_dict(model.state_dict(), model)) == list(plain.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = optimizer_state_by_name(optimizer, [model])["param_groups"][0]["params"]
+        assert names == [f"model_0.{name}" for name, _ in plain.named_parameters()]
+        if state.is_main_process:
+            save_model(model, folder)
+        state.wait_for_everyone()
+        load_checkpoint_in_model(model, folder, strict=True)
+        again = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        load_checkpoint_in_model(again, folder, strict=True)
+        assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), again.parameters(), strict=True))
+
+    worlds.run(work, 2, str(tmp_path))
+
+
 def test_save_writes_on_the_main_process_only(tmp_path):
     def work(folder):
         from accel_ckpt import save

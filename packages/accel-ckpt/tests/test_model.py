@@ -246,6 +246,13 @@ def test_save_as_safetensors(tmp_path):
     assert torch.equal(safetensors.torch.load(buffer.getvalue())["a"], tied)
 
 
+@pytest.mark.parametrize("value", [[1], {"a": 1}, torch.ones(1)])
+def test_only_tensors_by_name_go_to_safetensors(tmp_path, value):
+    with pytest.raises(UnsupportedValueError, match="pass a dictionary of tensors"):
+        save(value, tmp_path / "x", safe_serialization=True)
+    assert listing(tmp_path) == []
+
+
 class Evil:
     def __reduce__(self):
         return (os.getcwd, ())

@@ -237,11 +237,21 @@ def save(
         f: a path, whose old content stays until the new one is complete, or a binary file.
         save_on_each_node: save on the local main process of every node, not only on the main process.
         safe_serialization: write safetensors instead of ``torch.save``'s format.
+
+    Raises:
+        UnsupportedValueError: ``safe_serialization`` and anything but tensors by name.
     """
     from accel_ckpt.coordination import is_saving_process
 
     if not is_saving_process(save_on_each_node):
         return
+    if safe_serialization and not (
+        isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
+    ):
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors by name, and this {type(obj).__name__} holds something else; "
+            "pass a dictionary of tensors, or safe_serialization=False"
+        )
     cleaned = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
