@@ -1,0 +1,89 @@
+"""torch.compile for prepared models: the whole model, or its repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accel_train.config import TorchDynamoPlugin
+from accel_train.unwrap import has_compiled_regions, is_compiled_module
+
+__all__ = ["compile_model", "compile_regions", "repeated_blocks"]
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """Compile a model as the plugin says; one that is compiled already stays as it is.
+
+    Returns:
+        The compiled module, or `model` itself when nothing is to be done or its blocks were compiled in place.
+    """
+    if not plugin.enabled or is_compiled_module(model) or has_compiled_regions(model):
+        return model
+    kwargs = plugin.to_kwargs()
+    kwargs["backend"] = str(plugin.backend.value).lower()
+    if plugin.use_regional_compilation:
+        return compile_regions(model, **kwargs)
+    return cast(nn.Module, torch.compile(model, **kwargs))
+
+
+def compile_regions(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile the repeated blocks of a model in place.
+
+    The blocks of a `ModuleList` of one class share their code, so the compiler translates each kind once however often
+    it is repeated; what stands around them stays eager. Names in the state dict do not change. A model without
+    repeated blocks is compiled whole, in place.
+
+    Args:
+        model: the model to change.
+        compile_kwargs: arguments of `torch.compile`.
+
+    Returns:
+        The same model.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        model.compile(**compile_kwargs)
+        return model
+    compiled: dict[type[nn.Module], Callable[..., Any]] = {}
+    for block in blocks:
+        kind = type(block)
+        if kind not in compiled:
+            compiled[kind] = torch.compile(_call_of(kind), **compile_kwargs)
+        # nn.Module.__call__ runs this in place of _call_impl; one compiled function per kind is one cache per kind.
+        block._compiled_call_impl = _Bound(compiled[kind], block)  # type: ignore[assignment]
+    return model
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Members of every non-empty `ModuleList` whose members are all of one class, outermost lists only."""
+    found: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(item) for item in child}) == 1:
+            found.extend(child)
+        else:
+            found.extend(repeated_blocks(child))
+    return found
+
+
+def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = f"call_{kind.__name__}"
+    # Dynamo's cache belongs to the code object; a copy per class keeps one class from filling another's.
+    call.__code__ = call.__code__.replace(co_name=call.__name__)
+    return call
+
+
+class _Bound:
+    """A compiled function bound to the block whose call it replaces."""
+
+    def __init__(self, function: Callable[..., Any], block: nn.Module) -> None:
+        self.function = function
+        self.block = block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.block, *args, **kwargs)

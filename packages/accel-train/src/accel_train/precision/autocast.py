@@ -1,0 +1,84 @@
+"""What the autocast precisions share: a reversible wrapper around `forward`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from accel_state.trees import convert_to_fp32
+from torch import nn
+
+from accel_train.precision.base import Precision
+
+__all__ = ["AutocastForward", "AutocastPrecision"]
+
+
+class AutocastForward:
+    """A model's forward under autocast, whose floating outputs come back in float32.
+
+    A fresh autocast context per call keeps it right when it is entered again (activation checkpointing runs forward
+    inside backward) and after an exception.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], device_type: str, dtype: torch.dtype, cache_enabled: bool
+    ) -> None:
+        functools.update_wrapper(self, forward)
+        self.forward = forward
+        self.device_type = device_type
+        self.dtype = dtype
+        self.cache_enabled = cache_enabled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache_enabled):
+            outputs = self.forward(*args, **kwargs)
+        if type(outputs) is torch.Tensor:
+            return outputs.float() if outputs.dtype in _LOW else outputs
+        return convert_to_fp32(outputs)
+
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class AutocastPrecision(Precision):
+    """Parameters stay as they are; forward runs under autocast in `dtype`."""
+
+    dtype: torch.dtype
+
+    def autocast(
+        self, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[object]:
+        """`torch.autocast` in this precision's dtype."""
+        return torch.autocast(
+            self.options.device_type, self.dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Put `AutocastForward` around `model.forward`; the original stays in `model._original_forward`."""
+        if not self.options.autocast_enabled or isinstance(model.forward, AutocastForward):
+            return
+        cache_enabled = self.options.cache_enabled
+        if cache_enabled is None:
+            cache_enabled = torch.is_autocast_cache_enabled()
+        original = model.forward
+        model._original_forward = original  # type: ignore[assignment]
+        model.forward = AutocastForward(original, self.options.device_type, self.dtype, cache_enabled)
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Restore the original forward; the model pickles again."""
+        restore_forward(model)
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Undo `AutocastPrecision.wrap_forward`, whoever did it."""
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    # A plain method comes back through the class; an instance attribute that stood there before is put back.
+    if getattr(original, "__self__", None) is model and original.__func__ is type(model).forward:
+        model.__dict__.pop("forward", None)
+    else:
+        model.forward = original

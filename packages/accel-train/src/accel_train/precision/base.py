@@ -1,0 +1,89 @@
+"""The precision axis: which numbers are computed with.
+
+`Precision` is the null object of the axis: everything in the dtype that the user chose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Precision", "PrecisionOptions"]
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    """What the resolver hands to a precision.
+
+    Attributes:
+        device_type: type of the device that computes, as in `torch.device.type`.
+        autocast_enabled: whether the automatic cast of prepared models is on (`AutocastKwargs.enabled`).
+        cache_enabled: autocast's weight cache; None is torch's default.
+        scaler_kwargs: keyword arguments of `torch.amp.GradScaler`.
+    """
+
+    device_type: str = "cpu"
+    autocast_enabled: bool = True
+    cache_enabled: bool | None = None
+    scaler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Precision:
+    """Nothing is cast and nothing is scaled."""
+
+    name: ClassVar[str] = "no"
+    #: The dtype that autocast computes in, None without autocast.
+    dtype: ClassVar[torch.dtype | None] = None
+
+    #: The gradient scaler, None when gradients are not scaled.
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, options: PrecisionOptions) -> None:
+        self.options = options
+
+    def autocast(
+        self, enabled: bool = True, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[object]:
+        """Context for code outside a prepared model, such as a loss function."""
+        return contextlib.nullcontext()
+
+    def wrap_forward(self, model: nn.Module) -> None:
+        """Make `model.forward` compute in this precision; `unwrap_forward` undoes it."""
+
+    def unwrap_forward(self, model: nn.Module) -> None:
+        """Give `model` its own forward back, if this precision had replaced it."""
+
+    def backward(self, loss: Tensor, outstanding: bool, **kwargs: Any) -> None:
+        """Run backward.
+
+        Args:
+            loss: what to differentiate.
+            outstanding: whether gradients of the open window, computed before this call, wait for a step.
+            kwargs: arguments of `Tensor.backward`.
+        """
+        loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the gradients of an optimizer to their true size, once per step however often it is asked."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step an optimizer.
+
+        Returns:
+            Whether it really stepped (False: gradients were not finite), and what its `step` returned.
+        """
+        return True, optimizer.step(closure) if closure is not None else optimizer.step()
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Told when an optimizer's gradients are thrown away without a step."""
+
+    def settle(self) -> None:
+        """Finish what waits between steps, so that `scaler` is up to date (called before it is saved)."""

@@ -1,0 +1,105 @@
+"""float16 under autocast, with a gradient scaler; on the CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from accel_train.errors import AccumulationError, OptionError
+from accel_train.precision.autocast import AutocastPrecision
+from accel_train.precision.base import PrecisionOptions
+
+__all__ = ["FP16Precision"]
+
+
+class FP16Precision(AutocastPrecision):
+    """Autocast in float16; losses are scaled so that small gradients survive, steps with inf or NaN are skipped.
+
+    One scaler serves every optimizer. Its scale may only change when no scaled gradient is waiting, so `update()` is
+    put off from the step to the next backward that opens a window; with several optimizers, torch's rule "update once,
+    after all of them" holds whatever their order.
+    """
+
+    name: ClassVar[str] = "fp16"
+    dtype = torch.float16
+
+    def __init__(self, options: PrecisionOptions) -> None:
+        super().__init__(options)
+        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
+            options.device_type, **dict(options.scaler_kwargs)
+        )
+        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # unscaled since the last update, not yet stepped
+        self._update_due = False
+        self._stepped: set[int] = set()
+
+    def backward(self, loss: Tensor, outstanding: bool, **kwargs: Any) -> None:
+        """Scale the loss and run backward.
+
+        Raises:
+            AccumulationError: gradients that were already unscaled (for clipping) would be mixed with scaled ones.
+        """
+        if self._unscaled:
+            self._forget_empty()
+        if self._update_due and not outstanding:
+            self.settle()
+        self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
+
+    def _forget_empty(self) -> None:
+        for key, optimizer in list(self._unscaled.items()):
+            if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+                raise AccumulationError(
+                    "backward() was called after the gradients of an optimizer were unscaled (by clipping or "
+                    "unscale_gradients()) and before it stepped: scaled and unscaled gradients would be added up. "
+                    "Clip once, after the last backward (inside `if accelerator.sync_gradients:`), then step or "
+                    "zero_grad."
+                )
+            del self._unscaled[key]
+            self._update_due = True
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """`GradScaler.unscale_`, once until the optimizer steps."""
+        key = id(optimizer)
+        if key in self._unscaled:
+            return
+        if key in self._stepped:
+            self.settle()
+        self.scaler.unscale_(optimizer)
+        self._unscaled[key] = optimizer
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step unless a gradient is inf or NaN.
+
+        Raises:
+            OptionError: a closure was given; it would have to be re-run under the scaler.
+        """
+        if closure is not None:
+            raise OptionError(
+                "optimizer.step(closure) cannot be combined with mixed_precision='fp16': the gradient scaler must see "
+                "the gradients before the optimizer does. Use 'bf16', or an optimizer without a closure."
+            )
+        self.unscale_(optimizer)
+        self._unscaled.pop(id(optimizer))
+        found = [bool(flag.item()) for flag in self.scaler._found_inf_per_device(optimizer).values()]
+        if not found:  # the optimizer holds no gradients, and the scaler refuses to step what it never checked
+            return True, optimizer.step()
+        self._stepped.add(id(optimizer))
+        self._update_due = True
+        return not any(found), self.scaler.step(optimizer)
+
+    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget that the gradients, now thrown away, were unscaled."""
+        if self._unscaled.pop(id(optimizer), None) is not None:
+            self._update_due = True
+
+    def settle(self) -> None:
+        """Let the scale grow or shrink by what the last steps found."""
+        # An update would forget which optimizers were unscaled, and their step would unscale them again.
+        if self._update_due and not self._unscaled:
+            self.scaler.update()
+            self._update_due = False
+            self._stepped.clear()

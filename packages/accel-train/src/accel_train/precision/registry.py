@@ -1,0 +1,18 @@
+"""Precisions by name; outside packages add theirs through the entry-point group `accel_train.precision`."""
+
+from __future__ import annotations
+
+from accel_train.precision.base import Precision
+from accel_train.registry import Registry
+
+__all__ = ["PRECISIONS"]
+
+PRECISIONS: Registry[type[Precision]] = Registry(
+    "precision",
+    "accel_train.precision",
+    {
+        "no": "accel_train.precision.base:Precision",
+        "bf16": "accel_train.precision.bf16:BF16Precision",
+        "fp16": "accel_train.precision.fp16:FP16Precision",
+    },
+)

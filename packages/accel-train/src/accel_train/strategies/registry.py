@@ -1,0 +1,17 @@
+"""Strategies by name; outside packages add theirs through the entry-point group `accel_train.strategies`."""
+
+from __future__ import annotations
+
+from accel_train.registry import Registry
+from accel_train.strategies.base import Strategy
+
+__all__ = ["STRATEGIES"]
+
+STRATEGIES: Registry[type[Strategy]] = Registry(
+    "strategy",
+    "accel_train.strategies",
+    {
+        "single": "accel_train.strategies.base:Strategy",
+        "ddp": "accel_train.strategies.ddp:DDPStrategy",
+    },
+)

@@ -1,0 +1,85 @@
+"""Getting back the model that the user built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from accel_train.precision.autocast import restore_forward
+
+__all__ = ["extract_model_from_parallel", "has_compiled_regions", "is_compiled_module"]
+
+
+def is_compiled_module(module: Any) -> bool:
+    """Whether `module` is what `torch.compile(model)` returns."""
+    return isinstance(module, torch._dynamo.OptimizedModule) if _dynamo_loaded() else False
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether `module` or a module inside it was compiled in place (`module.compile()`) or wrapped."""
+    return any(is_compiled_module(item) or _compiled_in_place(item) for item in module.modules())
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Take the wrappers off a prepared model.
+
+    Args:
+        model: a prepared model, or any module.
+        keep_fp32_wrapper: leave mixed precision on; False restores the model's own forward.
+        keep_torch_compile: leave the model compiled; False gives the plain module.
+        recursive: also unwrap parallel wrappers inside the model.
+
+    Returns:
+        The module inside ddp's wrapper, compiled again around it if it was compiled and should stay so.
+    """
+    compiled = is_compiled_module(model)
+    inner: nn.Module = model._orig_mod if compiled else model  # type: ignore[assignment]
+    was_parallel = False
+    while isinstance(inner, (DistributedDataParallel, DataParallel)):
+        inner = inner.module
+        was_parallel = True
+    inner_compiled = is_compiled_module(inner)
+    if inner_compiled and not keep_torch_compile:
+        inner = inner._orig_mod  # type: ignore[assignment]
+    if recursive:
+        _unwrap_children(inner)
+    if not keep_fp32_wrapper:
+        plain = inner._orig_mod if is_compiled_module(inner) else inner
+        restore_forward(plain)  # type: ignore[arg-type]
+    if not keep_torch_compile:
+        for item in inner.modules():
+            if _compiled_in_place(item):
+                item._compiled_call_impl = None  # type: ignore[assignment]
+    if compiled and keep_torch_compile:
+        if not was_parallel:
+            return model
+        model._orig_mod = inner  # type: ignore[assignment]
+        return model
+    return inner
+
+
+def _unwrap_children(module: nn.Module) -> None:
+    for name, child in list(module.named_children()):
+        while isinstance(child, (DistributedDataParallel, DataParallel)):
+            child = child.module
+            setattr(module, name, child)
+        _unwrap_children(child)
+
+
+def _compiled_in_place(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _dynamo_loaded() -> bool:
+    import sys
+
+    # Importing torch._dynamo takes a second; nothing is compiled before it has been imported.
+    return "torch._dynamo" in sys.modules
