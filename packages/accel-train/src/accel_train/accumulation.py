@@ -12,8 +12,9 @@ The last one knows the true count: it first scales what is accumulated, then div
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -109,6 +110,7 @@ class Accumulator:
         self._last_owner: weakref.ref[Any] | None = None
         self._manual = Window()  # for backward() outside accumulate()
         self._held_back = 0  # depth of no_sync() contexts
+        self._may_count = True  # false where a rank may be out of data and could not take part
 
     # Windows
 
@@ -219,7 +221,7 @@ class Accumulator:
         if not window.synchronising:
             return loss / self.num_steps
         owner = window.owner() if window.owner is not None else None
-        uneven = owner is not None and owner.may_be_uneven
+        uneven = self._may_count and owner is not None and owner.may_be_uneven
         if not uneven and window.micro_batches == self.num_steps:
             return loss / self.num_steps
         if not window.corrected:
@@ -233,6 +235,12 @@ class Accumulator:
     def _weigh(self, window: Window, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
         """Second contract: the sum of losses over the sum of items, as on one big batch."""
         items = _checked(num_items)
+        if not self._may_count:
+            raise AccumulationError(
+                "backward(num_items=…) sums the items of all ranks, which a rank without data cannot take part in. "
+                "Outside join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank as many "
+                "batches."
+            )
         if window.backwards_here:
             raise AccumulationError(
                 "backward(num_items=…) was called twice in one micro-batch; their items would be counted twice. Add "
@@ -271,22 +279,31 @@ class Accumulator:
             models = window.models or self._all_models
             self._strategy.scale_gradients(models, window.factor * self.num_steps)
 
-    # Holding back by hand
+    # Contexts
 
-    def hold_back(self) -> _HoldBack:
-        """Marks backward passes as not the last of a hand-made window (used by `no_sync`)."""
-        return _HoldBack(self)
+    @contextlib.contextmanager
+    def hold_back(self) -> Iterator[None]:
+        """Backward passes inside are not the last of a hand-made window (used by `no_sync`)."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
 
+    @contextlib.contextmanager
+    def without_counting(self) -> Iterator[None]:
+        """No communication of counts inside, because a rank may be out of data (used by `join_uneven_inputs`)."""
+        before, self._may_count = self._may_count, False
+        try:
+            yield
+        finally:
+            self._may_count = before
 
-class _HoldBack:
-    def __init__(self, accumulator: Accumulator) -> None:
-        self._accumulator = accumulator
-
-    def __enter__(self) -> None:
-        self._accumulator._held_back += 1
-
-    def __exit__(self, *exc: object) -> None:
-        self._accumulator._held_back -= 1
+    def __getstate__(self) -> dict[str, Any]:
+        # An open window refers to live iterations, which do not travel to another process.
+        state = dict(self.__dict__)
+        state.update(_windows={}, _current=None, _last_owner=None, _manual=Window())
+        return state
 
 
 class _MicroBatch:

@@ -82,6 +82,11 @@ class Precision:
         """
         return True, optimizer.step(closure) if closure is not None else optimizer.step()
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with, and so the gradients before `unscale_`."""
+        return 1.0
+
     def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """Told when an optimizer's gradients are thrown away without a step."""
 

@@ -91,6 +91,11 @@ class FP16Precision(AutocastPrecision):
         self._update_due = True
         return not any(found), self.scaler.step(optimizer)
 
+    @property
+    def loss_scale(self) -> float:
+        """The scaler's scale."""
+        return self.scaler.get_scale()
+
     def discard(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget that the gradients, now thrown away, were unscaled."""
         if self._unscaled.pop(id(optimizer), None) is not None:

@@ -1,0 +1,773 @@
+"""The façade that users see: short methods, each handing its work to the module that does it."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accel_state import collectives
+from accel_state.enums import DistributedType, DynamoBackend, RNGType
+from accel_state.environment import get_int_from_env
+from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
+from accel_state.memory import release_memory
+from accel_state.process import PartialState
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from accel_train import checkpoint, metrics, prepare, profiling
+from accel_train.accumulation import Accumulator
+from accel_train.config import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    collect_handlers,
+)
+from accel_train.data import LoaderLedger, skip_first_batches
+from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
+from accel_train.scheduler import AcceleratedScheduler
+from accel_train.state import AcceleratorState, GradientState, register_newest
+from accel_train.unwrap import extract_model_from_parallel
+
+__all__ = ["Accelerator"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_HANDLERS: dict[type[KwargsHandler], str] = {
+    AutocastKwargs: "autocast",
+    DistributedDataParallelKwargs: "ddp",
+    GradScalerKwargs: "scaler",
+    InitProcessGroupKwargs: "init",
+    ProfileKwargs: "profile",
+}
+
+
+class Accelerator:
+    """Runs a PyTorch training loop on whatever it was started on.
+
+    Args:
+        device_placement: models, optimizer states and batches move to this process's device.
+        split_batches: deprecated; use `DataLoaderConfiguration(split_batches=True)`.
+        mixed_precision: "no", "bf16" or "fp16"; None: as launched, else "no".
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        cpu: use the CPU although there is an accelerator device.
+        dataloader_config: how loaders are prepared.
+        rng_types: random states that ranks share at the start of an epoch; None: "generator", the sampler's own.
+        project_dir: folder of checkpoints and logs.
+        project_config: naming and number of checkpoints.
+        gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more options.
+        step_scheduler_with_optimizer: False: calls of a prepared scheduler's `step()` are passed on as they are.
+        kwargs_handlers: options of the objects created here, at most one of each kind.
+        dynamo_backend: backend of `torch.compile` for prepared models.
+        dynamo_plugin: instead of `dynamo_backend`, with more options.
+        scale_scheduler: a prepared scheduler takes one step per process for each optimizer step (unless batches are
+            split), which suits a schedule planned on the length of the unprepared loader. False: one step for each.
+        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config,
+            log_with: not available yet; anything but None raises.
+
+    Raises:
+        OptionError: a value that cannot be used, or two that exclude each other.
+        NotAvailableError: an option whose feature this version does not have.
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+        *,
+        scale_scheduler: bool = True,
+        **unknown: Any,
+    ) -> None:
+        _refuse_unknown(unknown)
+        refuse_unavailable(
+            {
+                "deepspeed_plugin": deepspeed_plugin,
+                "deepspeed_plugins": deepspeed_plugins,
+                "fsdp_plugin": fsdp_plugin,
+                "torch_tp_plugin": torch_tp_plugin,
+                "megatron_lm_plugin": megatron_lm_plugin,
+                "parallelism_config": parallelism_config,
+                "log_with": log_with,
+            }
+        )
+        precision = mixed_precision_name(mixed_precision)
+        plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        dynamo = _dynamo_plugin(dynamo_backend, dynamo_plugin)
+        handlers: dict[str, Any] = dict(collect_handlers(kwargs_handlers, _HANDLERS))
+        self.autocast_handler: AutocastKwargs | None = handlers.get("autocast")
+        self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get("ddp")
+        self.scaler_handler: GradScalerKwargs | None = handlers.get("scaler")
+        self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
+        self.profile_handler: ProfileKwargs | None = handlers.get("profile")
+        self.dataloader_config = _loader_config(dataloader_config, split_batches)
+        self.project_configuration = _project(project_config, project_dir)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types = [str(kind) for kind in rng_types] if rng_types is not None else ["generator"]
+        self.scale_scheduler = scale_scheduler
+
+        init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
+        self._process = PartialState(cpu, **init_kwargs)
+        self._plan = resolve(
+            self._process,
+            mixed_precision=precision,
+            device_placement=device_placement,
+            autocast=self.autocast_handler or AutocastKwargs(),
+            scaler=self.scaler_handler or GradScalerKwargs(),
+            ddp=self.ddp_handler or DistributedDataParallelKwargs(),
+        )
+        self._models: list[nn.Module] = []  # as they were before wrapping
+        self._prepared_models: list[nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[Any] = []
+        self._hooks = checkpoint.Hooks()
+        self._custom_objects: list[Any] = []
+        self._ledger = LoaderLedger()
+        self._accumulator = Accumulator(
+            self._plan.strategy,
+            self._plan.precision,
+            self._ledger,
+            sum_over_ranks=self._sum_over_ranks,
+            all_models=self._prepared_models,
+            num_steps=plugin.num_steps or 1,
+            sync_with_dataloader=plugin.sync_with_dataloader,
+            sync_each_batch=plugin.sync_each_batch,
+        )
+        self.state = AcceleratorState(
+            self._process,
+            mixed_precision=precision,
+            dynamo_plugin=dynamo,
+            deepspeed_plugin=None,
+            fsdp_plugin=None,
+            megatron_lm_plugin=None,
+            torch_tp_plugin=None,
+            parallelism_config=None,
+            device_mesh=None,
+        )
+        self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=self._ledger)
+        self.step = 0
+        self.flag_tensor: Tensor | None = None
+        register_newest(self)
+
+    # Facts about the process
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How processes cooperate."""
+        return self._process.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes."""
+        return self._process.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self._process.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its node."""
+        return self._process.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this process."""
+        return self._process.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self._process.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes, each with an accelerator device."""
+        return self._process.use_distributed and self._process.device.type != "cpu"
+
+    @property
+    def is_main_process(self) -> bool:
+        """True on one process of all."""
+        return self._process.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """True on one process of each node."""
+        return self._process.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """True on the process with the highest rank."""
+        return self._process.is_last_process
+
+    # Facts about the configuration
+
+    @property
+    def mixed_precision(self) -> str:
+        """"no", "bf16" or "fp16"."""
+        return self.state.mixed_precision
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether autocast is in use."""
+        return self._plan.precision.dtype is not None
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler; None unless mixed_precision is "fp16"."""
+        return self._plan.precision.scaler
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch is divided among ranks."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether rank 0 reads for all."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether every rank gets as many batches."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even_batches: bool) -> None:
+        self.dataloader_config.even_batches = even_batches
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether shuffling depends on seed and epoch alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches move without waiting."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether loaders restore their position."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of the project."""
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of logs."""
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next automatic checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """True on the process of each node that writes models."""
+        return self._process.is_local_main_process
+
+    # Where code runs
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: run on the main process only, return None elsewhere."""
+        return self._process.on_main_process(function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: run on the main process of each node only."""
+        return self._process.on_local_main_process(function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: run on the last process only."""
+        return self._process.on_last_process(function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run on the process with this rank only."""
+        return self._process.on_process(function, process_index=process_index)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: run on the process with this local rank only, on every node."""
+        return self._process.on_local_process(function, local_process_index=local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Context that the main process enters first; the others follow when it has left."""
+        return self._process.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Context that the main process of each node enters first."""
+        return self._process.local_main_process_first()
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Context with this process's part of a list, tuple, dict, tensor or dataset."""
+        return self._process.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per node."""
+        self._process.print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process got here."""
+        self._process.wait_for_everyone()
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any order; other objects come back unchanged.
+
+        Args:
+            args: the objects.
+            device_placement: per object, whether it moves to the device; None: as the accelerator does.
+
+        Returns:
+            The prepared object, or a tuple of them in the order given. Prepared objects come back as they are.
+
+        Raises:
+            PrepareError: an object cannot be prepared.
+        """
+        return prepare.prepare(self, args, device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepare one model; with `evaluation_mode` it is not wrapped for gradient reduction."""
+        placed = self.device_placement if device_placement is None else device_placement
+        return prepare.prepare_model(self, model, placed, evaluation_mode)
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Prepare one loader."""
+        placed = self.device_placement if device_placement is None else device_placement
+        return prepare.prepare_loader(self, data_loader, placed, slice_fn_for_dispatch)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare one optimizer."""
+        placed = self.device_placement if device_placement is None else device_placement
+        return prepare.prepare_optimizer(self, optimizer, placed)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """Prepare one scheduler, after its optimizer."""
+        return prepare.prepare_scheduler(self, scheduler)
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """A loader of the same kind that starts after `num_batches` batches."""
+        skipped = skip_first_batches(dataloader, num_batches)
+        if any(dataloader is known for known in self._dataloaders):
+            self._dataloaders.append(skipped)
+        return skipped
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """The model inside a prepared one; see `extract_model_from_parallel`."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def free_memory(self, *objects: Any) -> list[Any]:
+        """Forget everything prepared and give memory back; returns one None per object, to rebind their names."""
+        self._models.clear()
+        self._prepared_models.clear()
+        self._optimizers.clear()
+        self._schedulers.clear()
+        self._dataloaders.clear()
+        self._accumulator.forget()
+        self.step = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[Any]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a part of the model is spread over several devices."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(device_map is not None and len(device_map) > 1 for device_map in maps)
+
+    # Gradients
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are complete: false while a window is being filled."""
+        return self._accumulator.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self._accumulator.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self._accumulator.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self._accumulator.num_steps = GradientAccumulationPlugin(num_steps=steps).num_steps or 1
+
+    def accumulate(
+        self, *models: nn.Module, dataloader: DataLoader[Any] | None = None
+    ) -> AbstractContextManager[None]:
+        """Context of one micro-batch; optimizers and schedulers inside act on the last one of a window.
+
+        Args:
+            models: the models trained in this block (more than one, as in a GAN, share one window).
+            dataloader: the loader whose last batch ends the window; None: the one that yielded last.
+
+        Raises:
+            AmbiguousLoaderError: several loaders are iterated in turn and none was named.
+        """
+        return self._accumulator.micro_batch(models, dataloader)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context in which backward passes of a model accumulate locally, without communication."""
+        with self._accumulator.hold_back(), self._plan.strategy.no_sync(model):
+            yield
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context whose backward reduces gradients although its forwards ran under `no_sync`."""
+        return self._plan.strategy.trigger_sync_in_backward(model)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Context for training when ranks have different numbers of batches.
+
+        A rank that runs out of data shadows the reductions of the others. Inside, `accumulate` averages over the
+        micro-batches of each rank (no extra communication is possible), and `backward(num_items=…)` is refused.
+
+        Args:
+            joinables: prepared models and optimizers that support torch's `Join`.
+            even_batches: overrides the setting of prepared map-style loaders inside the context.
+        """
+        even = self.even_batches if even_batches is None else even_batches
+        with contextlib.ExitStack() as stack:
+            if even_batches is not None:
+                stack.enter_context(prepare.overridden_even_batches(self._dataloaders, even_batches))
+            if not even and self.num_processes > 1:
+                stack.enter_context(self._accumulator.without_counting())
+                stack.enter_context(self._plan.strategy.join(joinables))
+            yield
+
+    def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
+        """Compute gradients, scaled so that they are exact at the end of an accumulation window.
+
+        Args:
+            loss: a scalar. Without `num_items` the mean loss of this micro-batch: the window's gradient is the mean
+                over its micro-batches and over ranks.
+            num_items: how many items (tokens, say) `loss` is the *sum* over: the window's gradient is then that of
+                one big batch of all items of all micro-batches and ranks. 0 is allowed. A tensor (one element, whole
+                number) on the device avoids waiting for it.
+            kwargs: arguments of `Tensor.backward`.
+
+        Raises:
+            AccumulationError: `num_items` is given for a part of a window only.
+        """
+        self._accumulator.backward(loss, num_items, **kwargs)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Bring gradients to their true size under fp16; of one or several optimizers, or of all.
+
+        Done once per step however often it is asked; clipping does it by itself.
+        """
+        if optimizer is None:
+            optimizer = self._optimizers
+        for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+            self._plan.precision.unscale_(getattr(item, "optimizer", item))
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Tensor:
+        """Clip the norm of the gradients of `parameters`, taken together.
+
+        While a window is being filled nothing is clipped, because the gradients are not complete.
+
+        Returns:
+            The norm before clipping, a 0-d tensor.
+        """
+        chosen = self._true_gradients(parameters)
+        if not self._accumulator.sync_gradients:
+            return self._plan.strategy.gradient_norm(chosen, norm_type) / self._plan.precision.loss_scale
+        return self._plan.strategy.clip_grad_norm_(chosen, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp the gradients of `parameters` to [-clip_value, clip_value], when they are complete."""
+        chosen = self._true_gradients(parameters)
+        if self._accumulator.sync_gradients:
+            self._plan.strategy.clip_grad_value_(chosen, clip_value)
+
+    def _true_gradients(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._plan.precision.scaler is not None and self._accumulator.sync_gradients:
+            wanted = {id(parameter) for parameter in chosen}
+            for optimizer in self._optimizers:
+                groups = optimizer.optimizer.param_groups
+                if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
+                    self._plan.precision.unscale_(optimizer.optimizer)
+        return chosen
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any prepared optimizer was skipped because of inf or NaN."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
+        """Context for computing outside a prepared model (a loss, say) in the chosen precision."""
+        handler = autocast_handler or self.autocast_handler or AutocastKwargs()
+        return self._plan.precision.autocast(handler.enabled, handler.cache_enabled)
+
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
+        """Context under torch's profiler; gives the profiler."""
+        handler = profile_handler or self.profile_handler or ProfileKwargs()
+        return profiling.profile(handler, self.process_index, self.wait_for_everyone)
+
+    # Talking to other ranks
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
+        return collectives.gather(tensor)
+
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, dataloader: DataLoader[Any] | None = None
+    ) -> Any:
+        """Gather results of a batch, one row per sample: rows that only pad the last round are dropped.
+
+        Args:
+            input_data: nested tensors whose first dimension is the batch's (0-d tensors: one per rank), or objects,
+                one per sample.
+            use_gather_object: gather tensors as objects (different shapes).
+            dataloader: the loader the batch came from; None: the one that yielded last.
+
+        Raises:
+            MetricsShapeError: a value does not have one row per sample.
+            AmbiguousLoaderError: several loaders are iterated in turn and none was named.
+        """
+        return metrics.gather_for_metrics(
+            input_data,
+            self._ledger,
+            world_size=self.num_processes,
+            rank=self.process_index,
+            loader=dataloader,
+            use_gather_object=use_gather_object,
+        )
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
+        return collectives.reduce(tensor, reduction=reduction, scale=scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
+    ) -> Any:
+        """Tensors padded along `dim` to the longest of all ranks."""
+        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
+        flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
+        if collectives.reduce(flag, reduction="sum").item() < 1:
+            return False
+        self.flag_tensor = None
+        return True
+
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
+        if self.num_processes == 1:
+            return counts
+        summed: Tensor = collectives.reduce(counts, reduction="sum")
+        return summed
+
+    def end_training(self) -> None:
+        """Leave the process group; the last call of a script."""
+        self._process.destroy_process_group()
+
+    # Saving
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Save an object once: on the main process, or on each node's if nodes share no file system."""
+        checkpoint.save_object(self, obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | Path,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights so that transformers, safetensors and torch can read them."""
+        checkpoint.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """A model's full state dict under its own names, whatever wraps it."""
+        return checkpoint.model_state_dict(model, unwrap)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`."""
+        checkpoint.register(self._custom_objects, objects)
+
+    def register_save_state_pre_hook(self, hook: checkpoint.SaveHook) -> checkpoint.RemovableHandle:
+        """Call `hook(models, weights, output_dir)` before `save_state` writes; returns a removable handle."""
+        return self._hooks.add_save(hook)
+
+    def register_load_state_pre_hook(self, hook: checkpoint.LoadHook) -> checkpoint.RemovableHandle:
+        """Call `hook(models, input_dir)` before `load_state` loads; returns a removable handle."""
+        return self._hooks.add_load(hook)
+
+    def save_state(
+        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_kwargs: Any
+    ) -> Path:
+        """Save everything prepared and registered; the folder appears when it is complete.
+
+        Returns:
+            The folder.
+        """
+        return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_kwargs)
+
+    def load_state(
+        self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> Path:
+        """Restore what `save_state` saved; without a folder, from the newest complete automatic checkpoint.
+
+        Returns:
+            The folder that was loaded.
+        """
+        return checkpoint.load_state(self, input_dir, load_kwargs, **kwargs)
+
+    # The object itself
+
+    def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        self._models.append(model)
+        self._prepared_models.append(prepared)
+
+    def _scheduler_steps_per_call(self) -> int:
+        return self.num_processes if self.scale_scheduler and not self.split_batches else 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
+        # Objects that hold an accelerator are copied by other libraries; there is one per training.
+        return self
+
+    def __repr__(self) -> str:
+        return (
+            f"Accelerator(rank {self.process_index} of {self.num_processes}, device={str(self.device)!r}, "
+            f"strategy={self._plan.strategy.name!r}, mixed_precision={self.mixed_precision!r})"
+        )
+
+
+def _refuse_unknown(unknown: dict[str, Any]) -> None:
+    for name in unknown:
+        if name in ("fp16", "bf16"):
+            raise OptionError(
+                f"Accelerator({name}=…) does not exist any more; use Accelerator(mixed_precision={name!r})."
+            )
+        known = list(inspect.signature(Accelerator.__init__).parameters)
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise TypeError(f"Accelerator() got an unexpected argument {name!r}.{hint}")
+
+
+def _accumulation_plugin(
+    steps: int, plugin: GradientAccumulationPlugin | None
+) -> GradientAccumulationPlugin:
+    if plugin is not None and steps != 1:
+        raise IncompatibleOptionsError(
+            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
+            "into the plugin: GradientAccumulationPlugin(num_steps=…)."
+        )
+    plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
+    if plugin.num_steps is not None and plugin.num_steps != 1:
+        asked = plugin.num_steps
+    else:
+        asked = 1
+    launched = get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], asked)
+    if launched == (plugin.num_steps or 1):
+        return plugin
+    if asked != 1:
+        warnings.warn(
+            f"The launcher asks for {launched} gradient accumulation steps and the script for {asked}; the launcher's "
+            "number is used.",
+            stacklevel=3,
+        )
+    return GradientAccumulationPlugin(
+        num_steps=launched,
+        adjust_scheduler=plugin.adjust_scheduler,
+        sync_with_dataloader=plugin.sync_with_dataloader,
+        sync_each_batch=plugin.sync_each_batch,
+    )
+
+
+def _dynamo_plugin(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
+) -> TorchDynamoPlugin:
+    if backend is not None and plugin is not None:
+        raise IncompatibleOptionsError(
+            f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given; put the backend into the plugin."
+        )
+    return plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
+
+
+def _loader_config(
+    config: DataLoaderConfiguration | None, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    config = config or DataLoaderConfiguration()
+    if split_batches is not None:
+        warnings.warn(
+            "Accelerator(split_batches=…) is deprecated; use "
+            "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=…)).",
+            FutureWarning,
+            stacklevel=3,
+        )
+        config.split_batches = split_batches
+    return config
+
+
+def _project(config: ProjectConfiguration | None, project_dir: str | Path | None) -> ProjectConfiguration:
+    config = config or ProjectConfiguration()
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    return config
+
+

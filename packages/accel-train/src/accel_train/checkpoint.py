@@ -1,0 +1,271 @@
+"""Saving and loading on behalf of an `Accelerator`; accel-ckpt does the writing and reading."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import accel_ckpt
+from accel_ckpt.commit import complete_checkpoints, prune_checkpoints
+from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.state import load_optimizer_state, optimizer_state_by_name
+from accel_state.seeding import get_rng_state, set_rng_state
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_train.errors import OptionError
+from accel_train.unwrap import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accel_train.accelerator import Accelerator
+
+__all__ = [
+    "Hooks",
+    "LoadHook",
+    "RemovableHandle",
+    "SaveHook",
+    "load_state",
+    "model_state_dict",
+    "register",
+    "save_model",
+    "save_object",
+    "save_state",
+]
+
+SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook = Callable[[list[nn.Module], str], Any]
+
+
+class Hooks:
+    """The hooks of one `Accelerator`."""
+
+    def __init__(self) -> None:
+        self.save: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def add_save(self, hook: SaveHook) -> RemovableHandle:
+        """Add a hook that runs before a state is written."""
+        return _add(self.save, hook)
+
+    def add_load(self, hook: LoadHook) -> RemovableHandle:
+        """Add a hook that runs before a state is loaded."""
+        return _add(self.load, hook)
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def register(registered: list[Any], objects: tuple[Any, ...]) -> None:
+    """Add objects to those that a state includes.
+
+    Raises:
+        OptionError: some have no `state_dict` or no `load_state_dict`; none is added then.
+    """
+    wrong = [
+        f"item {index} ({type(item).__name__})"
+        for index, item in enumerate(objects)
+        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)))
+    ]
+    if wrong:
+        raise OptionError(
+            f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(); {', '.join(wrong)} "
+            "lack one of them."
+        )
+    registered.extend(objects)
+
+
+def model_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+    """The full state dict of a model under its own names."""
+    if not unwrap:
+        return model.state_dict()
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    return canonical_state_dict(plain.state_dict(), plain)
+
+
+def save_object(accelerator: Accelerator, obj: Any, f: str | Path, safe_serialization: bool) -> None:
+    """See `Accelerator.save`."""
+    each_node = accelerator.project_configuration.save_on_each_node
+    accel_ckpt.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
+def save_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    save_directory: str | Path,
+    max_shard_size: int | str,
+    safe_serialization: bool,
+) -> None:
+    """See `Accelerator.save_model`."""
+    accel_ckpt.save_model(
+        extract_model_from_parallel(model, keep_torch_compile=False),
+        save_directory,
+        max_shard_size=max_shard_size,
+        safe_serialization=safe_serialization,
+        save_on_each_node=accelerator.project_configuration.save_on_each_node,
+    )
+
+
+def save_state(
+    accelerator: Accelerator, output_dir: str | Path | None, safe_serialization: bool, **kwargs: Any
+) -> Path:
+    """See `Accelerator.save_state`."""
+    if kwargs:
+        raise OptionError(
+            f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
+        )
+    config = accelerator.project_configuration
+    directory = _target(accelerator, output_dir)
+    accelerator._plan.precision.settle()
+    weights = [model_state_dict(model) for model in accelerator._models]
+
+    def run_hooks(folder: Path) -> None:
+        for hook in accelerator._hooks.save.values():
+            hook(accelerator._models, weights, str(folder))
+
+    saved = accel_ckpt.save_training_state(
+        directory,
+        models=weights,
+        shared=_shared(accelerator),
+        per_rank={"rng": get_rng_state()},
+        safe_serialization=safe_serialization,
+        each_node=config.save_on_each_node,
+        before_write=run_hooks,
+    )
+    config.iteration += 1
+    if config.automatic_checkpoint_naming and config.total_limit is not None:
+        if accelerator.is_main_process or (config.save_on_each_node and accelerator.is_local_main_process):
+            prune_checkpoints(directory.parent, config.total_limit)
+    return saved
+
+
+def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming:
+        directory = _automatic_folder(accelerator) / f"checkpoint_{config.iteration}"
+        if directory.exists():
+            raise OptionError(
+                f"{directory} already exists. Set ProjectConfiguration(iteration=…) to the number to go on with, or "
+                "load_state() first, which sets it."
+            )
+        return directory
+    if output_dir is None:
+        raise OptionError(
+            "save_state() needs a folder, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    return Path(output_dir).expanduser()
+
+
+def _automatic_folder(accelerator: Accelerator) -> Path:
+    project = accelerator.project_dir
+    if project is None:
+        raise OptionError(
+            "automatic_checkpoint_naming needs a place: ProjectConfiguration(project_dir=…) or "
+            "Accelerator(project_dir=…)."
+        )
+    return Path(project).expanduser() / "checkpoints"
+
+
+def _stateful(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
+    """Everything but models and optimizers that a state holds, with its key."""
+    for index, scheduler in enumerate(accelerator._schedulers):
+        yield f"scheduler_{index}", scheduler
+    if accelerator.scaler is not None:
+        yield "scaler", accelerator.scaler
+    for index, loader in enumerate(accelerator._dataloaders):
+        yield f"loader_{index}", loader
+    for index, custom in enumerate(accelerator._custom_objects):
+        yield f"custom_{index}", custom
+
+
+def _shared(accelerator: Accelerator) -> dict[str, Any]:
+    shared: dict[str, Any] = {"step": accelerator.step}
+    for index, optimizer in enumerate(accelerator._optimizers):
+        shared[f"optimizer_{index}"] = optimizer_state_by_name(optimizer.optimizer, accelerator._models)
+    for key, item in _stateful(accelerator):
+        shared[key] = item.state_dict()
+    return shared
+
+
+def load_state(
+    accelerator: Accelerator,
+    input_dir: str | Path | None,
+    load_kwargs: dict[str, Any] | None,
+    **kwargs: Any,
+) -> Path:
+    """See `Accelerator.load_state`."""
+    strict = bool(kwargs.pop("strict", True))
+    kwargs.pop("map_location", None)  # tensors are loaded to where their owners are
+    if kwargs or load_kwargs:
+        names = ", ".join(sorted({*kwargs, *(load_kwargs or {})}))
+        raise OptionError(
+            f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out."
+        )
+    directory = _source(accelerator, input_dir)
+    checkpoint = accel_ckpt.open_training_state(directory)
+    models = list(accelerator._models)
+    for hook in accelerator._hooks.load.values():
+        hook(models, str(directory))
+    _check_counts(accelerator, checkpoint, len(models), directory)
+    for index, model in enumerate(accelerator._models):
+        if any(model is kept for kept in models):
+            _load_model(model, checkpoint.models[index], strict)
+    for index, optimizer in enumerate(accelerator._optimizers):
+        load_optimizer_state(
+            optimizer.optimizer, checkpoint.shared[f"optimizer_{index}"], accelerator._models
+        )
+    for key, item in _stateful(accelerator):
+        item.load_state_dict(checkpoint.shared[key])
+    accelerator.step = checkpoint.shared["step"]
+    set_rng_state(checkpoint.per_rank(accelerator.process_index)["rng"])
+    number = re.fullmatch(r"checkpoint_(\d+)", directory.name)
+    if accelerator.project_configuration.automatic_checkpoint_naming and number:
+        accelerator.project_configuration.iteration = int(number[1]) + 1
+    return directory
+
+
+def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
+    if input_dir is not None:
+        return Path(input_dir).expanduser()
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise OptionError(
+            "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
+        )
+    folder = _automatic_folder(accelerator)
+    complete = complete_checkpoints(folder)
+    if not complete:
+        raise accel_ckpt.CheckpointNotFoundError(
+            f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
+        )
+    return complete[-1]
+
+
+def _check_counts(accelerator: Accelerator, checkpoint: Any, wanted_models: int, directory: Path) -> None:
+    """Say what does not match before anything is changed."""
+    prepared = {f"optimizer_{index}" for index in range(len(accelerator._optimizers))}
+    prepared |= {key for key, _ in _stateful(accelerator)}
+    saved = set(checkpoint.shared) - {"step"}
+    problems = []
+    if prepared - saved:
+        problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
+    if saved - prepared:
+        problems.append(f"nothing was prepared or registered for its {', '.join(sorted(saved - prepared))}")
+    if wanted_models > len(checkpoint.models):
+        problems.append(f"it holds {len(checkpoint.models)} models, and {wanted_models} were prepared")
+    if problems:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
+            "the same order, as the script that saved it."
+        )
+
+
+def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    own = plain.state_dict()
+    canonical = canonical_state_dict({name: name for name in own}, plain)
+    plain.load_state_dict({canonical.get(name, name): value for name, value in weights.items()}, strict=strict)

@@ -1,0 +1,343 @@
+"""The façade: options, independence, preparing and unwrapping, on one process."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from accel_train import (
+    Accelerator,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
+from accel_train.state import AcceleratorState, GradientState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Draws from the global generator per sample, as augmentations do."""
+
+    def __len__(self):
+        return 22
+
+    def __getitem__(self, index):
+        return torch.full((4,), float(index)) + torch.randn(4), torch.tensor([float(index % 3)])
+
+
+def plain_curve(epochs=3):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18)
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    losses = []
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]])
+def test_five_added_lines_do_not_change_the_curve_of_one_process(order):
+    expected_losses, expected = plain_curve()
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 18)
+    loader = DataLoader(Augmented(), batch_size=4, shuffle=True)
+    objects = [model, optimizer, loader, scheduler]
+    prepared = accelerator.prepare(*(objects[i] for i in order))
+    model, optimizer, loader, scheduler = (prepared[order.index(i)] for i in range(4))
+    losses = []
+    for _ in range(3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+    assert losses == expected_losses
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
+
+
+def test_t17_two_accelerators_do_not_see_each_other():
+    first = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
+    second = Accelerator(gradient_accumulation_steps=2)
+    assert (first.gradient_accumulation_steps, second.gradient_accumulation_steps) == (4, 2)
+    assert (first.mixed_precision, second.mixed_precision) == ("bf16", "no")
+    model = first.prepare(make())
+    with first.accumulate(model):
+        assert not first.sync_gradients
+        assert second.sync_gradients
+    second.gradient_accumulation_steps = 3
+    assert first.gradient_accumulation_steps == 4
+    loader = first.prepare(DataLoader(torch.arange(4), batch_size=2))
+    iterator = iter(loader)
+    next(iterator)
+    assert first.gradient_state.in_dataloader
+    assert not second.gradient_state.in_dataloader
+
+
+def test_calls_without_arguments_give_the_newest_live_accelerator():
+    with pytest.raises(RuntimeError, match="Create `Accelerator"):
+        AcceleratorState()
+    first = Accelerator()
+    second = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    assert AcceleratorState() is second.state
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert GradientState().num_steps == 3
+    assert AcceleratorState().num_processes == first.num_processes == 1
+    del second
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Create `Accelerator"):
+        AcceleratorState()
+
+
+def test_t26_no_argument_is_dead():
+    with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
+        accelerator = Accelerator(split_batches=True)
+    assert accelerator.split_batches
+    assert float(accelerator.reduce(torch.tensor(3.0), scale=0.5)) == 1.5
+    lengths = {}
+    for adjust in (False, True):
+        accelerator = Accelerator(
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, adjust_scheduler=adjust)
+        )
+        model = make()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.randn(2, 4)).sum())
+                optimizer.step()
+                scheduler.step()
+        lengths[adjust] = scheduler.scheduler.last_epoch
+    assert lengths == {False: 2, True: 4}
+
+
+def test_t33_names_are_the_same_eager_and_compiled():
+    names = list(make().state_dict())
+    for compiled_first in (True, False):
+        plugin = None if compiled_first else TorchDynamoPlugin(backend="eager")
+        accelerator = Accelerator(dynamo_plugin=plugin)
+        model = torch.compile(make(), backend="eager") if compiled_first else make()
+        model = accelerator.prepare(model)
+        model(torch.randn(2, 4))
+        assert list(accelerator.get_state_dict(model)) == names
+        assert list(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()) == names
+    accelerator = Accelerator()
+    model = make()
+    model[2] = torch.compile(model[2], backend="eager")
+    assert list(accelerator.get_state_dict(accelerator.prepare(model))) == names
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)])
+        self.heads = nn.ModuleList([nn.Linear(8, 2) for _ in range(3)])
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return sum(head(x) for head in self.heads)
+
+
+def test_regional_compilation_compiles_each_kind_of_block_once():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    from accel_train.compile import compile_regions
+
+    torch.manual_seed(0)
+    model = Blocks()
+    x = torch.randn(3, 4)
+    expected = model(x)
+    names = list(model.state_dict())
+    compiled = compile_regions(model, backend=backend)
+    torch.testing.assert_close(compiled(x), expected)
+    compiled(x)
+    assert len(graphs) == 2
+    assert list(compiled.state_dict()) == names
+    compiled(x).sum().backward()
+    assert all(p.grad is not None for p in compiled.parameters())
+
+
+def test_compiling_under_bf16_keeps_the_forward_wrapper():
+    accelerator = Accelerator(mixed_precision="bf16", dynamo_backend="eager")
+    model = accelerator.prepare(make().eval())
+    x = torch.randn(2, 4)
+    out = model(x)
+    assert out.dtype is torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(out, make().eval()(x).float())
+
+
+def test_other_objects_come_back_unchanged_and_prepared_ones_as_they_are():
+    accelerator = Accelerator()
+    things = [None, [1, 2], {"a": make()}, "text"]
+    assert all(a is b for a, b in zip(accelerator.prepare(*things), things, strict=True))
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
+    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
+    again = accelerator.prepare(*prepared)
+    assert all(a is b for a, b in zip(prepared, again, strict=True))
+    assert all(item._is_accelerate_prepared for item in prepared[:3])
+    assert len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._dataloaders) == 1
+    assert isinstance(prepared[1], torch.optim.Optimizer)
+    assert isinstance(prepared[2], torch.optim.lr_scheduler.LRScheduler)
+    assert isinstance(prepared[3], DataLoader)
+
+
+def test_device_placement_needs_one_entry_per_object():
+    with pytest.raises(ValueError, match="1 entries for 2 objects"):
+        Accelerator().prepare(make(), make(), device_placement=[True])
+
+
+def test_an_optimizer_with_state_is_prepared_with_its_state_on_the_device():
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].device == parameter.device
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+
+
+def test_everything_pickles_and_is_collected():
+    accelerator = Accelerator(gradient_accumulation_steps=2, mixed_precision="fp16")
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    for (x,) in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+    for item in (accelerator, optimizer, scheduler, loader):
+        assert type(pickle.loads(pickle.dumps(item))) is type(item)
+    references = [weakref.ref(item) for item in (model, optimizer, scheduler, loader, accelerator)]
+    model, optimizer, scheduler, loader = accelerator.free_memory(model, optimizer, scheduler, loader)
+    assert model is optimizer is scheduler is loader is None
+    del accelerator, item, x
+    gc.collect()
+    assert [reference() for reference in references] == [None] * 5
+
+
+def test_deepcopy_of_an_accelerator_is_the_accelerator():
+    accelerator = Accelerator()
+    assert copy.deepcopy({"a": accelerator})["a"] is accelerator
+
+
+def test_triggers_answer_once():
+    accelerator = Accelerator()
+    assert not accelerator.check_trigger()
+    accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+
+def test_profile_writes_a_trace(tmp_path):
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))])
+    with accelerator.profile() as profiler:
+        torch.ones(3).sum()
+    assert "aten::sum" in {event.key for event in profiler.key_averages()}
+    assert (tmp_path / "profile_0.json").stat().st_size > 0
+    with pytest.raises(ValueError, match="Unknown profiler activity 'gpu'"):
+        ProfileKwargs(activities=["gpu"]).build()
+
+
+def test_the_launcher_decides_what_the_script_leaves_open(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    accelerator = Accelerator()
+    assert accelerator.mixed_precision == "bf16"
+    assert accelerator.gradient_accumulation_steps == 4
+    assert Accelerator(mixed_precision="no").mixed_precision == "no"
+    with pytest.warns(UserWarning, match="4 gradient accumulation steps and the script for 2"):
+        assert Accelerator(gradient_accumulation_steps=2).gradient_accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"fsdp_plugin": object()}, RuntimeError, "fsdp_plugin.*not available yet"),
+        ({"deepspeed_plugin": object()}, RuntimeError, "deepspeed_plugin.*not available yet"),
+        ({"megatron_lm_plugin": object()}, RuntimeError, "megatron_lm_plugin.*not available yet"),
+        ({"torch_tp_plugin": object()}, RuntimeError, "torch_tp_plugin.*not available yet"),
+        ({"parallelism_config": object()}, RuntimeError, "parallelism_config.*not available yet"),
+        ({"log_with": "tensorboard"}, RuntimeError, "log_with.*not available yet"),
+        ({"mixed_precison": "bf16"}, TypeError, "Did you mean 'mixed_precision'"),
+        (
+            {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()},
+            ValueError,
+            "both given",
+        ),
+        ({"dynamo_backend": "eager", "dynamo_plugin": TorchDynamoPlugin(backend="eager")}, ValueError, "both given"),
+        ({"dynamo_backend": "inductr"}, ValueError, "Unknown dynamo backend 'inductr'"),
+        ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "two AutocastKwargs"),
+        ({"kwargs_handlers": ["bf16"]}, ValueError, "not one of the accepted kinds"),
+    ],
+)
+def test_bad_arguments_say_what_to_do(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Accelerator(**arguments)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):
+        Accelerator()
+
+
+def test_meta_parameters_are_refused_before_anything_moves():
+    with torch.device("meta"):
+        model = make()
+    with pytest.raises(ValueError, match=r"'0\.weight'.*meta device"):
+        Accelerator().prepare(model)
+
+
+def test_options_keep_their_documented_defaults():
+    accelerator = Accelerator()
+    assert accelerator.rng_types == ["generator"]
+    assert accelerator.dataloader_config == DataLoaderConfiguration()
+    assert accelerator.project_configuration == ProjectConfiguration()
+    assert accelerator.scaler is None
+    assert not accelerator.native_amp
+    assert DistributedDataParallelKwargs().to_dict()["gradient_as_bucket_view"]
+    assert GradScalerKwargs(init_scale=1.0).to_kwargs() == {"init_scale": 1.0}
+    with pytest.raises(ValueError, match="total_limit"):
+        ProjectConfiguration(total_limit=0)

@@ -1,0 +1,274 @@
+"""Mixed precision on the CPU, against plain torch."""
+
+import pickle
+
+import pytest
+import torch
+from accel_train import Accelerator, AccumulationError, GradScalerKwargs
+from torch import nn
+
+
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+
+class Probe(nn.Module):
+    """Records the dtype that its layer computed in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.seen = None
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.seen = out.dtype
+        return {"logits": out, "hidden": (out, out.sum()), "name": "x"}
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_forward_computes_low_and_answers_in_float32(name, dtype):
+    model = Accelerator(mixed_precision=name).prepare(Probe())
+    out = model(torch.randn(3, 4))
+    assert model.seen is dtype
+    assert model.layer.weight.dtype is torch.float32
+    assert out["logits"].dtype is out["hidden"][0].dtype is out["hidden"][1].dtype is torch.float32
+    assert out["name"] == "x"
+
+
+def test_precision_no_leaves_the_forward_alone():
+    model = make()
+    forward = model.forward
+    prepared = Accelerator().prepare(model)
+    assert prepared is model
+    assert prepared.forward == forward
+    assert "forward" not in vars(prepared)
+
+
+def test_autocast_is_clean_after_an_exception():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    model = Accelerator(mixed_precision="bf16").prepare(Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        model(torch.ones(1))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_activation_checkpointing_enters_autocast_again():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    inner = accelerator.prepare(make())
+    model = Checkpointed()
+    model.inner = inner
+    plain = make()
+    x = torch.randn(5, 4)
+    accelerator.backward(model(x).sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x).float().sum()
+    expected.backward()
+    torch.testing.assert_close(inner[0].weight.grad, plain[0].weight.grad, rtol=0, atol=0)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_unwrapping_the_fp32_wrapper_restores_the_forward_and_pickles():
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = accelerator.prepare(make())
+    assert accelerator.unwrap_model(model) is model
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in vars(plain)
+    assert not hasattr(plain, "_original_forward")
+    copy = pickle.loads(pickle.dumps(plain))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(copy(x), plain(x))
+
+
+def fp16_reference(data, clip, scaler):
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, y in data:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = model(x)
+        loss = nn.functional.mse_loss(out.float(), y)
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return model, scaler
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_t18_fp16_on_the_cpu_really_scales_skips_and_clips(clip):
+    torch.manual_seed(1)
+    data = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(6)]
+    data[2] = (data[2][0] * 1e30, data[2][1])  # overflows half precision
+    options = {"init_scale": 1024.0, "growth_interval": 2}
+    reference, scaler = fp16_reference(data, clip, torch.amp.GradScaler("cpu", **options))
+
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(**options)])
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    skipped = []
+    for x, y in data:
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        scheduler.step()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+    assert skipped == [False, False, True, False, False, False]
+    assert scheduler.scheduler.last_epoch == 5
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    accelerator._plan.precision.settle()
+    assert accelerator.scaler.get_scale() == scaler.get_scale()
+
+
+def test_t34_each_optimizer_is_unscaled_once_per_step():
+    """Two models, two optimizers, norm and value clipping, accumulation: equal to the same in float32."""
+
+    def run(precision):
+        accelerator = Accelerator(
+            mixed_precision=precision,
+            gradient_accumulation_steps=2,
+            kwargs_handlers=[GradScalerKwargs(init_scale=256.0, growth_interval=1)] if precision == "fp16" else None,
+        )
+        models = [make(0), make(1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        *models, first, second = accelerator.prepare(*models, *optimizers)
+        torch.manual_seed(2)
+        norms = []
+        for _ in range(6):
+            x = torch.randn(8, 4)
+            with accelerator.accumulate(*models):
+                accelerator.backward(models[0](x).mean() + (models[1](x) ** 2).mean())
+                if accelerator.sync_gradients:
+                    for model in models:
+                        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
+                        accelerator.clip_grad_value_(model.parameters(), 0.05)
+                    accelerator.unscale_gradients()
+                first.step()
+                second.step()
+                first.zero_grad()
+                second.zero_grad()
+        return norms, [p.detach() for model in models for p in model.parameters()]
+
+    norms, low = run("fp16")
+    expected_norms, full = run("no")
+    assert norms == pytest.approx(expected_norms, rel=0.02)
+    for ours, theirs in zip(low, full, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=2e-3)
+
+
+def test_t34_optimizers_of_a_gan_step_in_turn():
+    """One optimizer's step must not let the scale change while the other's gradients wait."""
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=64.0, growth_interval=1)],
+    )
+    left, right = make(0), make(1)
+    plain_left, plain_right = make(0), make(1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (left, right)]
+    left, right, left_optimizer, right_optimizer = accelerator.prepare(left, right, *optimizers)
+    plain = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain_left, plain_right)]
+    torch.manual_seed(3)
+    right_ahead = torch.randn(8, 4)
+    with accelerator.accumulate(right):  # right's window stays open while left steps
+        accelerator.backward(right(right_ahead).mean())
+    (plain_right(right_ahead).mean() / 2).backward()
+    for _ in range(2):
+        x = torch.randn(8, 4)
+        with accelerator.accumulate(left):
+            accelerator.backward(left(x).mean())
+            left_optimizer.step()
+            left_optimizer.zero_grad()
+        (plain_left(x).mean() / 2).backward()
+    plain[0].step()
+    with accelerator.accumulate(right):
+        accelerator.backward(right(right_ahead).mean())
+        right_optimizer.step()
+    (plain_right(right_ahead).mean() / 2).backward()
+    plain[1].step()
+    for ours, theirs in zip(right.parameters(), plain_right.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.02, atol=2e-3)
+
+
+def test_backward_after_clipping_is_refused():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = make()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 4)
+    accelerator.backward(model(x).sum())
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(AccumulationError, match="Clip once, after the last backward"):
+        accelerator.backward(model(x).sum())
+
+
+def test_a_step_left_out_after_clipping_is_forgotten_with_the_gradients():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.randn(2, 4)
+    for zero_grad in (optimizer.zero_grad, model.zero_grad):
+        accelerator.backward(model(x).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        zero_grad()
+    accelerator.backward(model(x).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    plain = make()
+    plain(x).sum().backward()
+    assert float(norm) == pytest.approx(
+        float(nn.utils.get_total_norm([p.grad for p in plain.parameters()])), rel=0.02
+    )
+
+
+def test_clipping_while_accumulating_measures_and_changes_nothing():
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model = make()
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(2, 4)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum())
+        before = [p.grad.clone() for p in model.parameters()]
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1e-6)
+    plain = make()
+    (plain(x).sum() / 2).backward()
+    expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert float(norm) == pytest.approx(float(expected), rel=0.02)
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_a_closure_cannot_be_scaled():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = make()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: None)
+
+
+def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
+    with pytest.raises(RuntimeError, match="fp8.*not available yet"):
+        Accelerator(mixed_precision="fp8")
+    with pytest.raises(ValueError, match="Did you mean 'bf16'"):
+        Accelerator(mixed_precision="bf17")
+    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
+        Accelerator(fp16=True)

@@ -1,0 +1,185 @@
+"""Which loader a gradient window belongs to, and when it ends."""
+
+import pytest
+import torch
+from accel_train import Accelerator, AccumulationError, AmbiguousLoaderError
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+
+def setup(steps=2, sizes=(10,), **kwargs):
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **kwargs)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(torch.arange(size).float().view(-1, 1), batch_size=2) for size in sizes]
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    return accelerator, model, optimizer, loaders
+
+
+def micro_batch(accelerator, model, optimizer, x):
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.sync_gradients
+
+
+def test_windows_end_at_the_planned_length_and_at_the_last_batch_of_every_epoch():
+    accelerator, model, optimizer, [train] = setup()
+    for _ in range(2):
+        flags = [micro_batch(accelerator, model, optimizer, x) for x in train]
+        assert flags == [False, True, False, True, True]
+
+
+def test_without_sync_with_dataloader_a_window_goes_over_the_end_of_an_epoch():
+    from accel_train import GradientAccumulationPlugin
+
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    accelerator, model, optimizer, [train] = setup(1, gradient_accumulation_plugin=plugin)
+    flags = [micro_batch(accelerator, model, optimizer, x) for _ in range(2) for x in train]
+    assert flags == [False, True] * 5
+
+
+def test_t04_an_evaluation_loop_left_early_does_not_become_the_training_loader():
+    accelerator, model, optimizer, [train, evaluation] = setup(sizes=(10, 4))
+    for _ in range(2):
+        flags = []
+        for number, x in enumerate(train):
+            flags.append(micro_batch(accelerator, model, optimizer, x))
+            if number % 2 == 0:
+                for y in evaluation:
+                    model(y)
+                    break
+        assert flags == [False, True, False, True, True]
+        assert not accelerator.gradient_state.in_dataloader
+
+
+def test_an_evaluation_loop_inside_a_window_changes_nothing():
+    accelerator, model, optimizer, [train, evaluation] = setup(steps=3, sizes=(10, 2))
+    flags = []
+    for x in train:
+        flags.append(micro_batch(accelerator, model, optimizer, x))
+        for y in evaluation:
+            model(y)
+            assert accelerator.gradient_state.end_of_dataloader
+        assert accelerator.gradient_state.active_dataloader is train
+    assert flags == [False, False, True, False, True]
+
+
+def test_an_iterator_held_open_does_not_take_the_window():
+    accelerator, model, optimizer, [train, evaluation] = setup(sizes=(10, 8))
+    held = iter(evaluation)
+    next(held)
+    flags = []
+    for number, x in enumerate(train):
+        flags.append(micro_batch(accelerator, model, optimizer, x))
+        if number in (1, 2):
+            next(held)
+    assert flags == [False, True, False, True, True]
+
+
+def test_loaders_iterated_in_turn_must_be_told_apart():
+    accelerator, model, optimizer, [short, long] = setup(sizes=(6, 10))
+    with pytest.raises(AmbiguousLoaderError, match=r"6 samples.*dataloader="):
+        for _, x in zip(short, long, strict=False):
+            micro_batch(accelerator, model, optimizer, x)
+
+
+def test_a_named_loader_owns_the_window():
+    accelerator, model, optimizer, [short, long] = setup(sizes=(6, 10))
+    flags = []
+    for x, _ in zip(short, long, strict=False):
+        with accelerator.accumulate(model, dataloader=short):
+            accelerator.backward(model(x).mean())
+        flags.append(accelerator.sync_gradients)
+    assert flags == [False, True, True]
+
+
+def test_break_in_the_middle_of_a_window_keeps_it_open():
+    accelerator, model, optimizer, [train] = setup(steps=4)
+    for x in train:
+        assert not micro_batch(accelerator, model, optimizer, x)
+        break
+    flags = [micro_batch(accelerator, model, optimizer, x) for x in train]
+    assert flags == [False, False, True, False, True]
+
+
+def test_models_accumulated_separately_have_windows_of_their_own():
+    accelerator, generator, _, [train] = setup(steps=2)
+    critic = accelerator.prepare(nn.Linear(1, 1))
+    flags = []
+    for x in train:
+        for model in (generator, critic):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).mean())
+            flags.append(accelerator.sync_gradients)
+    assert flags == [False, False, True, True, False, False, True, True, True, True]
+
+
+def test_several_backwards_in_one_micro_batch_add_up():
+    accelerator, model, optimizer, [train] = setup(steps=4, sizes=(6,))
+    plain = nn.Linear(1, 1)
+    plain.load_state_dict(model.state_dict())
+    for x in train:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            accelerator.backward((model(x) ** 2).mean())
+    for x in torch.arange(6).float().view(3, 2, 1):
+        ((plain(x).mean() + (plain(x) ** 2).mean()) / 3).backward()
+    torch.testing.assert_close(model.weight.grad, plain.weight.grad)
+
+
+class Stream(IterableDataset):
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(torch.arange(self.size).float().view(-1, 1))
+
+
+def test_an_iterable_of_unknown_length_ends_its_last_window():
+    accelerator, model, optimizer, _ = setup()
+    train = accelerator.prepare(DataLoader(Stream(10), batch_size=2))
+    flags = [micro_batch(accelerator, model, optimizer, x) for x in train]
+    assert flags == [False, True, False, True, True]
+
+
+def test_nested_accumulate_is_refused():
+    accelerator, model, _, _ = setup()
+    with (
+        pytest.raises(AccumulationError, match=r"accumulate\(model_a, model_b\)"),
+        accelerator.accumulate(model),
+        accelerator.accumulate(model),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("num_items", [1.5, -1, True, torch.tensor(2.0), torch.tensor([1, 2])])
+def test_num_items_must_be_one_whole_number(num_items):
+    accelerator, model, _, _ = setup(steps=1)
+    with pytest.raises(AccumulationError, match="num_items"):
+        accelerator.backward(model(torch.ones(1, 1)).sum(), num_items=num_items)
+
+
+def test_the_two_contracts_cannot_be_mixed_in_a_window():
+    accelerator, model, _, _ = setup(steps=2)
+    x = torch.ones(1, 1)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum(), num_items=1)
+    with accelerator.accumulate(model), pytest.raises(AccumulationError, match="Pass num_items every time"):
+        accelerator.backward(model(x).sum())
+
+
+def test_items_of_one_micro_batch_cannot_be_counted_twice():
+    accelerator, model, _, _ = setup(steps=2)
+    x = torch.ones(1, 1)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x).sum(), num_items=1)
+        with pytest.raises(AccumulationError, match="counted twice"):
+            accelerator.backward(model(x).sum(), num_items=1)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 1.5, True])
+def test_a_window_has_at_least_one_micro_batch(steps):
+    with pytest.raises(ValueError, match="at least 1"):
+        Accelerator(gradient_accumulation_steps=steps)
