@@ -242,7 +242,11 @@ def test_a_step_left_out_after_clipping_is_forgotten_with_the_gradients():
 
 
 def test_clipping_while_accumulating_measures_and_changes_nothing():
-    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)],
+    )
     model = make()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     x = torch.randn(2, 4)

@@ -183,6 +183,17 @@ class Accumulator:
         window.owner = self._last_owner = weakref.ref(active)
         return active
 
+    def may_drop_gradients(self) -> bool:
+        """Whether `zero_grad()` means what it says here: no gradients of an unfinished window would be lost.
+
+        Before the first backward of a window none exist; after the backward of its last micro-batch it is the user's
+        decision to leave the step out. Before that backward they wait for it.
+        """
+        window = self._current
+        if window is None:
+            return self.sync_gradients
+        return window.backwards == 0 or (window.synchronising and window.backwards_here > 0)
+
     # Backward
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, **kwargs: Any) -> None:

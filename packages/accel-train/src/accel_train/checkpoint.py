@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import accel_ckpt
 from accel_ckpt.commit import complete_checkpoints, prune_checkpoints
 from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.state import load_optimizer_state, optimizer_state_by_name
+from accel_ckpt.optimizers import load_optimizer_state, optimizer_state_by_name
 from accel_state.seeding import get_rng_state, set_rng_state
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -135,7 +135,7 @@ def save_state(
         per_rank={"rng": get_rng_state()},
         safe_serialization=safe_serialization,
         each_node=config.save_on_each_node,
-        before_write=run_hooks,
+        before_commit=run_hooks,
     )
     config.iteration += 1
     if config.automatic_checkpoint_naming and config.total_limit is not None:

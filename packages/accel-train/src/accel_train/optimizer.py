@@ -21,6 +21,9 @@ class _AlwaysSync:
 
     sync_gradients = True
 
+    def may_drop_gradients(self) -> bool:
+        return True
+
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only when gradients are complete, and through the gradient scaler when there is one.
@@ -50,6 +53,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._precision = precision or Precision(PrecisionOptions())
         self._is_accelerate_prepared = False
         self._skipped = False
+        self._spent = False  # stepped, and its gradients not yet dropped
         if device_placement:
             move_state_to_parameters(optimizer)
 
@@ -97,8 +101,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     # What differs
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless they are still being accumulated."""
-        if self._accumulator.sync_gradients:
+        """Drop the gradients, unless they are still being accumulated.
+
+        In a loop, `zero_grad()` may come first or last: gradients that were stepped with are dropped, those of an
+        unfinished window are kept.
+        """
+        if self._spent or self._accumulator.may_drop_gradients():
+            self._spent = False
             self._precision.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
 
@@ -106,6 +115,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
+        self._spent = True
         stepped, result = self._precision.step(self.optimizer, closure)
         self._skipped = not stepped
         return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,10 @@ class AcceleratedScheduler(LRScheduler):
         accumulator = self._accumulator
         if accumulator is not None and not accumulator.sync_gradients:
             if self._advance_while_accumulating:
-                self._advance(args, kwargs)
+                with warnings.catch_warnings():
+                    # torch warns that no optimizer step came first; here that is what was asked for.
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                    self._advance(args, kwargs)
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:

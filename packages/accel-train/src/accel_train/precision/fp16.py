@@ -108,3 +108,7 @@ class FP16Precision(AutocastPrecision):
             self.scaler.update()
             self._update_due = False
             self._stepped.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.settle()  # the scaler pickles only between steps
+        return dict(self.__dict__)
