@@ -341,3 +341,20 @@ def test_options_keep_their_documented_defaults():
     assert GradScalerKwargs(init_scale=1.0).to_kwargs() == {"init_scale": 1.0}
     with pytest.raises(ValueError, match="total_limit"):
         ProjectConfiguration(total_limit=0)
+
+
+def test_wrong_types_are_named():
+    accelerator = Accelerator()
+    model = accelerator.prepare(make())
+    with pytest.raises(TypeError, match="loss tensor, got float"):
+        accelerator.backward(1.0)
+    with pytest.raises(TypeError, match="loss tensor, got dict"):
+        accelerator.backward({"loss": torch.ones(())})
+    with pytest.raises(TypeError, match=r"Pass model\.parameters"):
+        accelerator.clip_grad_norm_(model, 1.0)
+    with pytest.raises(TypeError, match="accumulate.*got SGD"):
+        accelerator.accumulate(torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match="DataLoader"):
+        accelerator.prepare_data_loader([1, 2, 3])
+    with pytest.raises(ValueError, match=r"item 1 \(str\)"):
+        accelerator.register_for_checkpointing(model, "text")

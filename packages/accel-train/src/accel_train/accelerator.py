@@ -35,7 +35,7 @@ from accel_train.config import (
     collect_handlers,
 )
 from accel_train.data import LoaderLedger, skip_first_batches
-from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.scheduler import AcceleratedScheduler
@@ -505,7 +505,15 @@ class Accelerator:
         Raises:
             AccumulationError: `num_items` is given for a part of a window only.
         """
-        self._accumulator.backward(loss, num_items, **kwargs)
+        try:
+            self._accumulator.backward(loss, num_items, **kwargs)
+        except (AttributeError, TypeError):
+            if not isinstance(loss, Tensor):
+                raise ArgumentTypeError(
+                    f"backward() takes a loss tensor, got {type(loss).__name__}: {loss!r:.80}. Pass the tensor itself, "
+                    "not its .item() or the model's whole output."
+                ) from None
+            raise
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size under fp16; of one or several optimizers, or of all.
@@ -539,6 +547,10 @@ class Accelerator:
             self._plan.strategy.clip_grad_value_(chosen, clip_value)
 
     def _true_gradients(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        if isinstance(parameters, nn.Module):
+            raise ArgumentTypeError(
+                f"Clipping takes parameters, got the model {type(parameters).__name__}. Pass model.parameters()."
+            )
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._plan.precision.scaler is not None and self._accumulator.sync_gradients:
             wanted = {id(parameter) for parameter in chosen}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.data.ledger import LoaderLedger
-from accel_train.errors import AccumulationError, AmbiguousLoaderError
+from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.precision.base import Precision
 from accel_train.strategies.base import Strategy
 
@@ -118,6 +118,12 @@ class Accumulator:
         """The context of one micro-batch; see `Accelerator.accumulate`."""
         window = self._windows.get(models)
         if window is None:
+            for model in models:
+                if not isinstance(model, nn.Module):
+                    raise ArgumentTypeError(
+                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what prepare() "
+                        "returned for the model; a loader goes to dataloader=."
+                    )
             window = self._windows[models] = Window(models)
         return _MicroBatch(self, window, loader)
 

@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import accel_ckpt
-from accel_ckpt.commit import complete_checkpoints, prune_checkpoints
-from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.optimizers import load_optimizer_state, optimizer_state_by_name
 from accel_state.seeding import get_rng_state, set_rng_state
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -85,7 +82,7 @@ def model_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
     if not unwrap:
         return model.state_dict()
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    return canonical_state_dict(plain.state_dict(), plain)
+    return accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
 
 
 def save_object(accelerator: Accelerator, obj: Any, f: str | Path, safe_serialization: bool) -> None:
@@ -140,7 +137,7 @@ def save_state(
     config.iteration += 1
     if config.automatic_checkpoint_naming and config.total_limit is not None:
         if accelerator.is_main_process or (config.save_on_each_node and accelerator.is_local_main_process):
-            prune_checkpoints(directory.parent, config.total_limit)
+            accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
     return saved
 
 
@@ -186,7 +183,7 @@ def _stateful(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
 def _shared(accelerator: Accelerator) -> dict[str, Any]:
     shared: dict[str, Any] = {"step": accelerator.step}
     for index, optimizer in enumerate(accelerator._optimizers):
-        shared[f"optimizer_{index}"] = optimizer_state_by_name(optimizer.optimizer, accelerator._models)
+        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(optimizer.optimizer, accelerator._models)
     for key, item in _stateful(accelerator):
         shared[key] = item.state_dict()
     return shared
@@ -216,7 +213,7 @@ def load_state(
         if any(model is kept for kept in models):
             _load_model(model, checkpoint.models[index], strict)
     for index, optimizer in enumerate(accelerator._optimizers):
-        load_optimizer_state(
+        accel_ckpt.load_optimizer_state(
             optimizer.optimizer, checkpoint.shared[f"optimizer_{index}"], accelerator._models
         )
     for key, item in _stateful(accelerator):
@@ -237,7 +234,7 @@ def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
         )
     folder = _automatic_folder(accelerator)
-    complete = complete_checkpoints(folder)
+    complete = accel_ckpt.complete_checkpoints(folder)
     if not complete:
         raise accel_ckpt.CheckpointNotFoundError(
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
@@ -267,5 +264,5 @@ def _check_counts(accelerator: Accelerator, checkpoint: Any, wanted_models: int,
 def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
     own = plain.state_dict()
-    canonical = canonical_state_dict({name: name for name in own}, plain)
+    canonical = accel_ckpt.canonical_state_dict({name: name for name in own}, plain)
     plain.load_state_dict({canonical.get(name, name): value for name, value in weights.items()}, strict=strict)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar, cast
 
 from accel_train.errors import OptionError
@@ -27,11 +26,11 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str, builtins: Mapping[str, str]) -> None:
         self._kind = kind
         self._group = group
-        self._builtins = {name: EntryPoint(name, value, group) for name, value in builtins.items()}
+        self._builtins = dict(builtins)
 
     def names(self) -> list[str]:
         """Every known name, sorted."""
-        return sorted({*self._builtins, *(point.name for point in entry_points(group=self._group))})
+        return sorted({*self._builtins, *self._installed()})
 
     def get(self, name: str) -> T:
         """The implementation called `name`.
@@ -39,13 +38,16 @@ class Registry(Generic[T]):
         Raises:
             OptionError: there is none; names the known ones and the nearest.
         """
-        point = self._builtins.get(name)
-        if point is None:
-            installed = [point for point in entry_points(group=self._group) if point.name == name]
-            if not installed:
-                near = difflib.get_close_matches(name, self.names(), n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise OptionError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names())}.{hint}")
-            point = installed[0]
-        module, _, attribute = point.value.partition(":")
+        place = self._builtins.get(name) or self._installed().get(name)
+        if place is None:
+            near = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"Unknown {self._kind} {name!r}; known: {', '.join(self.names())}.{hint}")
+        module, _, attribute = place.partition(":")
         return cast(T, getattr(importlib.import_module(module), attribute))
+
+    def _installed(self) -> dict[str, str]:
+        # Imported here because it takes longer than all of accel_train, and only outside packages need it.
+        from importlib.metadata import entry_points
+
+        return {point.name: point.value for point in entry_points(group=self._group)}

@@ -1,0 +1,334 @@
+"""Two and more ranks: what only shows when gradients are reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from testkit import worlds
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def make() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1, dtype=torch.float64)
+
+
+def inputs(size: int) -> torch.Tensor:
+    return torch.randn(size, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def gradient(model: nn.Module) -> list[float]:
+    return torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+
+
+def uneven(joined: bool) -> Any:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(inputs(5)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for (x,) in loader:
+            accelerator.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            batches += 1
+    assert loader.batch_sampler.even_batches
+    return batches, [p.detach().flatten().tolist() for p in model.parameters()]
+
+
+def test_uneven_inputs_can_be_joined_on_the_cpu() -> None:
+    (first, weights), (second, others) = worlds.run(uneven, 2, True)
+    assert (first, second) == (3, 2)
+    assert weights == others
+    # DDP divides by the initial number of ranks; a rank without data counts as zero gradient.
+    model, x = make(), inputs(5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for group in ([0, 1], [2, 3], [4]):
+        optimizer.zero_grad()
+        (model(x[group]).sum() / 2).backward()
+        optimizer.step()
+    expected = [p.detach().flatten().tolist() for p in model.parameters()]
+    assert weights == [pytest.approx(item, rel=1e-12) for item in expected]
+
+
+def joined_items() -> None:
+    from accel_train import AccumulationError, Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(make())
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        try:
+            accelerator.backward(model(inputs(1)).sum(), num_items=1)
+        except AccumulationError as error:
+            assert "join" in str(error)
+            # The other rank is not left waiting: both give up before backward.
+            return
+    raise AssertionError("num_items inside join_uneven_inputs was accepted")
+
+
+def test_items_cannot_be_counted_while_a_rank_may_be_out_of_data() -> None:
+    worlds.run(joined_items, 1)
+
+
+def triggered() -> list[bool]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    return [accelerator.check_trigger(), accelerator.check_trigger()]
+
+
+def test_a_trigger_on_one_rank_is_seen_once_by_all() -> None:
+    assert worlds.run(triggered, 3) == [[True, False]] * 3
+
+
+def late_sync() -> list[float]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = accelerator.prepare(make())
+    x = inputs(4)[2 * accelerator.process_index : 2 * accelerator.process_index + 2]
+    with accelerator.no_sync(model):
+        losses = [model(row).sum() for row in x]
+    with accelerator.no_sync(model):
+        accelerator.backward(losses[0])
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(losses[1])
+    return gradient(model)
+
+
+def test_sync_can_be_triggered_in_backward() -> None:
+    model = make()
+    (model(inputs(4)).sum() / 2).backward()
+    for ours in worlds.run(late_sync, 2):
+        assert ours == pytest.approx(gradient(model), rel=1e-12)
+
+
+def hooked(hook: str) -> list[float]:
+    from accel_train import Accelerator, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(comm_hook=hook, bucket_cap_mb=1)
+    accelerator = Accelerator(kwargs_handlers=[handler])
+    torch.manual_seed(0)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    x = inputs(4).float()[2 * accelerator.process_index : 2 * accelerator.process_index + 2]
+    accelerator.backward(model(x).mean())
+    return gradient(model)
+
+
+@pytest.mark.parametrize("hook", ["no", "fp16", "power_sgd"])
+def test_communication_hooks_average_gradients(hook: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    model(inputs(4).float()).mean().backward()
+    for ours in worlds.run(hooked, 2, hook):
+        assert ours == pytest.approx(gradient(model), rel=2e-3, abs=1e-3)
+
+
+def frozen_and_options() -> Any:
+    from accel_train import Accelerator, DistributedDataParallelKwargs
+
+    accelerator = Accelerator(
+        kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True, bucket_cap_mb=7)]
+    )
+    frozen = make().requires_grad_(False)
+    trained = make()
+    evaluated = make()
+    a, b = accelerator.prepare(frozen, trained)
+    c = accelerator.prepare_model(evaluated, evaluation_mode=True)
+    again = accelerator.prepare(b)
+    return (
+        a is frozen,
+        type(b).__name__,
+        b.find_unused_parameters,
+        b.gradient_as_bucket_view,
+        c is evaluated,
+        again is b,
+        accelerator.unwrap_model(b) is trained,
+        list(accelerator.get_state_dict(b)),
+    )
+
+
+def test_what_is_wrapped() -> None:
+    expected = (True, "DistributedDataParallel", True, True, True, True, True, ["weight", "bias"])
+    assert worlds.run(frozen_and_options, 2) == [expected] * 2
+
+
+def two_accelerators() -> Any:
+    """A GAN with an accelerator for each network, trained in turn, each with windows of its own."""
+    from accel_train import Accelerator
+
+    first = Accelerator(gradient_accumulation_steps=2)
+    second = Accelerator(gradient_accumulation_steps=3)
+    a, b = first.prepare(make()), second.prepare(make())
+    flags = []
+    for number in range(6):
+        x = inputs(12)[number * 2 + first.process_index :][:1]
+        with first.accumulate(a):
+            first.backward(a(x).sum())
+        with second.accumulate(b):
+            second.backward(b(x).sum())
+        flags.append((first.sync_gradients, second.sync_gradients))
+    return flags, gradient(b)
+
+
+def test_two_accelerators_reduce_independently() -> None:
+    results = worlds.run(two_accelerators, 2)
+    flags = [(False, False), (True, False), (False, True)] * 2
+    flags = [(bool(i % 2), i % 3 == 2) for i in range(6)]
+    assert [result[0] for result in results] == [flags] * 2
+    assert results[0][1] == results[1][1]
+
+
+def metrics_ragged(size: int, batch_size: int, kind: str) -> list[int]:
+    """Every kind of loader an evaluation meets."""
+    from accel_train import Accelerator, DataLoaderConfiguration
+
+    options: dict[str, Any] = {}
+    if kind == "dispatch":
+        options["dispatch_batches"] = True
+    if kind == "split":
+        options["split_batches"] = True
+    if kind == "uneven":
+        options["even_batches"] = False
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
+    loader_options: dict[str, Any] = {"batch_size": batch_size}
+    dataset: Any = TensorDataset(torch.arange(size))
+    if kind == "subset":
+        loader_options["sampler"] = torch.utils.data.SubsetRandomSampler(range(0, size, 2))
+    if kind == "varying":
+        class Varying:
+            def __iter__(self) -> Any:
+                start = 0
+                for length in [1, 3, 2, 4] * size:
+                    if start >= size:
+                        return
+                    yield list(range(start, min(start + length, size)))
+                    start += length
+
+        loader_options = {"batch_sampler": Varying()}
+    if kind in ("iterable", "iterable dispatch"):
+        class Stream(torch.utils.data.IterableDataset):
+            def __iter__(self) -> Any:
+                return ((torch.tensor(i),) for i in range(size))
+
+        dataset = Stream()
+        accelerator.dataloader_config.dispatch_batches = kind == "iterable dispatch"
+    loader = accelerator.prepare(DataLoader(dataset, **loader_options))
+    seen: list[int] = []
+    for (x,) in loader:
+        seen += accelerator.gather_for_metrics(x).tolist()
+    return sorted(seen)
+
+
+KINDS = ["map", "split", "uneven", "dispatch", "subset", "varying", "iterable", "iterable dispatch"]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 10, 23])
+def test_t03_metrics_see_each_sample_of_the_sampler_once(ranks: int, kind: str, size: int) -> None:
+    batch_size = ranks * 2 if kind == "split" else 3
+    expected = list(range(0, size, 2)) if kind == "subset" else list(range(size))
+    assert worlds.run(metrics_ragged, ranks, size, batch_size, kind) == [expected] * ranks
+
+
+def metrics_of_objects(size: int) -> list[str]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(size)), batch_size=4))
+    seen: list[str] = []
+    for (x,) in loader:
+        seen += accelerator.gather_for_metrics([f"sample {i}" for i in x.tolist()])
+    return seen
+
+
+def test_t03_objects_are_gathered_once_per_sample() -> None:
+    assert worlds.run(metrics_of_objects, 2, 9) == [[f"sample {i}" for i in range(9)]] * 2
+
+
+def metrics_with_wrong_rows() -> str:
+    from accel_train import Accelerator, MetricsShapeError
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=4))
+    for (x,) in loader:
+        try:
+            accelerator.gather_for_metrics(x.repeat_interleave(2))
+        except MetricsShapeError as error:
+            return str(error)
+    return "accepted"
+
+
+def test_t03_values_without_one_row_per_sample_are_refused_at_once() -> None:
+    for message in worlds.run(metrics_with_wrong_rows, 2):
+        assert "shape (8,)" in message
+        assert "4 rows" in message
+
+
+def metrics_of_scalars() -> list[float]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10).float()), batch_size=4))
+    return [accelerator.gather_for_metrics(x.mean()).numel() for (x,) in loader]
+
+
+def test_scalars_are_gathered_one_per_rank() -> None:
+    assert worlds.run(metrics_of_scalars, 2) == [[2, 2]] * 2
+
+
+def metrics_in_turn(named: bool) -> Any:
+    from accel_train import Accelerator, AmbiguousLoaderError
+
+    accelerator = Accelerator()
+    a, b = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(10)), batch_size=4),
+        DataLoader(TensorDataset(torch.arange(100, 110)), batch_size=4),
+    )
+    seen: list[int] = []
+    try:
+        for (x,), (y,) in zip(a, b, strict=True):
+            seen += accelerator.gather_for_metrics(x, dataloader=a if named else None).tolist()
+            accelerator.gather_for_metrics(y, dataloader=b)
+    except AmbiguousLoaderError as error:
+        return str(error)
+    return seen
+
+
+def test_loaders_in_turn_must_be_told_apart_for_metrics() -> None:
+    assert worlds.run(metrics_in_turn, 2, True) == [list(range(10))] * 2
+    for message in worlds.run(metrics_in_turn, 2, False):
+        assert "dataloader=eval_loader" in message
+
+
+def gathered_ops() -> Any:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    rank = accelerator.process_index
+    value = torch.tensor([float(rank + 1)])
+    with accelerator.split_between_processes(["a", "b", "c"]) as part:
+        mine = list(part)
+    return (
+        accelerator.gather(value).tolist(),
+        accelerator.reduce(value).tolist(),
+        accelerator.reduce(value, "mean", scale=2.0).tolist(),
+        accelerator.pad_across_processes(torch.ones(rank + 1)).tolist(),
+        mine,
+    )
+
+
+def test_collectives_of_the_facade() -> None:
+    first, second = worlds.run(gathered_ops, 2)
+    assert first == ([1.0, 2.0], [3.0], [3.0], [1.0, 0.0], ["a", "b"])
+    assert second == ([1.0, 2.0], [3.0], [3.0], [1.0, 1.0], ["c"])

@@ -1,0 +1,68 @@
+"""What `import accel_train` and the construction of an `Accelerator` cost on top of `import torch`.
+
+Every measurement is a fresh interpreter; contenders take turns, round after round.
+
+    hatch run bench:import
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import subprocess
+import sys
+
+CODE = """
+import time
+import torch
+began = time.perf_counter()
+{}
+print(time.perf_counter() - began)
+"""
+
+CONTENDERS = {
+    "import accel_train": "import accel_train",
+    "from accel_train import Accelerator": "from accel_train import Accelerator",
+    "… and Accelerator()": "from accel_train import Accelerator; Accelerator(cpu=True)",
+    "import accelerate": "import accelerate",
+    "from accelerate import Accelerator; Accelerator()": (
+        "from accelerate import Accelerator; Accelerator(cpu=True)"
+    ),
+    "import lightning_fabric": "import lightning_fabric",
+}
+
+
+def seconds(statement: str) -> float:
+    """Time of a statement in a fresh interpreter that has imported torch."""
+    done = subprocess.run(
+        [sys.executable, "-c", CODE.format(statement)], check=True, capture_output=True, text=True
+    )
+    return float(done.stdout.split()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    contenders = {
+        name: statement
+        for name, statement in CONTENDERS.items()
+        if importlib.util.find_spec(statement.split()[1]) is not None
+    }
+    for name in CONTENDERS.keys() - contenders.keys():
+        print(f"{name}: NOT RUN, the package is not installed")
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, statement in contenders.items():
+            elapsed = seconds(statement)
+            if turn:  # the first round fills the page cache
+                times[name].append(elapsed)
+    for name, values in times.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"{name:52}{middle * 1e3:8.1f} ms over import torch   quartiles {low * 1e3:.1f} to {high * 1e3:.1f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
