@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -74,7 +75,7 @@ def joined_items() -> None:
 
 
 def test_items_cannot_be_counted_while_a_rank_may_be_out_of_data() -> None:
-    worlds.run(joined_items, 1)
+    worlds.run(joined_items, 2)
 
 
 def triggered() -> list[bool]:
@@ -197,8 +198,6 @@ def metrics_ragged(size: int, batch_size: int, kind: str) -> list[int]:
         options["dispatch_batches"] = True
     if kind == "split":
         options["split_batches"] = True
-    if kind == "uneven":
-        options["even_batches"] = False
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**options))
     loader_options: dict[str, Any] = {"batch_size": batch_size}
     dataset: Any = TensorDataset(torch.arange(size))
@@ -229,7 +228,7 @@ def metrics_ragged(size: int, batch_size: int, kind: str) -> list[int]:
     return sorted(seen)
 
 
-KINDS = ["map", "split", "uneven", "dispatch", "subset", "varying", "iterable", "iterable dispatch"]
+KINDS = ["map", "split", "dispatch", "subset", "varying", "iterable", "iterable dispatch"]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -239,6 +238,22 @@ def test_t03_metrics_see_each_sample_of_the_sampler_once(ranks: int, kind: str, 
     batch_size = ranks * 2 if kind == "split" else 3
     expected = list(range(0, size, 2)) if kind == "subset" else list(range(size))
     assert worlds.run(metrics_ragged, ranks, size, batch_size, kind) == [expected] * ranks
+
+
+def metrics_of_uneven_ranks() -> None:
+    from accel_train import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=4))
+    for (x,) in loader:
+        accelerator.gather_for_metrics(x)
+
+
+def test_gathering_from_a_rank_without_a_batch_is_an_error_not_a_hang() -> None:
+    began = time.monotonic()
+    with pytest.raises(worlds.RankError, match="rank 1"):
+        worlds.run(metrics_of_uneven_ranks, 2)
+    assert time.monotonic() - began < 30
 
 
 def metrics_of_objects(size: int) -> list[str]:

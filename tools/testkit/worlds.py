@@ -22,7 +22,18 @@ from typing import Any
 
 import cloudpickle
 
-_PRELOAD = ["torch", "torch.distributed", "numpy", "cloudpickle", "testkit.worlds"]
+_PRELOAD = [
+    "torch",
+    "torch._dynamo",  # optimizers import it at their first step
+    "torch.distributed",
+    "torch.nn.parallel",
+    "numpy",
+    "cloudpickle",
+    "accel_state.collectives",
+    "accel_train.accelerator",
+    "accel_ckpt.state",
+    "testkit.worlds",
+]
 
 
 class RankError(AssertionError):

@@ -3,6 +3,7 @@
 AccelError
 ├── OptionError (ValueError)            an argument has a value that cannot be used
 │   └── IncompatibleOptionsError        … together with another one
+├── ArgumentTypeError (TypeError)       an argument is of a type that cannot be used
 ├── PrepareError (ValueError)           an object cannot be prepared as asked
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
@@ -19,6 +20,7 @@ from accel_state.errors import AccelError
 __all__ = [
     "AccumulationError",
     "AmbiguousLoaderError",
+    "ArgumentTypeError",
     "DataError",
     "DataTypeError",
     "DispatchError",
@@ -35,6 +37,10 @@ class OptionError(AccelError, ValueError):
 
 class IncompatibleOptionsError(OptionError):
     """Two options exclude each other; the message names both."""
+
+
+class ArgumentTypeError(AccelError, TypeError):
+    """An argument is of a type that cannot be used."""
 
 
 class PrepareError(AccelError, ValueError):

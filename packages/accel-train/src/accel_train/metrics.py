@@ -33,10 +33,11 @@ def gather_for_metrics(
         return _gather_objects(data, valid, rows, rank)
     if rows is not None:
         recursively_apply(lambda leaf: _check_rows(leaf, rows), data)
-    if valid is None:
-        return gather(data, ragged=source is not None and source.may_be_uneven)
-    mine = valid[rank]
-    return gather(recursively_apply(lambda leaf: leaf[:mine] if leaf.dim() else leaf, data), ragged=True)
+    if valid is not None:
+        mine = valid[rank]
+        data = recursively_apply(lambda leaf: leaf[:mine] if leaf.dim() else leaf, data)
+    # Rows may differ between ranks not only where padding was dropped: batch samplers choose their own sizes.
+    return gather(data, ragged=source is not None)
 
 
 def _source(ledger: LoaderLedger) -> Any:
