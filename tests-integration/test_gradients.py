@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from testkit import worlds
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+
+from testkit import worlds
 
 DIM = 5
 

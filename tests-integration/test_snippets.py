@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from testkit import worlds
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from testkit import worlds
 
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
@@ -89,8 +90,9 @@ def test_five_lines(ranks: int, order: list[int]) -> None:
 
 
 def four_lines(epochs: int) -> Any:
-    from accel_train import Accelerator
     from transformers import get_scheduler
+
+    from accel_train import Accelerator
 
     accelerator = Accelerator()
     model, optimizer, loader = build()
@@ -228,8 +230,9 @@ def test_saved_models_load(ranks: int, tmp_path: Path) -> None:
 
 
 def pretrained(folder: str) -> Any:
-    from accel_train import Accelerator
     from transformers import BertConfig, BertForSequenceClassification
+
+    from accel_train import Accelerator
 
     config = BertConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
@@ -387,8 +390,9 @@ def test_evaluation_by_hand_and_for_metrics_is_exact(ranks: int, size: int) -> N
 
 
 def who_runs() -> Any:
-    from accel_train import Accelerator
     from tqdm.auto import tqdm
+
+    from accel_train import Accelerator
 
     accelerator = Accelerator()
     ran = []

@@ -60,7 +60,9 @@ def main() -> int:
                 times[name].append(elapsed)
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
-        print(f"{name:52}{middle * 1e3:8.1f} ms over import torch   quartiles {low * 1e3:.1f} to {high * 1e3:.1f}")
+        print(
+            f"{name:52}{middle * 1e3:8.1f} ms over import torch   quartiles {low * 1e3:.1f} to {high * 1e3:.1f}"
+        )
     return 0
 
 

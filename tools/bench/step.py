@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from testkit import worlds
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from testkit import worlds
 
 STEPS_PER_ROUND = 256
 BATCH = 8
@@ -221,7 +222,9 @@ def main() -> int:
     for mode in arguments.modes:
         ranks = 2 if mode == "ddp 2 ranks" else 1
         environ = {"TORCHELASTIC_RUN_ID": "bench"} if ranks == 2 else {}
-        report(mode, worlds.run(measure, ranks, mode, names, arguments.rounds, environ=environ, timeout=600)[0])
+        report(
+            mode, worlds.run(measure, ranks, mode, names, arguments.rounds, environ=environ, timeout=600)[0]
+        )
     return 0
 
 

@@ -4,8 +4,9 @@ import pickle
 
 import pytest
 import torch
-from accel_train import Accelerator, AccumulationError, GradScalerKwargs
 from torch import nn
+
+from accel_train import Accelerator, AccumulationError, GradScalerKwargs
 
 
 def make(seed=0):
@@ -148,7 +149,9 @@ def test_t34_each_optimizer_is_unscaled_once_per_step():
         accelerator = Accelerator(
             mixed_precision=precision,
             gradient_accumulation_steps=2,
-            kwargs_handlers=[GradScalerKwargs(init_scale=256.0, growth_interval=1)] if precision == "fp16" else None,
+            kwargs_handlers=[GradScalerKwargs(init_scale=256.0, growth_interval=1)]
+            if precision == "fp16"
+            else None,
         )
         models = [make(0), make(1)]
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -270,7 +273,7 @@ def test_a_closure_cannot_be_scaled():
 
 
 def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
-    with pytest.raises(RuntimeError, match="fp8.*not available yet"):
+    with pytest.raises(RuntimeError, match=r"fp8.*not available yet"):
         Accelerator(mixed_precision="fp8")
     with pytest.raises(ValueError, match="Did you mean 'bf16'"):
         Accelerator(mixed_precision="bf17")

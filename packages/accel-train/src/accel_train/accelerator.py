@@ -9,18 +9,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
 from accel_state import collectives
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.environment import get_int_from_env
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.memory import release_memory
 from accel_state.process import PartialState
-from torch import Tensor, nn
-from torch.utils.data import DataLoader
-
 from accel_train import checkpoint, metrics, prepare, profiling
 from accel_train.accumulation import Accumulator
 from accel_train.config import (
@@ -43,8 +43,6 @@ from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.unwrap import extract_model_from_parallel
 
 __all__ = ["Accelerator"]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast",
@@ -148,6 +146,12 @@ class Accelerator:
             scaler=self.scaler_handler or GradScalerKwargs(),
             ddp=self.ddp_handler or DistributedDataParallelKwargs(),
         )
+        self.state = AcceleratorState(self._process, mixed_precision=precision, dynamo_plugin=dynamo)
+        self._begin(plugin)
+        register_newest(self)
+
+    def _begin(self, plugin: GradientAccumulationPlugin) -> None:
+        """Start with nothing prepared and no window open."""
         self._models: list[nn.Module] = []  # as they were before wrapping
         self._prepared_models: list[nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
@@ -166,21 +170,9 @@ class Accelerator:
             sync_with_dataloader=plugin.sync_with_dataloader,
             sync_each_batch=plugin.sync_each_batch,
         )
-        self.state = AcceleratorState(
-            self._process,
-            mixed_precision=precision,
-            dynamo_plugin=dynamo,
-            deepspeed_plugin=None,
-            fsdp_plugin=None,
-            megatron_lm_plugin=None,
-            torch_tp_plugin=None,
-            parallelism_config=None,
-            device_mesh=None,
-        )
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=self._ledger)
         self.step = 0
         self.flag_tensor: Tensor | None = None
-        register_newest(self)
 
     # Facts about the process
 
@@ -238,7 +230,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """"no", "bf16" or "fp16"."""
+        """The name of the precision: "no", "bf16" or "fp16"."""
         return self.state.mixed_precision
 
     @property
@@ -307,23 +299,25 @@ class Accelerator:
 
     # Where code runs
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on the main process only, return None elsewhere."""
         return self._process.on_main_process(function)
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on the main process of each node only."""
         return self._process.on_local_main_process(function)
 
-    def on_last_process(self, function: F) -> F:
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Decorator: run on the last process only."""
         return self._process.on_last_process(function)
 
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
         """Decorator: run on the process with this rank only."""
         return self._process.on_process(function, process_index=process_index)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
         """Decorator: run on the process with this local rank only, on every node."""
         return self._process.on_local_process(function, local_process_index=local_process_index)
 
@@ -335,7 +329,9 @@ class Accelerator:
         """Context that the main process of each node enters first."""
         return self._process.local_main_process_first()
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
         """Context with this process's part of a list, tuple, dict, tensor or dataset."""
         return self._process.split_between_processes(inputs, apply_padding=apply_padding)
 
@@ -457,7 +453,7 @@ class Accelerator:
         Raises:
             AmbiguousLoaderError: several loaders are iterated in turn and none was named.
         """
-        return self._accumulator.micro_batch(models, dataloader)
+        return self._accumulator.micro_batch(models, cast(Any, dataloader))
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -520,10 +516,9 @@ class Accelerator:
 
         Done once per step however often it is asked; clipping does it by itself.
         """
-        if optimizer is None:
-            optimizer = self._optimizers
-        for item in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-            self._plan.precision.unscale_(getattr(item, "optimizer", item))
+        chosen: Any = self._optimizers if optimizer is None else optimizer
+        for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
+            self._plan.precision.unscale_(cast(Any, getattr(item, "optimizer", item)))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -721,9 +716,7 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
         raise TypeError(f"Accelerator() got an unexpected argument {name!r}.{hint}")
 
 
-def _accumulation_plugin(
-    steps: int, plugin: GradientAccumulationPlugin | None
-) -> GradientAccumulationPlugin:
+def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
     if plugin is not None and steps != 1:
         raise IncompatibleOptionsError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
@@ -758,7 +751,7 @@ def _dynamo_plugin(
         raise IncompatibleOptionsError(
             f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given; put the backend into the plugin."
         )
-    return plugin or TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
+    return plugin or TorchDynamoPlugin(backend=backend)
 
 
 def _loader_config(
@@ -781,5 +774,3 @@ def _project(config: ProjectConfiguration | None, project_dir: str | Path | None
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)
     return config
-
-

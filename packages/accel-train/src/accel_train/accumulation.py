@@ -31,6 +31,8 @@ __all__ = ["Accumulator", "Window"]
 
 
 class _Loader(Protocol):
+    """What a prepared loader answers."""
+
     @property
     def end_of_dataloader(self) -> bool: ...
     @property
@@ -121,8 +123,8 @@ class Accumulator:
             for model in models:
                 if not isinstance(model, nn.Module):
                     raise ArgumentTypeError(
-                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what prepare() "
-                        "returned for the model; a loader goes to dataloader=."
+                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what "
+                        "prepare() returned for the model; a loader goes to dataloader=."
                     )
             window = self._windows[models] = Window(models)
         return _MicroBatch(self, window, loader)

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import accel_ckpt
-from accel_state.seeding import get_rng_state, set_rng_state
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+import accel_ckpt
+from accel_state.seeding import get_rng_state, set_rng_state
 from accel_train.errors import OptionError
 from accel_train.unwrap import extract_model_from_parallel
 
@@ -67,7 +67,9 @@ def register(registered: list[Any], objects: tuple[Any, ...]) -> None:
     wrong = [
         f"item {index} ({type(item).__name__})"
         for index, item in enumerate(objects)
-        if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None)))
+        if not (
+            callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+        )
     ]
     if wrong:
         raise OptionError(
@@ -99,13 +101,19 @@ def save_model(
     safe_serialization: bool,
 ) -> None:
     """See `Accelerator.save_model`."""
+    if not _writes(accelerator):
+        return
     accel_ckpt.save_model(
         extract_model_from_parallel(model, keep_torch_compile=False),
         save_directory,
         max_shard_size=max_shard_size,
         safe_serialization=safe_serialization,
-        save_on_each_node=accelerator.project_configuration.save_on_each_node,
     )
+
+
+def _writes(accelerator: Accelerator) -> bool:
+    each_node = accelerator.project_configuration.save_on_each_node
+    return accelerator.is_local_main_process if each_node else accelerator.is_main_process
 
 
 def save_state(
@@ -135,9 +143,8 @@ def save_state(
         before_commit=run_hooks,
     )
     config.iteration += 1
-    if config.automatic_checkpoint_naming and config.total_limit is not None:
-        if accelerator.is_main_process or (config.save_on_each_node and accelerator.is_local_main_process):
-            accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
+    if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(accelerator):
+        accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
     return saved
 
 
@@ -183,7 +190,9 @@ def _stateful(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
 def _shared(accelerator: Accelerator) -> dict[str, Any]:
     shared: dict[str, Any] = {"step": accelerator.step}
     for index, optimizer in enumerate(accelerator._optimizers):
-        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(optimizer.optimizer, accelerator._models)
+        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(
+            optimizer.optimizer, accelerator._models
+        )
     for key, item in _stateful(accelerator):
         shared[key] = item.state_dict()
     return shared
@@ -219,7 +228,9 @@ def load_state(
     for key, item in _stateful(accelerator):
         item.load_state_dict(checkpoint.shared[key])
     accelerator.step = checkpoint.shared["step"]
-    set_rng_state(checkpoint.per_rank(accelerator.process_index)["rng"])
+    own = checkpoint.per_rank(accelerator.process_index)
+    assert own is not None  # a rank without state has raised
+    set_rng_state(own["rng"])
     number = re.fullmatch(r"checkpoint_(\d+)", directory.name)
     if accelerator.project_configuration.automatic_checkpoint_naming and number:
         accelerator.project_configuration.iteration = int(number[1]) + 1
@@ -265,4 +276,6 @@ def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
     own = plain.state_dict()
     canonical = accel_ckpt.canonical_state_dict({name: name for name in own}, plain)
-    plain.load_state_dict({canonical.get(name, name): value for name, value in weights.items()}, strict=strict)
+    plain.load_state_dict(
+        {canonical.get(name, name): value for name, value in weights.items()}, strict=strict
+    )

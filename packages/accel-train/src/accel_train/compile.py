@@ -23,7 +23,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     if not plugin.enabled or is_compiled_module(model) or has_compiled_regions(model):
         return model
     kwargs = plugin.to_kwargs()
-    kwargs["backend"] = str(plugin.backend.value).lower()
+    kwargs["backend"] = plugin.compiler
     if plugin.use_regional_compilation:
         return compile_regions(model, **kwargs)
     return cast(nn.Module, torch.compile(model, **kwargs))
@@ -53,7 +53,7 @@ def compile_regions(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
         if kind not in compiled:
             compiled[kind] = torch.compile(_call_of(kind), **compile_kwargs)
         # nn.Module.__call__ runs this in place of _call_impl; one compiled function per kind is one cache per kind.
-        block._compiled_call_impl = _Bound(compiled[kind], block)  # type: ignore[assignment]
+        block._compiled_call_impl = _Bound(compiled[kind], block)
     return model
 
 
@@ -70,7 +70,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
+        return cast(Any, module)._call_impl(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = f"call_{kind.__name__}"
     # Dynamo's cache belongs to the code object; a copy per class keeps one class from filling another's.

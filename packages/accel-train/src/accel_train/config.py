@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.enums import BaseEnum, DynamoBackend
+from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.handlers import KwargsHandler
-
 from accel_train.errors import OptionError
 
 __all__ = [
@@ -274,7 +273,7 @@ class TorchDynamoPlugin(KwargsHandler):
         use_regional_compilation: compile the repeated blocks of a model, each kind once, not the whole.
     """
 
-    backend: DynamoBackend = cast(DynamoBackend, None)
+    backend: DynamoBackend | str | None = None
     mode: str | None = None
     fullgraph: bool | None = None
     dynamic: bool | None = None
@@ -284,7 +283,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.backend is None:
-            self.backend = parse_choice_from_env("ACCELERATE_DYNAMO_BACKEND", "no")  # type: ignore[assignment]
+            self.backend = parse_choice_from_env("ACCELERATE_DYNAMO_BACKEND", "no")
         self.backend = _dynamo_backend(self.backend)
         if self.mode is None:
             self.mode = parse_choice_from_env("ACCELERATE_DYNAMO_MODE", "default")
@@ -300,10 +299,15 @@ class TorchDynamoPlugin(KwargsHandler):
         """Whether anything is compiled."""
         return self.backend is not DynamoBackend.NO
 
+    @property
+    def compiler(self) -> str:
+        """The backend under the lower-case name that `torch.compile` takes."""
+        return str(self.backend).lower()
+
     def to_dict(self) -> dict[str, Any]:
         """All fields, the backend as the lower-case name that `torch.compile` takes."""
         fields = super().to_dict()
-        fields["backend"] = str(self.backend.value).lower()
+        fields["backend"] = self.compiler
         return fields
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.collectives import gather, gather_object
-from accel_state.trees import recursively_apply
 from torch import Tensor
 
+from accel_state.collectives import gather, gather_object
+from accel_state.trees import recursively_apply
 from accel_train.data.ledger import LoaderLedger
 from accel_train.errors import AmbiguousLoaderError, MetricsShapeError
 

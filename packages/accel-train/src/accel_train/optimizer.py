@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accel_state.trees import send_to_device
 
+from accel_state.trees import send_to_device
 from accel_train.precision.base import Precision, PrecisionOptions
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._precision.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
@@ -188,7 +188,8 @@ def move_state_to_parameters(optimizer: torch.optim.Optimizer) -> None:
     An optimizer that already has state (loaded from a checkpoint before `prepare`) follows the model this way. Steps
     counted in 0-d CPU tensors stay on the CPU, where torch's optimizers want them unless they are capturable.
     """
-    for parameter, state in optimizer.state.items():
+    entries: dict[Any, Any] = optimizer.state  # torch allows keys that are no parameters
+    for parameter, state in entries.items():
         if not isinstance(parameter, torch.Tensor):
             continue
         for key, value in state.items():

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_train.compile import compile_model
-from accel_train.data import DataLoaderDispatcher, DataLoaderShard, prepare_data_loader
+from accel_train.data import DataLoaderDispatcher, PreparedLoader, prepare_data_loader
 from accel_train.errors import PrepareError
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.scheduler import AcceleratedScheduler
@@ -33,8 +33,7 @@ def prepare(accelerator: Accelerator, objects: tuple[Any, ...], device_placement
             f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one per object."
         )
     prepared = [
-        _first_pass(accelerator, item, placed)
-        for item, placed in zip(objects, device_placement, strict=True)
+        _first_pass(accelerator, item, placed) for item, placed in zip(objects, device_placement, strict=True)
     ]
     prepared = [
         prepare_scheduler(accelerator, item) if isinstance(item, LRScheduler) else item for item in prepared
@@ -93,7 +92,7 @@ def _check_device_map(accelerator: Accelerator, model: nn.Module) -> None:
 
 def prepare_loader(
     accelerator: Accelerator, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
-) -> DataLoaderShard | DataLoaderDispatcher:
+) -> PreparedLoader:
     """Shard a loader over ranks, as `accelerator.dataloader_config` says now."""
     config = accelerator.dataloader_config
     if any(loader is known for known in accelerator._dataloaders):

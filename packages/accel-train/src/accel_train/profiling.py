@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.constants import PROFILE_PATTERN_NAME
-
 from accel_train.config import ProfileKwargs
 
 __all__ = ["profile"]

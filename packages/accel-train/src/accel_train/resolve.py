@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
-
 from accel_train.config import (
     AutocastKwargs,
     DistributedDataParallelKwargs,

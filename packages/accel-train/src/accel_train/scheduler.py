@@ -40,7 +40,8 @@ class AcceleratedScheduler(LRScheduler):
         accumulator: Accumulator | None = None,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+        several = isinstance(optimizers, (list, tuple))
+        self.optimizers: list[AcceleratedOptimizer] = list(optimizers) if several else [optimizers]  # type: ignore[list-item]
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         if steps_per_call is None:

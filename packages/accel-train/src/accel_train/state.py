@@ -16,7 +16,7 @@ from accel_state.process import PartialState
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
     from accel_train.accumulation import Accumulator
-    from accel_train.config import GradientAccumulationPlugin
+    from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.data.ledger import LoaderLedger
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized"]
@@ -48,8 +48,18 @@ class AcceleratorState:
     """
 
     mixed_precision: str
+    dynamo_plugin: TorchDynamoPlugin
+
+    # Engines and meshes of which this version has none.
+    deepspeed_plugin: None = None
+    fsdp_plugin: None = None
+    megatron_lm_plugin: None = None
+    torch_tp_plugin: None = None
+    parallelism_config: None = None
+    device_mesh: None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> AcceleratorState:
+        """A new state, or without arguments the newest accelerator's."""
         if not args and not kwargs:
             newest = _newest_alive()
             if newest is None:
@@ -78,7 +88,8 @@ class AcceleratorState:
     @property
     def distributed_type(self) -> DistributedType:
         """How processes cooperate."""
-        return self._process_state.distributed_type
+        kind: DistributedType = self._process_state.distributed_type
+        return kind
 
     @property
     def is_fsdp2(self) -> bool:

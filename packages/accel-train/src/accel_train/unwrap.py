@@ -57,11 +57,11 @@ def extract_model_from_parallel(
     if not keep_torch_compile:
         for item in inner.modules():
             if _compiled_in_place(item):
-                item._compiled_call_impl = None  # type: ignore[assignment]
+                item._compiled_call_impl = None
     if compiled and keep_torch_compile:
         if not was_parallel:
             return model
-        model._orig_mod = inner  # type: ignore[assignment]
+        model._orig_mod = inner
         return model
     return inner
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from accel_state.trees import convert_to_fp32
 from torch import nn
 
+from accel_state.trees import convert_to_fp32
 from accel_train.precision.base import Precision
 
 __all__ = ["AutocastForward", "AutocastPrecision"]
@@ -33,6 +33,7 @@ class AutocastForward:
         self.cache_enabled = cache_enabled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, floating tensors in them as float32."""
         with torch.autocast(self.device_type, self.dtype, cache_enabled=self.cache_enabled):
             outputs = self.forward(*args, **kwargs)
         if type(outputs) is torch.Tensor:
@@ -46,14 +47,19 @@ _LOW = (torch.bfloat16, torch.float16)
 class AutocastPrecision(Precision):
     """Parameters stay as they are; forward runs under autocast in `dtype`."""
 
-    dtype: torch.dtype
+    dtype: ClassVar[torch.dtype | None]
+
+    @property
+    def _low(self) -> torch.dtype:
+        assert self.dtype is not None
+        return self.dtype
 
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[object]:
         """`torch.autocast` in this precision's dtype."""
         return torch.autocast(
-            self.options.device_type, self.dtype, enabled=enabled, cache_enabled=cache_enabled
+            self.options.device_type, self._low, enabled=enabled, cache_enabled=cache_enabled
         )
 
     def wrap_forward(self, model: nn.Module) -> None:
@@ -65,7 +71,7 @@ class AutocastPrecision(Precision):
             cache_enabled = torch.is_autocast_cache_enabled()
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
-        model.forward = AutocastForward(original, self.options.device_type, self.dtype, cache_enabled)
+        model.forward = AutocastForward(original, self.options.device_type, self._low, cache_enabled)
 
     def unwrap_forward(self, model: nn.Module) -> None:
         """Restore the original forward; the model pickles again."""

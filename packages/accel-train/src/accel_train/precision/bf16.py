@@ -15,4 +15,4 @@ class BF16Precision(AutocastPrecision):
     """Autocast in bfloat16."""
 
     name: ClassVar[str] = "bf16"
-    dtype = torch.bfloat16
+    dtype: ClassVar[torch.dtype | None] = torch.bfloat16

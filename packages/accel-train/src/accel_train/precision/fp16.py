@@ -24,14 +24,16 @@ class FP16Precision(AutocastPrecision):
     """
 
     name: ClassVar[str] = "fp16"
-    dtype = torch.float16
+    dtype: ClassVar[torch.dtype | None] = torch.float16
+
+    scaler: torch.amp.GradScaler
 
     def __init__(self, options: PrecisionOptions) -> None:
         super().__init__(options)
-        self.scaler: torch.amp.GradScaler = torch.amp.GradScaler(
-            options.device_type, **dict(options.scaler_kwargs)
-        )
-        self._unscaled: dict[int, torch.optim.Optimizer] = {}  # unscaled since the last update, not yet stepped
+        self.scaler = torch.amp.GradScaler(options.device_type, **dict(options.scaler_kwargs))
+        self._unscaled: dict[
+            int, torch.optim.Optimizer
+        ] = {}  # unscaled since the last update, not yet stepped
         self._update_due = False
         self._stepped: set[int] = set()
 
@@ -85,7 +87,9 @@ class FP16Precision(AutocastPrecision):
         self.unscale_(optimizer)
         self._unscaled.pop(id(optimizer))
         found = [bool(flag.item()) for flag in self.scaler._found_inf_per_device(optimizer).values()]
-        if not found:  # the optimizer holds no gradients, and the scaler refuses to step what it never checked
+        if (
+            not found
+        ):  # the optimizer holds no gradients, and the scaler refuses to step what it never checked
             return True, optimizer.step()
         self._stepped.add(id(optimizer))
         self._update_due = True

@@ -86,7 +86,7 @@ class DDPStrategy(Strategy):
     def join(
         self, joinables: Sequence[object], *, throw_on_early_termination: bool = False
     ) -> AbstractContextManager[object]:
-        """torch's `Join` over the given models and optimizers."""
+        """Torch's `Join` over the given models and optimizers."""
         inner = [_ddp_of(item) if isinstance(item, nn.Module) else item for item in joinables]
         wrong = [type(item).__name__ for item in inner if not isinstance(item, Joinable)]
         if wrong:
