@@ -350,10 +350,7 @@ def tensor_leaves(data: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for leaf in _leaves(data):
         if not isinstance(leaf, Tensor):
-            raise TypeError(
-                f"only tensors in nested lists, tuples, mappings and dataclasses are accepted; "
-                f"found {type(leaf).__name__} at {path_of(data, leaf) or 'the top'}"
-            )
+            raise _not_a_tensor(data, leaf)
         found.append(leaf)
     return found
 
@@ -376,11 +373,18 @@ class TreeSpec:
 _TENSOR = TreeSpec(None)
 
 
-def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
+def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSpec]:
     """Take the tensors out of a tree.
+
+    Args:
+        tree: the tree.
+        only_tensors: refuse other leaves.
 
     Returns:
         the tensors, depth first, and a spec that holds everything else.
+
+    Raises:
+        TypeError: for another leaf, when asked; the message says where it is.
     """
     leaves: list[Tensor] = []
 
@@ -390,6 +394,8 @@ def flatten(tree: Any) -> tuple[list[Tensor], TreeSpec]:
             return _TENSOR
         container = _container(type(node))
         if container is None:
+            if only_tensors:
+                raise _not_a_tensor(tree, node)
             return TreeSpec(..., node)
         children = tuple([visit(child) for child in container.children(node)])
         return TreeSpec(type(node), container.outline(node), children)
@@ -422,6 +428,13 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
     if next(source, missing) is not missing:
         raise ValueError("unflatten got more tensors than the spec has places")
     return tree
+
+
+def _not_a_tensor(data: Any, leaf: Any) -> TypeError:
+    return TypeError(
+        "only tensors in nested lists, tuples, mappings and dataclasses are accepted; "
+        f"found {type(leaf).__name__} at {path_of(data, leaf) or 'the top'}"
+    )
 
 
 def path_of(data: Any, leaf: Any) -> str:

@@ -1,0 +1,365 @@
+"""A watch over collectives that do not complete.
+
+One daemon thread per process. It answers questions of other ranks about where this one is, and, when a collective of
+this rank has been waiting for a while, asks them. All of it goes through a store client of its own, never through a
+collective. A collective costs nothing more than saying where it is (:meth:`Watched.where`).
+
+What is found leads to one of two things:
+
+- a report, after ``report_after`` seconds and then at doubling intervals, printed by one of the waiting ranks: who
+  arrived, who did not, where, and the stacks of the absent;
+- an error on every waiting rank, at once, when there is proof that the collective cannot complete: a rank is gone, or
+  stands in another collective at the same place of the sequence.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from accel_state.errors import CollectiveMismatchError
+
+__all__ = ["REPORT_AFTER", "Peer", "Watch", "Watched", "call_site", "judge"]
+
+REPORT_AFTER = 30.0
+"""Seconds that a collective waits before it is reported."""
+
+_LIBRARIES = frozenset(
+    {"accel_state", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli", "torch", "contextlib", "functools"}
+)
+_STACK_DEPTH = 16
+_PATIENCE = timedelta(seconds=10)
+"""For one answer of the store: nothing here waits for a key that is not there."""
+_logger = logging.getLogger(__name__)
+
+
+class Watched(Protocol):
+    """A group's collectives, as the watch sees them."""
+
+    name: str
+    ranks: Sequence[int]
+
+    def where(self) -> tuple[int, str | None, int]:
+        """Number of the latest collective, its name while it has not completed, and the thread that waits in it."""
+
+    def condemn(self, error: CollectiveMismatchError) -> None:
+        """Take note that the collective it waits in cannot complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What is known of one rank with respect to one group.
+
+    Attributes:
+        rank: global rank.
+        number: its latest collective, counted from 1; None: nothing is known of the rank.
+        operation: the name of that collective while the rank is still in it.
+        site: the user's line that called it, ``file:line``.
+        gone: why the rank left the world; None while it is there.
+    """
+
+    rank: int
+    number: int | None = None
+    operation: str | None = None
+    site: str | None = None
+    gone: str | None = None
+
+    def __str__(self) -> str:
+        if self.number is None:
+            return f"rank {self.rank}: no answer"
+        if self.operation is not None:
+            place = f"in {self.operation} (#{self.number}) at {self.site or 'an unknown line'}"
+        else:
+            place = f"in no collective, after #{self.number}" if self.number else "in no collective so far"
+        return f"rank {self.rank}: {place}" + (f"; gone: {self.gone}" if self.gone else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Which ranks reached a collective, which did not, and the proof that it cannot complete, if there is one."""
+
+    arrived: list[Peer]
+    absent: list[Peer]
+    proof: str | None
+
+
+def judge(number: int, operation: str, peers: Iterable[Peer]) -> Findings:
+    """Compare the ranks of a group with one that waits in its collective ``number``."""
+    arrived: list[Peer] = []
+    absent: list[Peer] = []
+    proofs: list[str] = []
+    for peer in peers:
+        here = peer.number is not None and peer.number >= number
+        (arrived if here else absent).append(peer)
+        waiting = peer.number == number and peer.operation is not None
+        if waiting and peer.operation != operation:
+            proofs.append(f"rank {peer.rank} entered {peer.operation} instead")
+        if peer.gone is not None and (waiting or not here):
+            proofs.append(f"rank {peer.rank} is gone ({peer.gone})")
+    return Findings(arrived, absent, "; ".join(proofs) or None)
+
+
+def call_site(frame: FrameType | None) -> str | None:
+    """``file:line`` of the innermost frame that belongs to neither this project nor torch."""
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+@dataclass
+class _Wait:
+    """A collective that was seen waiting."""
+
+    number: int
+    since: float
+    looked: float = 0.0
+    asked: bool = False
+    reports: int = 0
+    next_report: float = field(default=0.0)
+
+
+class Watch:
+    """The watching thread of this process.
+
+    Args:
+        store: the world's store; a client of its own is cloned from it.
+        rank: this process's global rank.
+        report_after: seconds until the first report; further ones follow after twice as long, and so on.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, report_after: float = REPORT_AFTER) -> None:
+        self._base = store
+        self._store: dist.Store | None = None
+        self._rank = rank
+        self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waits: dict[str, _Wait] = {}
+        self._known: set[int] = set()
+        self._answered = 0
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._identity = {"machine": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+        self.report_after = report_after
+
+    @property
+    def tick(self) -> float:
+        """Seconds between two looks."""
+        return min(1.0, max(0.02, self.report_after / 4))
+
+    def add(self, channel: Watched) -> None:
+        """Watch a group's collectives; the thread starts with the first."""
+        self._channels.add(channel)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self._at_exit)
+
+    def leave(self, reason: str) -> None:
+        """Tell the other ranks that this one is gone, and stop."""
+        atexit.unregister(self._at_exit)
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        with self._lock:
+            if self._store is not None:
+                try:
+                    self._publish(self._store, gone=reason)
+                except RuntimeError as error:  # whoever kept the store has left before; nobody is there to be told
+                    _logger.debug("could not say goodbye: %s", error)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=2.0)
+
+    def explain(self, channel: Watched, grace: float) -> tuple[str | None, str]:
+        """Why a collective of ``channel`` may have failed.
+
+        Args:
+            channel: the group.
+            grace: seconds to wait for a rank's last word.
+
+        Returns:
+            the proof, if any, and a line for every rank.
+        """
+        number, operation, _ = channel.where()
+        deadline = time.monotonic() + grace
+        while True:
+            try:
+                with self._lock:
+                    peers = self._peers(self._store, channel) if self._store is not None else []
+            except RuntimeError:
+                return "the store of this world is gone, and with it the process that kept it", ""
+            findings = judge(number, operation or "", peers)
+            if findings.proof is not None or time.monotonic() > deadline:
+                return findings.proof, "\n".join(f"  {peer}" for peer in peers)
+            time.sleep(0.02)
+
+    def _at_exit(self) -> None:
+        error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ends the program
+        self.leave(f"exited after {_one_line(error)}" if error is not None else "exited")
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                self._store = self._connect()
+            while not self._stop.wait(self.tick):
+                channels = list(self._channels)
+                if not channels:
+                    return
+                with self._lock:
+                    if not self._stop.is_set():
+                        self._look(self._store, channels)
+                del channels  # no reference of this thread keeps a group alive
+        except RuntimeError as error:
+            # The store goes with the process that keeps it, at the end of every program. A collective that then
+            # waits in vain fails by its broken connections.
+            _logger.debug("the watch over collectives has lost its store: %s", error)
+
+    def _connect(self) -> dist.Store:
+        client = self._base.clone()
+        client.set_timeout(_PATIENCE)
+        store = dist.PrefixStore("accel_state.watch", client)
+        # A second PartialState in this world must not read what the first one left.
+        generation = store.add(f"generation/{self._rank}", 1)
+        store = dist.PrefixStore(str(generation), store)
+        self._publish(store)
+        return store
+
+    def _look(self, store: dist.Store, channels: Sequence[Watched]) -> None:
+        now = time.monotonic()
+        asked = store.add("ask", 0)
+        waiting = [(channel, wait) for channel in channels if (wait := self._waiting(channel, now)) is not None]
+        if asked != self._answered:
+            self._answered = asked
+            store.set(f"stack/{self._rank}", _stack())
+            self._publish(store)
+        for channel, wait in waiting:
+            # A world of a thousand ranks is looked over less often: every look reads all of its records.
+            if now - wait.looked >= self.tick * max(1.0, len(channel.ranks) / 64):
+                wait.looked = now
+                if wait.asked:
+                    self._investigate(store, channel, wait, now)
+                wait.asked = True
+                store.add("ask", 1)
+
+    def _waiting(self, channel: Watched, now: float) -> _Wait | None:
+        """The wait that ``channel`` is in, if this is not the first look at it."""
+        number, operation, _ = channel.where()
+        wait = self._waits.get(channel.name)
+        if operation is None:
+            self._waits.pop(channel.name, None)
+            return None
+        if wait is None or wait.number != number:
+            self._waits[channel.name] = _Wait(number, now, next_report=self.report_after)
+            return None
+        return wait
+
+    def _investigate(self, store: dist.Store, channel: Watched, wait: _Wait, now: float) -> None:
+        number, operation, thread = channel.where()
+        if number != wait.number or operation is None:
+            return
+        peers = self._peers(store, channel)
+        findings = judge(number, operation, peers)
+        here = call_site(sys._current_frames().get(thread)) or "an unknown line"
+        if findings.proof is not None:
+            listing = "\n".join(f"  {peer}" for peer in peers)
+            channel.condemn(
+                CollectiveMismatchError(
+                    f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n{listing}\n"
+                    "Every rank must call the same collectives in the same order."
+                )
+            )
+            return
+        age = now - wait.since
+        if age >= wait.next_report:
+            wait.next_report = age * 2
+            wait.reports += 1
+            if store.add(f"report/{channel.name}/{number}/{wait.reports}", 1) == 1:
+                self._report(store, f"collective #{number}, {operation} at {here}", age, findings)
+
+    def _report(self, store: dist.Store, what: str, age: float, findings: Findings) -> None:
+        lines = [f"accel: rank {self._rank} has been waiting for {age:.1f} s in {what}"]
+        lines += [f"  arrived: {peer}" for peer in findings.arrived]
+        for peer in findings.absent:
+            lines.append(f"  not arrived: {peer}")
+            key = f"stack/{peer.rank}"
+            if store.check([key]):
+                lines.append(f"    stack of rank {peer.rank}:")
+                lines += [f"    {line}" for line in store.get(key).decode().splitlines()]
+        print("\n".join(lines), file=sys.stderr, flush=True)
+
+    # --- records ---
+
+    def _publish(self, store: dist.Store, gone: str | None = None) -> None:
+        frames = sys._current_frames()
+        at: dict[str, Any] = {}
+        for channel in list(self._channels):
+            number, operation, thread = channel.where()
+            at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
+        record = {**self._identity, "at": at, "gone": gone}
+        store.set(f"rank/{self._rank}", json.dumps(record))
+
+    def _peers(self, store: dist.Store, channel: Watched) -> list[Peer]:
+        self._publish(store)
+        unseen = [rank for rank in channel.ranks if rank not in self._known]
+        self._known.update(rank for rank in unseen if store.check([f"rank/{rank}"]))
+        ranks = [rank for rank in channel.ranks if rank in self._known]
+        records = {
+            rank: json.loads(text)
+            for rank, text in zip(ranks, store.multi_get([f"rank/{rank}" for rank in ranks]), strict=True)
+        }
+        return [_peer(rank, channel.name, records.get(rank)) for rank in channel.ranks]
+
+
+def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> Peer:
+    if record is None:
+        return Peer(rank)
+    number, operation, site = record["at"].get(channel, (0, None, None))
+    gone = record["gone"]
+    if gone is None and record["machine"] is not None and record["machine"] == _machine():
+        gone = None if _birth(record["pid"]) == record["born"] else f"process {record['pid']} has ended"
+    return Peer(rank, number, operation, site, gone)
+
+
+def _stack() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return "".join(traceback.format_stack(frame)[-_STACK_DEPTH:]) if frame is not None else "unknown"
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+
+
+def _machine() -> str | None:
+    """What two processes that can see each other's ids have in common; None where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return None
+
+
+def _birth(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks; None when it has ended, reaped or not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]
