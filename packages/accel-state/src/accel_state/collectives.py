@@ -1,8 +1,8 @@
 """Collectives on nested structures of tensors, and on picklable objects.
 
-Every function is collective: all ranks of the group call it, in the same order. In a world of one nothing is sent.
-Input is never changed, except by :func:`broadcast` and :func:`broadcast_object_list`, whose job it is. Results are no
-part of the autograd graph.
+Every function is collective: all ranks of the group call it, in the same order. In a world of one nothing is
+sent. Input is never changed, except by :func:`broadcast` and :func:`broadcast_object_list`, whose job it is.
+Results are no part of the autograd graph.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from accel_state.errors import CollectiveMismatchError, ConfigError
 from accel_state.exchange import Channel, CheckSettings, Rows
+from accel_state.messages import aligned, as_bytes, bytes_of, int64_bytes, pack, pickled, unpack
 from accel_state.process import PartialState
 from accel_state.trees import TreeSpec, flatten, recursively_apply
 
@@ -37,8 +38,6 @@ REDUCTIONS = ("mean", "sum", "max", "min", "none")
 
 _SMALL = 1 << 20
 """Bytes up to which tensors share one message; copying them together costs less than a message each."""
-_ALIGNMENT = 16
-"""Bytes; tensors in a message begin at multiples of the largest item size, so that they can be viewed in place."""
 
 
 class CannotPadNestedTensorWarning(UserWarning):
@@ -49,35 +48,35 @@ def set_collective_checks(mode: str | None = None, report_after: float | None = 
     """Change what is checked about collectives from here on. Call it on every rank alike.
 
     Args:
-        mode: "on": before every collective, ranks compare operation, structure, dtypes and shapes; "off": they do not
-            where it would cost something; "auto": on for CPU tensors, off for tensors on a device. None: as it is.
-            The default is ACCELERATE_COLLECTIVE_CHECKS, else "auto"; ACCELERATE_DEBUG_MODE means "on".
-        report_after: seconds until a collective that not all ranks entered is reported. None: as it is. The default
-            is ACCELERATE_COLLECTIVE_TIMEOUT_REPORT, else 30.
+        mode: "on": before every collective, ranks compare operation, structure, dtypes and shapes; "off":
+            they do not where it would cost something; "auto": on for CPU tensors, off for tensors on a
+            device. None: as it is. The default is ACCELERATE_COLLECTIVE_CHECKS, else "auto";
+            ACCELERATE_DEBUG_MODE means "on".
+        report_after: seconds until a collective that not all ranks entered is reported. None: as it is. The
+            default is ACCELERATE_COLLECTIVE_TIMEOUT_REPORT, else 30.
 
     Raises:
         ConfigError: another mode, or not a positive number of seconds.
     """
-    channel = PartialState().channel()
-    now = channel.settings if channel is not None else CheckSettings()
-    settings = CheckSettings(
-        now.mode if mode is None else mode, now.report_after if report_after is None else report_after
-    )
-    for each in PartialState().channels():
-        each.apply(settings)
+    channels = PartialState().channels
+    if channels is None:
+        CheckSettings("auto" if mode is None else mode, 0.0 if report_after is None else report_after)
+    else:
+        channels.configure(mode, report_after)
 
 
 def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool = False) -> Any:
     """Concatenate every tensor of a tree over ranks, along the first dimension, in rank order.
 
     Args:
-        tensor: a tree of tensors, of equal structure on all ranks; 0-dimensional tensors count as one element.
+        tensor: a tree of tensors, of equal structure on all ranks; 0-dimensional tensors count as one
+            element.
         group: the ranks that take part; None: all.
         ragged: first dimensions may differ between ranks.
 
     Returns:
-        a tree of the same types, with new tensors of shape (sum of first dimensions, ...), on every rank; in a world
-        of one, ``tensor`` itself.
+        a tree of the same types, with new tensors of shape (sum of first dimensions, ...), on every rank; in
+        a world of one, ``tensor`` itself.
 
     Raises:
         TypeError: a leaf that is not a dense tensor.
@@ -92,7 +91,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool 
         return recursively_apply(lambda _: next(results), tensor)
 
 
-def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any:  # noqa: A002 - name of the past
+def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any:
     """Concatenate lists of picklable objects over ranks, in rank order.
 
     Args:
@@ -109,8 +108,10 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any
     if channel is None:
         return object
     with channel.operation("gather_object"):
-        refusal = None if isinstance(object, list | tuple) else _wrong_type("gather_object", object)
-        payload, refusal = (None, refusal) if refusal else _pickled(list(object))
+        if isinstance(object, list | tuple):
+            payload, refusal = pickled(list(object))
+        else:
+            payload, refusal = None, _wrong_type("gather_object", object)
         rows = channel.exchange("gather_object", lambda: "objects", payload, refusal=refusal)
         return [item for rank in range(channel.size) for item in pickle.loads(rows.raw(rank))]
 
@@ -127,12 +128,12 @@ def reduce(
         group: the ranks that take part; None: all.
 
     Returns:
-        a tree of the same types with new tensors of the same dtypes; also in a world of one. float16, bfloat16 and
-        smaller floats are added up in float32 and rounded once.
+        a tree of the same types with new tensors of the same dtypes; also in a world of one. float16,
+        bfloat16 and smaller floats are added up in float32 and rounded once.
 
     Raises:
-        ConfigError: an unknown reduction; or one that a dtype does not have: the mean of integers or booleans, the
-            sum of booleans, the maximum of complex numbers, a scale for anything but floats.
+        ConfigError: an unknown reduction; or one that a dtype does not have: the mean of integers or
+            booleans, the sum of booleans, the maximum of complex numbers, a scale for anything but floats.
         CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
     """
     if reduction not in REDUCTIONS:
@@ -163,7 +164,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     """Copy the values of one rank's tensors into those of all others, in place.
 
     Args:
-        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks; changed on all but the source.
+        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks; changed on all but the
+            source.
         from_process: the source, a rank of the world.
         group: the ranks that take part; None: all.
 
@@ -185,16 +187,16 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         mine = channel.rank == source
         if tree.checked:
             rows = channel.exchange(
-                ("broadcast", source, tree.key()), tree.describe, _pack(small, channel.device) if mine else None,
-                source=source,
+                ("broadcast", source, tree.key()), tree.describe,
+                pack(small, channel.device) if mine else None, source=source,
             )  # fmt: skip
             packed = rows[source]
         else:
-            packed = _pack(small, channel.carrier(tree.device))
+            packed = pack(small, channel.carrier(tree.device))
             if small:
                 channel.wait(dist.broadcast(packed, from_process, group=group, async_op=True), packed)
         if not mine:
-            for leaf, values in zip(small, _unpack(packed, small), strict=True):
+            for leaf, values in zip(small, unpack(packed, small), strict=True):
                 leaf.detach().copy_(values)
         for leaf in tree.leaves:
             if leaf.nbytes > _SMALL:
@@ -203,8 +205,8 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
 
 
 def broadcast_object_list(
-    object_list: list[Any], from_process: int = 0, *, group: dist.ProcessGroup | None = None
-) -> list[Any]:
+    object_list: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None
+) -> Any:
     """Replace the items of a list by those of one rank's list, in place.
 
     Args:
@@ -230,7 +232,7 @@ def broadcast_object_list(
         if not isinstance(object_list, list):
             refusal = _wrong_type("broadcast_object_list", object_list)
         elif channel.rank == source:
-            payload, refusal = _pickled(object_list)
+            payload, refusal = pickled(object_list)
         length = len(object_list) if refusal is None else 0
         key = ("broadcast_object_list", source, length)
         rows = channel.exchange(
@@ -274,7 +276,7 @@ def pad_across_processes(
         sizes = [_padded_size(leaf, dim) for leaf in tree.leaves]
         key = ("pad_across_processes", dim, pad_first, tree.spec,
                tuple((leaf.dtype, leaf.dim(), leaf.device.type) for leaf in tree.leaves))  # fmt: skip
-        rows = channel.exchange(key, tree.describe, _int64_bytes(sizes))
+        rows = channel.exchange(key, tree.describe, int64_bytes(sizes))
         largest = _int64_rows(rows, channel.size, len(sizes)).amax(dim=0).tolist()
         results = iter(
             [
@@ -289,7 +291,8 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
     """Give all ranks a copy of a tensor that only one of them has.
 
     Args:
-        tensor: the tensor on the rank that has it, None on all others. They need to know neither shape nor dtype.
+        tensor: the tensor on the rank that has it, None on all others. They need to know neither shape nor
+            dtype.
         group: the ranks that take part; None: all.
 
     Returns:
@@ -306,7 +309,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
             raise ConfigError("copy_tensor_to_devices needs a tensor on one rank; this is the only one")
         return tensor.to(state.device)
     with channel.operation("copy_tensor_to_devices"):
-        payload = None if tensor is None else _as_bytes(pickle.dumps((tensor.dtype, tuple(tensor.shape))))
+        payload = None if tensor is None else as_bytes(pickle.dumps((tensor.dtype, tuple(tensor.shape))))
         rows = channel.exchange("copy_tensor_to_devices", lambda: "", payload)
         owners = [index for index, size in enumerate(rows.sizes) if size]
         if len(owners) != 1:
@@ -348,7 +351,10 @@ class _Tree(NamedTuple):
 
     def key(self, first: int = 0) -> Hashable:
         """What must be equal on all ranks; sizes of dimensions before ``first`` may differ."""
-        return (self.spec, tuple([(leaf.dtype, leaf.shape[first:], leaf.device.type) for leaf in self.leaves]))
+        return (
+            self.spec,
+            tuple([(leaf.dtype, leaf.shape[first:], leaf.device.type) for leaf in self.leaves]),
+        )
 
     def describe(self) -> str:
         return str(recursively_apply(_Words.of, self.whole))
@@ -370,7 +376,9 @@ class _Words(str):
 def _require_dense(leaves: Iterable[Tensor]) -> None:
     for leaf in leaves:
         if leaf.layout is not torch.strided or leaf.is_nested:
-            raise TypeError(f"only dense tensors can be sent, found one with layout {leaf.layout}; call to_dense()")
+            raise TypeError(
+                f"only dense tensors can be sent, found one with layout {leaf.layout}; call to_dense()"
+            )
 
 
 def _refused(channel: Channel, error: Exception) -> Exception:
@@ -390,64 +398,6 @@ def _index_of(channel: Channel, rank: int) -> int:
     return channel.ranks.index(rank)
 
 
-# --- bytes ---
-
-
-def bytes_of(leaf: Tensor) -> Tensor:
-    """The values of a dense tensor as 1-D uint8: a view where it is contiguous, else a copy."""
-    plain = leaf.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def aligned(size: int) -> int:
-    """Bytes that ``size`` bytes occupy in a message."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _pack(leaves: Sequence[Tensor], device: torch.device, ahead: int = 0) -> Tensor:
-    """The values of all ``leaves`` in one message on ``device``, behind ``ahead`` free bytes."""
-    if len(leaves) == 1 and not ahead and leaves[0].nbytes % _ALIGNMENT == 0:
-        return bytes_of(leaves[0]).to(device)
-    message = torch.empty(ahead + sum(aligned(leaf.nbytes) for leaf in leaves), dtype=torch.uint8, device=device)
-    offset = ahead
-    for leaf in leaves:
-        size = leaf.nbytes
-        message[offset : offset + size] = bytes_of(leaf)
-        offset += aligned(size)
-    return message
-
-
-def _unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a message as tensors like ``like``."""
-    values = []
-    offset = 0
-    for leaf in like:
-        values.append(message[offset : offset + leaf.nbytes].view(leaf.dtype).view(leaf.shape))
-        offset += aligned(leaf.nbytes)
-    return values
-
-
-def _as_bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _pickled(value: Any) -> tuple[Tensor | None, Exception | None]:
-    try:
-        return _as_bytes(pickle.dumps(value)), None
-    except Exception as error:  # whatever a user's __reduce__ raises; every rank hears of it
-        return None, TypeError(f"cannot be pickled: {type(error).__name__}: {error}")
-
-
-def _int64_bytes(values: Sequence[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64).view(torch.uint8)
-
-
-def _int64_rows(rows: Rows, ranks: int, count: int) -> Tensor:
-    return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
-
-
 # --- gather ---
 
 
@@ -456,14 +406,14 @@ def _gather_even(channel: Channel, tree: _Tree) -> list[Tensor]:
     if tree.checked:
         total = sum(aligned(leaf.nbytes) for leaf in leaves)
         inline = total <= channel.capacity and tree.device.type == "cpu"
-        payload = _pack(leaves, channel.device) if inline else None
+        payload = pack(leaves, channel.device) if inline else None
         rows = channel.exchange(("gather", tree.key()), tree.describe, payload)
         if inline:
             return _rows_to_leaves(rows.table, leaves)
     results: list[Tensor | None] = [None] * len(leaves)
     for bucket in _buckets(leaves):
         members = [leaves[index] for index in bucket]
-        row = _pack(members, channel.carrier(members[0].device))
+        row = pack(members, channel.carrier(members[0].device))
         table = torch.empty((channel.size, row.numel()), dtype=torch.uint8, device=row.device)
         if row.numel():
             channel.all_gather_into(table, row)
@@ -500,9 +450,9 @@ def _buckets(leaves: Sequence[Tensor]) -> list[list[int]]:
 def _gather_ragged(channel: Channel, tree: _Tree) -> list[Tensor]:
     leaves = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in tree.leaves]
     ahead = aligned(8 * len(leaves))
-    message = _pack(leaves, channel.device, ahead)
+    message = pack(leaves, channel.device, ahead)
     if leaves:
-        message[: 8 * len(leaves)] = _int64_bytes([leaf.shape[0] for leaf in leaves])
+        message[: 8 * len(leaves)] = int64_bytes([leaf.shape[0] for leaf in leaves])
     rows = channel.exchange(
         ("gather", "ragged", tree._replace(leaves=leaves).key(first=1)), tree.describe, message
     )
@@ -511,7 +461,7 @@ def _gather_ragged(channel: Channel, tree: _Tree) -> list[Tensor]:
     for rank in range(channel.size):
         like = [leaf.new_empty((count, *leaf.shape[1:]), device="meta")
                 for leaf, count in zip(leaves, counts[rank], strict=True)]  # fmt: skip
-        for piece, values in zip(pieces, _unpack(rows[rank][ahead:], like), strict=True):
+        for piece, values in zip(pieces, unpack(rows[rank][ahead:], like), strict=True):
             piece.append(values)
     return [torch.cat(piece).to(leaf.device) for piece, leaf in zip(pieces, leaves, strict=True)]
 
@@ -538,9 +488,13 @@ def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
     inexact = dtype.is_floating_point or dtype.is_complex
     name = str(dtype).removeprefix("torch.")
     if reduction == "mean" and not inexact:
-        raise ConfigError(f"the mean of {name} tensors is not of that dtype; use 'sum', or convert to float first")
+        raise ConfigError(
+            f"the mean of {name} tensors is not of that dtype; use 'sum', or convert to float first"
+        )
     if reduction == "sum" and dtype is torch.bool:
-        raise ConfigError("the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first")
+        raise ConfigError(
+            "the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first"
+        )
     if reduction in ("max", "min") and dtype.is_complex:
         raise ConfigError(f"{name} tensors have no order; {reduction!r} is not defined for them")
     if scale != 1 and not inexact:
@@ -563,7 +517,7 @@ def _reduce_work(
     if tree.checked:
         total = sum(aligned(value.nbytes) for value in work)
         inline = total <= channel.capacity and tree.device.type == "cpu"
-        payload = _pack(work, channel.device) if inline else None
+        payload = pack(work, channel.device) if inline else None
         rows = channel.exchange(("reduce", reduction, scale, tree.key()), tree.describe, payload)
         if inline:
             like = [value[None] for value in work]
@@ -581,7 +535,7 @@ def _reduce_work(
             channel.wait(
                 dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.group, async_op=True), flat
             )
-        parts = flat.to(device).split([work[index].numel() for index in members])
+        parts = torch.split(flat.to(device), [work[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
             results[index] = part.view(work[index].shape)
     return results
@@ -600,6 +554,10 @@ def _finish(value: Tensor, leaf: Tensor, reduction: str, scale: float, ranks: in
 # --- broadcast and padding ---
 
 
+def _int64_rows(rows: Rows, ranks: int, count: int) -> Tensor:
+    return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
+
+
 def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:
     message = bytes_of(leaf).to(channel.carrier(leaf.device))
     channel.wait(dist.broadcast(message, source, group=channel.group, async_op=True), message)
@@ -611,7 +569,7 @@ def _padded_size(leaf: Tensor, dim: int) -> int:
     """Size along ``dim``, -1 if the tensor stays as it is."""
     if leaf.is_nested:
         warnings.warn(
-            "nested tensors are not padded; turn them into padded ones first, with torch.nested.to_padded_tensor",
+            "nested tensors are not padded; make them padded ones first, with torch.nested.to_padded_tensor",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )

@@ -1,9 +1,9 @@
 """One group's side of every collective: comparing notes, moving bytes, waiting.
 
-On CPU every collective begins with the same all-gather of one small fixed-size block per rank. It holds a fingerprint
-of what the rank is about to do (operation, arguments, structure, dtypes, shapes) and, when it fits, the data itself. So
-ranks that disagree find out before any message of unequal size is on its way, and a small collective is that block
-and nothing else.
+On CPU every collective begins with the same all-gather of one small fixed-size block per rank. It holds a
+fingerprint of what the rank is about to do (operation, arguments, structure, dtypes, shapes) and, when it
+fits, the data itself. So ranks that disagree find out before any message of unequal size is on its way, and
+a small collective is that block and nothing else.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from typing import Any, Literal, NoReturn, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from accel_state import environment
-from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException
+from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.trees import TreeSpec
 from accel_state.watch import REPORT_AFTER, Watch, call_site
 
-__all__ = ["CheckMode", "CheckSettings", "Channel", "Rows", "fingerprint"]
+__all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "Rows", "fingerprint"]
 
 CheckMode = Literal["auto", "on", "off"]
 
@@ -50,8 +51,8 @@ class CheckSettings:
     """What is checked, and when a stuck collective is reported.
 
     Attributes:
-        mode: "on": fingerprints are compared before every collective; "off": never where that costs something;
-            "auto": on for CPU tensors, off for tensors on a device.
+        mode: "on": fingerprints are compared before every collective; "off": never where that costs
+            something; "auto": on for CPU tensors, off for tensors on a device.
         report_after: seconds until a stuck collective is reported; 0: there is no watch.
     """
 
@@ -61,7 +62,9 @@ class CheckSettings:
         if mode not in get_args(CheckMode):
             raise ConfigError(f"collective checks are {' | '.join(get_args(CheckMode))}, not {mode!r}")
         if not (math.isfinite(report_after) and report_after >= 0):
-            raise ConfigError(f"a stuck collective is reported after a number of seconds, not {report_after!r}")
+            raise ConfigError(
+                f"a stuck collective is reported after a number of seconds, not {report_after!r}"
+            )
         self.mode = mode
         self.report_after = report_after
 
@@ -150,7 +153,7 @@ class Channel:
         self.check_cpu = settings.mode != "off"
         self.check_device = settings.mode == "on"
         if self.watch is not None:
-            self.watch.report_after = settings.report_after
+            self.watch.report_after = settings.report_after or math.inf
             self._patience = timedelta(seconds=self.watch.tick)
 
     def checked(self, device: torch.device) -> bool:
@@ -194,7 +197,9 @@ class Channel:
     def condemn(self, error: CollectiveMismatchError) -> None:
         """See :class:`accel_state.watch.Watched`."""
         self._condemned = error
-        if self.device.type != "cpu" or self._position[1] is None:  # the host may wait for the device: free it
+        if (
+            self.device.type != "cpu" or self._position[1] is None
+        ):  # the host may wait for the device: free it
             self._give_up(error)
 
     # --- exchanges ---
@@ -265,7 +270,7 @@ class Channel:
             raise self.failure
 
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
-        """Fill ``table`` (ranks × the size of ``row``) with the contiguous ``row`` of every rank."""
+        """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
         self.wait(_all_gather_single(table.view(-1), row.view(-1), group=self.group, async_op=True), row)
 
     # --- waiting and failing ---
@@ -326,9 +331,63 @@ class Channel:
         raise CollectiveMismatchError(
             f"ranks disagree about collective #{self._position[0]}:\n"
             + "\n".join(lines)
-            + "\nEvery rank must call the same collectives in the same order, with tensors of equal structure, dtype "
-            "and shape (gather with ragged=True takes first dimensions of any size)."
+            + "\nEvery rank must call the same collectives in the same order, with tensors of equal "
+            "structure, dtype and shape (gather with ragged=True takes first dimensions of any size)."
         )
+
+
+class Channels:
+    """The channels of this process, one per group, and the watch over them.
+
+    Args:
+        rank: this process's rank in the world.
+        device: where it computes.
+        store: the world's store; without one there is no watch.
+        debug: check everything.
+    """
+
+    def __init__(self, *, rank: int, device: torch.device, store: Store | None, debug: bool) -> None:
+        self._device = device
+        self._settings = CheckSettings.from_environment(debug)
+        seconds = self._settings.report_after
+        self._watch = Watch(store, rank, seconds) if store is not None and seconds > 0 else None
+        self._by_name: dict[str, Channel] = {}
+        self.of(None)
+
+    def of(self, group: dist.ProcessGroup | None) -> Channel | None:
+        """The channel of ``group`` (None: all ranks), or None if there is nobody to talk to.
+
+        Raises:
+            StateError: the process group is gone.
+            ConfigError: this process is not in ``group``.
+        """
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            if group is None:
+                raise StateError("the process group has been destroyed; collectives need a new PartialState")
+            raise ConfigError("this process is not in the group it was asked to take part in")
+        name = str(group.group_name)
+        channel = self._by_name.get(name)
+        if channel is None or channel.group is not group:
+            if group.size() == 1:
+                return None
+            channel = Channel(group, device=self._device, settings=self._settings, watch=self._watch)
+            self._by_name[name] = channel
+        return channel
+
+    def configure(self, mode: str | None, report_after: float | None) -> None:
+        """Change the settings of all groups, now and later."""
+        now = self._settings
+        self._settings = CheckSettings(
+            now.mode if mode is None else mode, now.report_after if report_after is None else report_after
+        )
+        for channel in self._by_name.values():
+            channel.apply(self._settings)
+
+    def close(self, reason: str | None) -> None:
+        """Stop the watch, and tell the other ranks if they cannot count on this one any more."""
+        if self._watch is not None:
+            self._watch.leave(reason)
 
 
 def fingerprint(key: Hashable) -> int:
@@ -350,7 +409,9 @@ def _spell(key: Any) -> str:
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
     if isinstance(key, int | float) and key == key // 1:
-        return repr(int(key))  # what is equal must be spelled equally, since digests are cached: True, 1 and 1.0
+        return repr(
+            int(key)
+        )  # what is equal must be spelled equally, since digests are cached: True, 1 and 1.0
     if key is None or isinstance(key, str | float | bytes | torch.dtype):
         return repr(key)
     return f"{type(key).__module__}.{type(key).__qualname__}"
@@ -363,4 +424,3 @@ def _frame(thread: int) -> FrameType | None:
 def _leave_world() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-

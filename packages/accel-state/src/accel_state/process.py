@@ -23,6 +23,7 @@ from accel_state.devices import (
 )
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
+from accel_state.exchange import Channel, Channels
 from accel_state.process_group import OPTIONS, Membership, adopt, join
 from accel_state.splitting import split_for_rank
 from accel_state.topology import Topology, detect
@@ -61,6 +62,7 @@ class PartialState:
         topology: all that is known about the place of this process.
         store: a key-value store that all ranks reach, for messages beside the training; None without a
             process group.
+        channels: what collectives use, one channel per group; None in a world of one.
 
     Raises:
         ConfigError: an environment variable or option is wrong.
@@ -76,6 +78,7 @@ class PartialState:
             "_mixed_precision",
             "_options",
             "backend",
+            "channels",
             "debug",
             "device",
             "distributed_type",
@@ -100,6 +103,7 @@ class PartialState:
     fork_launched: bool
     topology: Topology
     store: Store | None
+    channels: Channels | None
 
     def __init__(self, cpu: bool = False, **process_group_options: Any) -> None:
         self.__dict__ = self._shared_state
@@ -135,6 +139,9 @@ class PartialState:
     @staticmethod
     def _reset_state() -> None:
         """Forget everything; the process group stays, and the next instance takes it over."""
+        channels = PartialState._shared_state.get("channels")
+        if channels is not None:
+            channels.close(None)
         PartialState._shared_state.clear()
 
     def _check_same(self, cpu: bool, options: dict[str, Any]) -> None:
@@ -192,8 +199,13 @@ class PartialState:
 
     def wait_for_everyone(self) -> None:
         """Wait until all processes have come here; nothing in a world of one."""
-        if self.use_distributed:
-            dist.barrier()
+        channel = self.channel()
+        if channel is not None:
+            channel.barrier()
+
+    def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
+        """What a collective of ``group`` (None: all ranks) uses; None where there is nobody to talk to."""
+        return None if self.channels is None else self.channels.of(group)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.
@@ -204,6 +216,8 @@ class PartialState:
         if self.fork_launched and group is None:
             return
         if dist.is_available() and dist.is_initialized():
+            if group is None and self.channels is not None:
+                self.channels.close("destroyed its process group")
             dist.destroy_process_group(group)
             if group is None:
                 self.store = None
@@ -379,7 +393,15 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "fork_launched": environment.parse_flag_from_env("FORK_LAUNCHED"),
         "topology": topology,
         "store": None if member is None else member.store,
+        "channels": None if member is None else _channels(topology, device, member),
     }
+
+
+def _channels(topology: Topology, device: torch.device, member: Membership) -> Channels | None:
+    if topology.world_size == 1:
+        return None
+    debug = environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+    return Channels(rank=topology.rank, device=device, store=member.store, debug=debug)
 
 
 def _belongs_to_world(topology: Topology, options: dict[str, Any]) -> bool:

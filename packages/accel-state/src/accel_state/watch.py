@@ -1,15 +1,16 @@
 """A watch over collectives that do not complete.
 
-One daemon thread per process. It answers questions of other ranks about where this one is, and, when a collective of
-this rank has been waiting for a while, asks them. All of it goes through a store client of its own, never through a
-collective. A collective costs nothing more than saying where it is (:meth:`Watched.where`).
+One daemon thread per process. It answers questions of other ranks about where this one is, and, when a
+collective of this rank has been waiting for a while, asks them. All of it goes through a store client of its
+own, never through a collective. A collective costs nothing more than saying where it is
+(:meth:`Watched.where`).
 
 What is found leads to one of two things:
 
-- a report, after ``report_after`` seconds and then at doubling intervals, printed by one of the waiting ranks: who
-  arrived, who did not, where, and the stacks of the absent;
-- an error on every waiting rank, at once, when there is proof that the collective cannot complete: a rank is gone, or
-  stands in another collective at the same place of the sequence.
+- a report, after ``report_after`` seconds and then at doubling intervals, printed by one of the waiting
+  ranks: who arrived, who did not, where, and the stacks of the absent;
+- an error on every waiting rank, at once, when there is proof that the collective cannot complete: a rank is
+  gone, or stands in another collective at the same place of the sequence.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel_state.errors import CollectiveMismatchError
 
@@ -40,7 +41,16 @@ REPORT_AFTER = 30.0
 """Seconds that a collective waits before it is reported."""
 
 _LIBRARIES = frozenset(
-    {"accel_state", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli", "torch", "contextlib", "functools"}
+    {
+        "accel_state",
+        "accel_ckpt",
+        "accel_bigmodel",
+        "accel_train",
+        "accel_cli",
+        "torch",
+        "contextlib",
+        "functools",
+    }
 )
 _STACK_DEPTH = 16
 _PATIENCE = timedelta(seconds=10)
@@ -52,10 +62,10 @@ class Watched(Protocol):
     """A group's collectives, as the watch sees them."""
 
     name: str
-    ranks: Sequence[int]
+    ranks: list[int]
 
     def where(self) -> tuple[int, str | None, int]:
-        """Number of the latest collective, its name while it has not completed, and the thread that waits in it."""
+        """Number of the latest collective, its name until it has completed, and the thread that waits."""
 
     def condemn(self, error: CollectiveMismatchError) -> None:
         """Take note that the collective it waits in cannot complete."""
@@ -91,7 +101,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Which ranks reached a collective, which did not, and the proof that it cannot complete, if there is one."""
+    """Which ranks reached a collective, which did not, and the proof that it cannot complete, if any."""
 
     arrived: list[Peer]
     absent: list[Peer]
@@ -144,9 +154,9 @@ class Watch:
         report_after: seconds until the first report; further ones follow after twice as long, and so on.
     """
 
-    def __init__(self, store: dist.Store, rank: int, report_after: float = REPORT_AFTER) -> None:
+    def __init__(self, store: Store, rank: int, report_after: float = REPORT_AFTER) -> None:
         self._base = store
-        self._store: dist.Store | None = None
+        self._store: Store | None = None
         self._rank = rank
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waits: dict[str, _Wait] = {}
@@ -171,17 +181,19 @@ class Watch:
             self._thread.start()
             atexit.register(self._at_exit)
 
-    def leave(self, reason: str) -> None:
-        """Tell the other ranks that this one is gone, and stop."""
+    def leave(self, reason: str | None) -> None:
+        """Stop, and tell the other ranks why this one is gone, if it is."""
         atexit.unregister(self._at_exit)
         if self._stop.is_set():
             return
         self._stop.set()
         with self._lock:
-            if self._store is not None:
+            if self._store is not None and reason is not None:
                 try:
                     self._publish(self._store, gone=reason)
-                except RuntimeError as error:  # whoever kept the store has left before; nobody is there to be told
+                except (
+                    RuntimeError
+                ) as error:  # whoever kept the store has left before; nobody is there to be told
                     _logger.debug("could not say goodbye: %s", error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
@@ -228,24 +240,26 @@ class Watch:
                         self._look(self._store, channels)
                 del channels  # no reference of this thread keeps a group alive
         except RuntimeError as error:
-            # The store goes with the process that keeps it, at the end of every program. A collective that then
-            # waits in vain fails by its broken connections.
+            # The store goes with the process that keeps it, at the end of every program. A collective that
+            # then waits in vain fails by its broken connections.
             _logger.debug("the watch over collectives has lost its store: %s", error)
 
-    def _connect(self) -> dist.Store:
-        client = self._base.clone()
+    def _connect(self) -> Store:
+        client: Store = self._base.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         client.set_timeout(_PATIENCE)
-        store = dist.PrefixStore("accel_state.watch", client)
+        store = PrefixStore("accel_state.watch", client)
         # A second PartialState in this world must not read what the first one left.
         generation = store.add(f"generation/{self._rank}", 1)
-        store = dist.PrefixStore(str(generation), store)
+        store = PrefixStore(str(generation), store)
         self._publish(store)
         return store
 
-    def _look(self, store: dist.Store, channels: Sequence[Watched]) -> None:
+    def _look(self, store: Store, channels: Sequence[Watched]) -> None:
         now = time.monotonic()
         asked = store.add("ask", 0)
-        waiting = [(channel, wait) for channel in channels if (wait := self._waiting(channel, now)) is not None]
+        waiting = [
+            (channel, wait) for channel in channels if (wait := self._waiting(channel, now)) is not None
+        ]
         if asked != self._answered:
             self._answered = asked
             store.set(f"stack/{self._rank}", _stack())
@@ -271,7 +285,7 @@ class Watch:
             return None
         return wait
 
-    def _investigate(self, store: dist.Store, channel: Watched, wait: _Wait, now: float) -> None:
+    def _investigate(self, store: Store, channel: Watched, wait: _Wait, now: float) -> None:
         number, operation, thread = channel.where()
         if number != wait.number or operation is None:
             return
@@ -282,8 +296,8 @@ class Watch:
             listing = "\n".join(f"  {peer}" for peer in peers)
             channel.condemn(
                 CollectiveMismatchError(
-                    f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n{listing}\n"
-                    "Every rank must call the same collectives in the same order."
+                    f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n"
+                    f"{listing}\nEvery rank must call the same collectives in the same order."
                 )
             )
             return
@@ -294,7 +308,7 @@ class Watch:
             if store.add(f"report/{channel.name}/{number}/{wait.reports}", 1) == 1:
                 self._report(store, f"collective #{number}, {operation} at {here}", age, findings)
 
-    def _report(self, store: dist.Store, what: str, age: float, findings: Findings) -> None:
+    def _report(self, store: Store, what: str, age: float, findings: Findings) -> None:
         lines = [f"accel: rank {self._rank} has been waiting for {age:.1f} s in {what}"]
         lines += [f"  arrived: {peer}" for peer in findings.arrived]
         for peer in findings.absent:
@@ -307,7 +321,7 @@ class Watch:
 
     # --- records ---
 
-    def _publish(self, store: dist.Store, gone: str | None = None) -> None:
+    def _publish(self, store: Store, gone: str | None = None) -> None:
         frames = sys._current_frames()
         at: dict[str, Any] = {}
         for channel in list(self._channels):
@@ -316,7 +330,7 @@ class Watch:
         record = {**self._identity, "at": at, "gone": gone}
         store.set(f"rank/{self._rank}", json.dumps(record))
 
-    def _peers(self, store: dist.Store, channel: Watched) -> list[Peer]:
+    def _peers(self, store: Store, channel: Watched) -> list[Peer]:
         self._publish(store)
         unseen = [rank for rank in channel.ranks if rank not in self._known]
         self._known.update(rank for rank in unseen if store.check([f"rank/{rank}"]))
