@@ -181,7 +181,8 @@ def low_precision(name: str) -> Any:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-    return str(product.dtype), losses[0], losses[-1], all(map(math.isfinite, losses))
+    epoch = len(losses) // 10
+    return str(product.dtype), sum(losses[:epoch]), sum(losses[-epoch:]), all(map(math.isfinite, losses))
 
 
 @RANKS

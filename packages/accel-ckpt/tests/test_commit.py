@@ -383,5 +383,5 @@ def test_a_temporary_folder_is_no_checkpoint(tmp_path):
         save(
             tmp_path / "c",
             1,
-            before_commit=lambda folder: open_training_state(folder),
+            before_write=lambda folder: open_training_state(folder),
         )

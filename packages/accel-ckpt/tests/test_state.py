@@ -266,7 +266,7 @@ def test_hooks_may_add_files(tmp_path):
         (folder / "sub").mkdir()
         (folder / "sub" / "notes.txt").write_text("hello")
 
-    path = save(tmp_path / "c", before_commit=hook)
+    path = save(tmp_path / "c", before_write=hook)
     assert (path / "sub" / "notes.txt").read_text() == "hello"
     assert open_training_state(path).manifest.files["sub/notes.txt"].size == 5
     (path / "sub" / "notes.txt").write_text("HELLO")
@@ -281,7 +281,7 @@ def test_a_hook_that_fails_fails_the_save(tmp_path):
         raise ZeroDivisionError("in the hook")
 
     with pytest.raises(ZeroDivisionError, match="in the hook"):
-        save(tmp_path / "c", shared={"x": 2}, before_commit=hook)
+        save(tmp_path / "c", shared={"x": 2}, before_write=hook)
     assert open_training_state(previous).shared["x"] == 1
     assert os.listdir(tmp_path) == ["c"]
 

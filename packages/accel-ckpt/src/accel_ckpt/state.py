@@ -49,7 +49,7 @@ def save_training_state(
     per_rank: Mapping[str, Tree],
     safe_serialization: bool = True,
     each_node: bool = False,
-    before_commit: Callable[[Path], None] | None = None,
+    before_write: Callable[[Path], None] | None = None,
     max_shard_size: int | str = "10GB",
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
@@ -66,8 +66,8 @@ def save_training_state(
         safe_serialization: weights as safetensors, or as ``.bin`` of ``torch.save``.
         each_node: the first rank of every node writes a folder of its own, for file systems that nodes do not
             share.
-        before_commit: called on every rank with the temporary folder; files that it adds become part of the
-            checkpoint.
+        before_write: called on every rank with the temporary folder, before anything is written or `models` is
+            read; files that it adds become part of the checkpoint, and it may change `models` in place.
         max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
         coordinator: the ranks; those of the process group by default.
         disk: where.
@@ -85,6 +85,8 @@ def save_training_state(
     writer = ranks.local_rank == 0 if each_node else ranks.rank == 0
 
     def write(folder: Path) -> Contribution:
+        if before_write is not None:
+            before_write(folder)
         files: dict[str, FileRecord] = {}
         homes: tuple[tuple[str, ...], ...] = ()
         # Trees first: what cannot be saved is found before the large files are written.
@@ -96,8 +98,6 @@ def save_training_state(
                 records = _write_model(folder, index, state_dict, limit, safe_serialization, disk)
                 files |= records
                 homes = (*homes, tuple(name for name in records if not name.endswith(".json")))
-        if before_commit is not None:
-            before_commit(folder)
         return Contribution(files, homes)
 
     return commit(Path(directory), write, coordinator=ranks, each_node=each_node, disk=disk)

@@ -140,7 +140,7 @@ def save_state(
         per_rank={"rng": get_rng_state()},
         safe_serialization=safe_serialization,
         each_node=config.save_on_each_node,
-        before_commit=run_hooks,
+        before_write=run_hooks,
     )
     config.iteration += 1
     if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(accelerator):
