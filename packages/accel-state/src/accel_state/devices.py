@@ -25,6 +25,7 @@ __all__ = [
     "device_backend",
     "device_count",
     "empty_cache",
+    "get_current_device_type",
     "set_current_device",
 ]
 
@@ -79,6 +80,15 @@ def default_device() -> torch.device:
     """The kind of accelerator that this machine has, without an index, or the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of accelerator here and the distributed type of several of them; CUDA's on a machine without
+    one.
+    """
+    kind = default_device()
+    row = BACKENDS["cuda"] if kind.type == "cpu" else device_backend(kind)
+    return row.type, row.distributed_type.value
 
 
 def device_count(device_type: str) -> int:

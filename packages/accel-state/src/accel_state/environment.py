@@ -6,11 +6,14 @@ Reading goes through ``get``, ``snapshot``, ``decode`` and the parsers. Changes 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import unittest
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from accel_state.errors import ConfigError
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "clear_environment",
+    "convert_dict_to_env_variables",
     "decode",
     "encode",
     "get",
@@ -29,10 +33,14 @@ __all__ = [
     "parse_flag_from_env",
     "patch_environment",
     "publish",
+    "purge_accelerate_environment",
     "snapshot",
     "str_to_bool",
 ]
 
+T = TypeVar("T", bound=Callable[..., Any])
+
+_UNSAFE = (";", "\n", "<", ">", " ")
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
@@ -169,3 +177,91 @@ def publish(config: LaunchConfig, topology: RanksTopology | None = None) -> dict
     from accel_state.config.codec import publish as publish_config
 
     return publish_config(config, os.environ, topology)
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines ``NAME=value`` with line ends, as environment files hold them.
+
+    Variables that are empty, or hold a space, a line end or one of ``; < >``, are left out with a warning: a
+    shell that reads the file could take them for something else.
+    """
+    lines = []
+    for name, value in current_env.items():
+        if not name or not value or any(mark in name + value for mark in _UNSAFE):
+            warnings.warn(
+                f"the variable {name} is left out of the environment file: {value!r} is unsafe", stacklevel=2
+            )
+            continue
+        lines.append(f"{name}={value}\n")
+    return lines
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Decorate a test, or a class of tests, to put back all ACCELERATE_* variables after each test.
+
+    What set-up methods of the class change is put back too, also in subclasses.
+
+    Args:
+        func_or_cls: a function, a ``unittest.TestCase``, or a class as pytest collects it.
+    """
+    if not isinstance(func_or_cls, type):
+        return _restoring(func_or_cls)  # type: ignore[return-value]
+    if issubclass(func_or_cls, unittest.TestCase):
+        func_or_cls.run = _restoring(func_or_cls.run)  # type: ignore[method-assign]
+    else:
+        _restore_per_method(func_or_cls)
+    return func_or_cls
+
+
+@contextmanager
+def _restored(prefix: str = "ACCELERATE_") -> Iterator[None]:
+    before = {name: value for name, value in os.environ.items() if name.startswith(prefix)}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith(prefix) and name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def _restoring(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def restoring(*args: Any, **kwargs: Any) -> Any:
+        with _restored():
+            return function(*args, **kwargs)
+
+    return restoring
+
+
+def _restore_per_method(cls: type[Any]) -> None:
+    """Wrap pytest's set-up and tear-down methods of ``cls``, and of every subclass that brings its own."""
+    own_setup = getattr(cls, "setup_method", None)
+    own_teardown = getattr(cls, "teardown_method", None)
+    own_hook = cls.__init_subclass__
+
+    def setup_method(self: Any, method: Any) -> None:
+        guards: dict[type[Any], Any] = self.__dict__.setdefault("_environment_guards", {})
+        guards[cls] = _restored()
+        guards[cls].__enter__()
+        _call_method(own_setup, self, method)
+
+    def teardown_method(self: Any, method: Any) -> None:
+        _call_method(own_teardown, self, method)
+        # A subclass whose set-up did not call this class's still comes here.
+        guard = self._environment_guards.pop(cls, None)
+        if guard is not None:
+            guard.__exit__(None, None, None)
+
+    def init_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
+        own_hook(**kwargs)
+        if {"setup_method", "teardown_method"} & vars(subclass).keys():
+            _restore_per_method(subclass)
+
+    cls.setup_method = setup_method
+    cls.teardown_method = teardown_method
+    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+
+
+def _call_method(function: Callable[..., Any] | None, instance: Any, method: Any) -> None:
+    if function is not None:
+        function(*(instance, method)[: function.__code__.co_argcount])

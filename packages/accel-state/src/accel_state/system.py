@@ -14,12 +14,13 @@ from typing import Any
 
 from accel_state import environment
 from accel_state.errors import ConfigError
-from accel_state.topology import detect
+from accel_state.topology import Topology, detect
 
 __all__ = [
     "are_libraries_initialized",
     "check_cuda_fp8_capability",
     "check_os_kernel",
+    "get_cpu_distributed_information",
     "get_free_port",
     "override_numa_affinity",
     "set_numa_affinity",
@@ -27,6 +28,7 @@ __all__ = [
 
 # Below this Linux release, processes that share memory between GPUs can hang.
 _MIN_KERNEL = (5, 5, 0)
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def get_free_port() -> int:
@@ -52,6 +54,11 @@ def check_os_kernel() -> None:
             "look there first if this run stops without an error",
             stacklevel=2,
         )
+
+
+def get_cpu_distributed_information() -> Topology:
+    """The place of this process as its launcher's variables tell it, without joining the world."""
+    return detect(environment.snapshot())
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
@@ -90,7 +97,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         )
     properties: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    near = Path("/sys/bus/pci/devices") / address / "local_cpulist"
+    near = _PCI_DEVICES / address / "local_cpulist"
     if not near.is_file():
         return
     processors = _cpu_list(near.read_text()) & os.sched_getaffinity(0)

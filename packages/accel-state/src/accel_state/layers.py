@@ -1,0 +1,43 @@
+"""Facts about the layers of a model."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import nn
+
+__all__ = ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "get_module_children_bottom_up"]
+
+# Layers that can store their weights in a narrow type and compute in a wide one.
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: tuple[type[nn.Module], ...] = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+@overload
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: Literal[False] = False
+) -> list[nn.Module]: ...
+@overload
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: Literal[True]
+) -> list[tuple[str, nn.Module]]: ...
+def get_module_children_bottom_up(
+    model: nn.Module, return_fqns: bool = False
+) -> list[nn.Module] | list[tuple[str, nn.Module]]:
+    """All modules of ``model``, deepest first and ``model`` itself last; one that occurs twice is listed
+    once.
+
+    Args:
+        model: the root.
+        return_fqns: return pairs of qualified name and module instead.
+    """
+    # named_modules() lists parents before their children, and breadth is not promised; depth decides.
+    named = sorted(model.named_modules(), key=lambda pair: pair[0].count(".") + bool(pair[0]), reverse=True)
+    return named if return_fqns else [module for _, module in named]
