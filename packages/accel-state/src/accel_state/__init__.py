@@ -81,6 +81,10 @@ __getattr__, __dir__, __all__ = attach(
         "accel_state.config.merge": ("resolve_config",),
         "accel_state.config.sagemaker": ("SageMakerConfig",),
         "accel_state.constants": (
+            "BETA_CP_AVAILABLE_PYTORCH_VERSION",
+            "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
+            "BETA_TP_AVAILABLE_PYTORCH_VERSION",
+            "BETA_TP_AVAILABLE_TRANSFORMERS_VERSION",
             "CUDA_DISTRIBUTED_TYPES",
             "DEEPSPEED_MULTINODE_LAUNCHERS",
             "FSDP2_STATE_DICT_TYPE",
@@ -109,6 +113,7 @@ __getattr__, __dir__, __all__ = attach(
             "WEIGHTS_PATTERN_NAME",
             "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
         ),
+        "accel_state.devices": ("get_current_device_type",),
         "accel_state.enums": (
             "BaseEnum",
             "ComputeEnvironment",
@@ -123,10 +128,12 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "accel_state.environment": (
             "clear_environment",
+            "convert_dict_to_env_variables",
             "get_int_from_env",
             "parse_choice_from_env",
             "parse_flag_from_env",
             "patch_environment",
+            "purge_accelerate_environment",
             "str_to_bool",
         ),
         "accel_state.errors": (
@@ -147,6 +154,11 @@ __getattr__, __dir__, __all__ = attach(
             "InitProcessGroupKwargs",
             "KwargsHandler",
         ),
+        "accel_state.launching.ports": ("is_port_in_use",),
+        "accel_state.layers": (
+            "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
+            "get_module_children_bottom_up",
+        ),
         "accel_state.log": (
             "MultiProcessAdapter",
             "get_logger",
@@ -156,6 +168,11 @@ __getattr__, __dir__, __all__ = attach(
             "find_executable_batch_size",
             "release_memory",
             "should_reduce_batch_size",
+        ),
+        "accel_state.nvidia": (
+            "check_cuda_p2p_ib_support",
+            "get_driver_version",
+            "get_gpu_info",
         ),
         "accel_state.objects": (
             "convert_bytes",
@@ -179,6 +196,7 @@ __getattr__, __dir__, __all__ = attach(
             "are_libraries_initialized",
             "check_cuda_fp8_capability",
             "check_os_kernel",
+            "get_cpu_distributed_information",
             "get_free_port",
             "override_numa_affinity",
             "set_numa_affinity",

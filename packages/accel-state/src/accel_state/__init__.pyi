@@ -73,6 +73,12 @@ from accel_state.config.files import save_config as save_config
 from accel_state.config.launch import LaunchConfig as LaunchConfig
 from accel_state.config.merge import resolve_config as resolve_config
 from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig
+from accel_state.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
+from accel_state.constants import BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION
+from accel_state.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
+from accel_state.constants import (
+    BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
+)
 from accel_state.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
@@ -104,6 +110,7 @@ from accel_state.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accel_state.constants import (
     XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
 )
+from accel_state.devices import get_current_device_type as get_current_device_type
 from accel_state.enums import BaseEnum as BaseEnum
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import DistributedType as DistributedType
@@ -115,10 +122,12 @@ from accel_state.enums import PrecisionType as PrecisionType
 from accel_state.enums import RNGType as RNGType
 from accel_state.enums import SageMakerDistributedType as SageMakerDistributedType
 from accel_state.environment import clear_environment as clear_environment
+from accel_state.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environment import get_int_from_env as get_int_from_env
 from accel_state.environment import parse_choice_from_env as parse_choice_from_env
 from accel_state.environment import parse_flag_from_env as parse_flag_from_env
 from accel_state.environment import patch_environment as patch_environment
+from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.environment import str_to_bool as str_to_bool
 from accel_state.errors import AccelError as AccelError
 from accel_state.errors import CollectiveMismatchError as CollectiveMismatchError
@@ -134,12 +143,20 @@ from accel_state.errors import StateError as StateError
 from accel_state.errors import UnknownKeyError as UnknownKeyError
 from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.handlers import KwargsHandler as KwargsHandler
+from accel_state.launching.ports import is_port_in_use as is_port_in_use
+from accel_state.layers import (
+    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
+)
+from accel_state.layers import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_state.log import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.log import get_logger as get_logger
 from accel_state.memory import clear_device_cache as clear_device_cache
 from accel_state.memory import find_executable_batch_size as find_executable_batch_size
 from accel_state.memory import release_memory as release_memory
 from accel_state.memory import should_reduce_batch_size as should_reduce_batch_size
+from accel_state.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from accel_state.nvidia import get_driver_version as get_driver_version
+from accel_state.nvidia import get_gpu_info as get_gpu_info
 from accel_state.objects import convert_bytes as convert_bytes
 from accel_state.objects import get_pretty_name as get_pretty_name
 from accel_state.objects import merge_dicts as merge_dicts
@@ -155,6 +172,7 @@ from accel_state.seeding import synchronize_rng_states as synchronize_rng_states
 from accel_state.system import are_libraries_initialized as are_libraries_initialized
 from accel_state.system import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accel_state.system import check_os_kernel as check_os_kernel
+from accel_state.system import get_cpu_distributed_information as get_cpu_distributed_information
 from accel_state.system import get_free_port as get_free_port
 from accel_state.system import override_numa_affinity as override_numa_affinity
 from accel_state.system import set_numa_affinity as set_numa_affinity
