@@ -4,7 +4,6 @@ What a training script imports from Accelerate and its `utils` is here too, whic
 """
 
 from accel_state._lazy import attach
-
 from accel_train.__about__ import __version__ as __version__
 
 __getattr__, __dir__, __all__ = attach(
