@@ -79,7 +79,8 @@ def resolve(
         StrategyOptions(
             device=device,
             world_size=state.num_processes,
-            ddp_kwargs=ddp.to_dict(),
+            # Only what differs from torch's defaults: naming a default may already be deprecated there.
+            ddp_kwargs={**ddp.to_kwargs(), "gradient_as_bucket_view": ddp.gradient_as_bucket_view},
             comm_hook=ddp.register_comm_hook,
         )
     )
