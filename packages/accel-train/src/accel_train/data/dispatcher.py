@@ -12,7 +12,7 @@ from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, Receiver, Sender, WorldLink
 from accel_train.data.epoch import Restored, Run
 from accel_train.data.ledger import LoaderLedger
-from accel_train.data.loader import LoaderIterator, PreparedLoader, as_begun, generator_state
+from accel_train.data.loader import LoaderIterator, PreparedLoader, as_begun, generator_state, primed
 from accel_train.data.sharing import Alone, communication_device
 from accel_train.data.streams import ArithmeticStream, IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
@@ -121,7 +121,9 @@ class DataLoaderDispatcher(PreparedLoader):
         return run.part if run is not None and run.yielded else None
 
     def _left_at_end(self, run: Run) -> bool:
-        return run.part is not None and run.part.last
+        if self.num_processes > 1:
+            return run.part is not None and run.part.last
+        return super()._left_at_end(run)
 
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
@@ -150,7 +152,7 @@ class DataLoaderDispatcher(PreparedLoader):
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self._count_skipped(run, resume)
         receive = Receiver(WorldLink(communication_device()))
-        return _Follower(receive, None if resume is not None else self._draw_along)
+        return _Follower(receive, None if restored is not None else self._draw_along)
 
     def _draw_along(self) -> None:
         """Make the draws of the order that rank 0 makes."""
@@ -172,9 +174,12 @@ class DataLoaderDispatcher(PreparedLoader):
         base = self._count_skipped(run, resume)
         indexes = self.indexes
         stream: IndexStream | None = None
+        passed: list[Any] = []
         if indexes is None:
             source = self._torch_iterator()
-            self._skip(source, base)
+            self._skip(source, base, passed)
+            if restored is not None and not base:
+                source = primed(source)
         else:
             indexes.opening = Opening(
                 recorded=None if restored is None else restored.record,
@@ -189,7 +194,17 @@ class DataLoaderDispatcher(PreparedLoader):
         sender = None
         if self.num_processes > 1:
             sender = Sender(WorldLink(communication_device()), self.num_processes)
-        return _Reader(self, source, stream, sender)
+        return _Reader(self, source, stream, sender, passed[0] if passed else None)
+
+    def _read_first(self, stream: IndexStream | None) -> Any:
+        """Read the first batch of an epoch that was begun after it."""
+        assert stream is not None, "a stream of samples keeps its first batch when it passes over it"
+        indices = stream.first_batch()
+        if not self._auto_collation:
+            return self.collate_fn(self.dataset[indices])
+        fetch = getattr(self.dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch else [self.dataset[index] for index in indices]
+        return self.collate_fn(samples)
 
 
 class _Follower:
@@ -220,7 +235,12 @@ class _Reader:
     """Rank 0: reads, cuts and sends."""
 
     def __init__(
-        self, loader: DataLoaderDispatcher, source: Any, stream: IndexStream | None, sender: Sender | None
+        self,
+        loader: DataLoaderDispatcher,
+        source: Any,
+        stream: IndexStream | None,
+        sender: Sender | None,
+        first: Any,
     ) -> None:
         self._source = source
         self._stream = stream
@@ -230,7 +250,8 @@ class _Reader:
         self._split = loader.split_batches
         self._drop_last = loader._drop_last
         self._slice_fn = loader.slice_fn
-        self._first: Any = None
+        self._first = first
+        self._read_first = loader._read_first
         self._taken = 0
         self._ahead: list[Any] = []
         self._failure: Exception | None = None
@@ -265,11 +286,14 @@ class _Reader:
             batches.append(self._ahead.pop(0))
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
-        if self._first is None:
+        if self._first is None and not (self._stream is not None and self._stream.first):
             self._first = batches[0]
         self._taken += len(batches)
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._sender is not None and not self.follows()
+        if last and self._first is None:
+            # What completes the tail is the epoch's first batch, also when this iteration began after it.
+            self._first = self._read_first(self._stream)
         cut: Round = cut_round(
             batches, self._first, self._ranks, split=self._split, last=last, slice_fn=self._slice_fn
         )

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -263,10 +264,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         The state counts the batches that were handed out. An epoch whose last batch is out counts as over.
         """
         run = self._run
-        known = run is not None and (
-            run.ended or (isinstance(run.stream, ArithmeticStream) and run.yielded > 0)
-        )
-        finished = bool(known and self.end_of_dataloader)
+        finished = run is not None and run.yielded > 0 and self._left_at_end(run)
         state = self.epoch_state.dump(self.num_processes, finished)
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
@@ -345,6 +343,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             if indexes is None:
                 run.skipped = self._skip(source, self._batches_to_skip(resume))
                 run.resumed = resume is not None and run.skipped > 0
+                if restored is not None and not run.skipped:
+                    source = primed(source)
             else:
                 run.stream = indexes.stream
                 indexes.opening, indexes.stream = Opening(), None
@@ -372,13 +372,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         return total // self.num_processes
 
     @staticmethod
-    def _skip(source: Any, batches: int) -> int:
+    def _skip(source: Any, batches: int, first: list[Any] | None = None) -> int:
+        """Read and leave out up to `batches` batches; the first goes to `first`. Says how many there were."""
         for done in range(batches):
             try:
-                next(source)
+                batch = next(source)
             except StopIteration:
                 return done
+            if first is not None and done == 0:
+                first.append(batch)
         return batches
+
+
+def primed(source: Any) -> Iterator[Any]:
+    """Let a stream read its first item now: it may draw its order no earlier than that."""
+    return itertools.chain(list(itertools.islice(source, 1)), source)
 
 
 @contextlib.contextmanager

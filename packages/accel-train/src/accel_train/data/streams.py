@@ -47,6 +47,12 @@ class IndexStream(ABC):
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of such a batch are real; None for all."""
 
+    def first_batch(self) -> Any:
+        """The indices of the epoch's first batch, or None when they were neither handed out nor passed "
+        "over.
+        """
+        return None
+
     def prime(self) -> None:
         """Make the draws that belong to the batches before the first one now, and not when it is asked "
         "for.
@@ -122,6 +128,10 @@ class ArithmeticStream(IndexStream):
             return real
         first = order.take(0, min(layout.total, layout.stride))
         return real + [first[layout.padding(offset)] for offset in missing]
+
+    def first_batch(self) -> Any:
+        """The indices of the epoch's first batch."""
+        return None if self._order is None else self._order.take(0, min(self.layout.total, self.layout.batch))
 
     def ends_at(self, yielded: int) -> bool:
         """Whether there are exactly `yielded` batches."""
@@ -245,15 +255,24 @@ class SingleStream(_Iterated):
         super().__init__(in_flight)
         self._iterator = iterator
         self._skip = self.first = skip
+        self._first_batch: Any = None
         self._real_rows = real_rows
 
     def _produce(self) -> _Produced:
         while self._skip:
             self._skip -= 1
-            next(self._iterator)
+            passed = next(self._iterator)
+            if self._first_batch is None:
+                self._first_batch = passed
         batch = next(self._iterator)
+        if self._first_batch is None:
+            self._first_batch = batch
         valid = None if self._real_rows is None else self._real_rows(self.first + self._drawn)
         return batch, _size(batch), valid
+
+    def first_batch(self) -> Any:
+        """The indices of the epoch's first batch."""
+        return self._first_batch
 
     def consumed(self, yielded: int) -> dict[str, int]:
         """The position after `yielded` batches."""

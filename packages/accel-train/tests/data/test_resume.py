@@ -1,0 +1,306 @@
+"""A loader that is saved, and loaded into a fresh one, yields what the interrupted one would have yielded."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_state.errors import NotAvailableError
+from accel_state.process import PartialState
+from accel_train.data import prepare_data_loader, skip_first_batches
+from accel_train.errors import DataError
+from testkit import worlds
+
+SIZE = 23
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n=SIZE):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+class Shuffled(IterableDataset):
+    """Draws its order from torch's generator when it is first read."""
+
+    def __iter__(self):
+        yield from torch.randperm(SIZE).tolist()
+
+
+class Custom(Sampler):
+    """Draws from torch's own generator, when its first index is asked for."""
+
+    def __iter__(self):
+        yield from torch.randperm(SIZE).tolist()
+
+    def __len__(self):
+        return SIZE
+
+
+class Eager(Custom):
+    def __iter__(self):
+        return iter(torch.randperm(SIZE).tolist())
+
+
+class CustomBatches(BatchSampler):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def _own():
+    return torch.Generator().manual_seed(3)
+
+
+DATA = range(SIZE)
+LOADERS = {
+    "sequential": lambda: DataLoader(DATA, batch_size=2),
+    "shuffle": lambda: DataLoader(DATA, batch_size=2, shuffle=True),
+    "own generator": lambda: DataLoader(DATA, batch_size=2, shuffle=True, generator=_own()),
+    "sampler's own generator": lambda: DataLoader(
+        DATA, batch_size=2, sampler=RandomSampler(DATA, generator=_own())
+    ),
+    "replacement": lambda: DataLoader(
+        DATA, batch_size=2, sampler=RandomSampler(DATA, replacement=True, num_samples=SIZE)
+    ),
+    "subset": lambda: DataLoader(DATA, batch_size=2, sampler=SubsetRandomSampler(DATA)),
+    "weighted": lambda: DataLoader(
+        DATA, batch_size=2, sampler=WeightedRandomSampler([1.0 + i for i in DATA], SIZE)
+    ),
+    "custom": lambda: DataLoader(DATA, batch_size=2, sampler=Custom()),
+    "custom, eager": lambda: DataLoader(DATA, batch_size=2, sampler=Eager()),
+    "custom batches": lambda: DataLoader(DATA, batch_sampler=CustomBatches(RandomSampler(DATA), 2, False)),
+    "no batching": lambda: DataLoader(torch.arange(SIZE), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Numbers(), batch_size=2),
+    "shuffled stream": lambda: DataLoader(Shuffled(), batch_size=2),
+    "workers": lambda: DataLoader(
+        DATA, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    ),
+    "stream, worker": lambda: DataLoader(
+        Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"
+    ),
+}
+SEEDABLE = {"use_seedable_sampler": True}
+KINDS = {kind: (kind, {}) for kind in LOADERS} | {
+    "seedable": ("shuffle", SEEDABLE),
+    "dispatched": ("shuffle", {"dispatch_batches": True, "put_on_device": True}),
+    "dispatched stream": ("stream", {"dispatch_batches": True, "put_on_device": True}),
+    "split": ("shuffle", {"split_batches": True}),
+}
+
+
+def make(kind, ranks=None, rank=None, stateful=True):
+    build, options = KINDS[kind]
+    return prepare_data_loader(
+        LOADERS[build](),
+        device=torch.device("cpu"),
+        num_processes=ranks,
+        process_index=rank,
+        use_stateful_dataloader=stateful,
+        **{"dispatch_batches": False, **options},
+    )
+
+
+def run(loader, stream, *, until=None, epochs=4):
+    """Iterate and note, with a draw of the training step after each batch; save and stop at (epoch, "
+    "batch)."""
+    while loader.iteration < epochs:
+        epoch = loader.iteration
+        for count, batch in enumerate(loader):
+            stream.append((epoch, batch.tolist(), torch.rand(1).item()))
+            if until == (epoch, count):
+                return {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+        if until == (epoch, "end"):
+            return {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+    return None
+
+
+def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False):
+    """The uninterrupted stream, and the one of a run that ended and was resumed by a fresh loader."""
+    torch.manual_seed(21)
+    whole: list = []
+    run(make(kind, ranks, rank), whole)
+    torch.manual_seed(21)
+    parts: list = []
+    saved = pickle.loads(pickle.dumps(run(make(kind, ranks, rank), parts, until=(epoch, count))))
+    torch.manual_seed(99)
+    fresh = make(kind, ranks, rank)
+    fresh.load_state_dict(saved["loader"])
+    if resave:  # loaded and saved again before it was iterated
+        again, fresh = fresh.state_dict(), make(kind, ranks, rank)
+        fresh.load_state_dict(again)
+    torch.set_rng_state(saved["rng"])
+    run(fresh, parts)
+    if "stream" in kind and ranks != 2:
+        # A stream that was saved with its last batch finds out that it is over when it is read again: what
+        # it then yields is of the next epoch already.
+        return [[item[1:] for item in items] for items in (whole, parts)]
+    return whole, parts
+
+
+@pytest.mark.parametrize("place", [(0, 0), (0, 4), (2, 3), (2, 10), (2, "end"), (1, 11), (2, 11)])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
+def test_t5_the_stream_goes_on_where_it_was(kind, place):
+    whole, parts = interrupted(kind, *place, ranks=1, rank=0)
+    assert parts == whole
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" in kind])
+def test_t5_the_stream_goes_on_where_it_was_with_workers(kind):
+    for place in ((0, 0), (2, 3)):
+        whole, parts = interrupted(kind, *place, ranks=1, rank=0)
+        assert parts == whole
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "seedable", "subset", "own generator", "stream"])
+def test_a_loaded_state_can_be_saved_again(kind):
+    whole, parts = interrupted(kind, 2, 3, ranks=1, rank=0, resave=True)
+    assert parts == whole
+
+
+@given(epoch=st.integers(0, 3), count=st.integers(0, 11))
+def test_t5_any_place(epoch, count):
+    whole, parts = interrupted("shuffle", epoch, count, ranks=1, rank=0)
+    assert parts == whole
+
+
+WORLD_KINDS = ["shuffle", "seedable", "own generator", "subset", "custom", "custom batches", "stream"]
+WORLD_KINDS += ["dispatched", "dispatched stream", "split"]
+
+
+def interrupted_in_a_world():
+    PartialState(cpu=True)
+    found = {}
+    for kind in WORLD_KINDS:
+        for place in ((0, 2), (2, 1), (2, 5), (1, "end")):
+            found[kind, place] = interrupted(kind, *place)
+    return found
+
+
+def test_t5_two_ranks_go_on_where_they_were():
+    for answers in worlds.run(interrupted_in_a_world, 2, timeout=120):
+        for case, (whole, parts) in answers.items():
+            assert parts == whole, case
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
+def test_without_the_option_the_draw_is_restored_and_the_epoch_starts_anew(kind):
+    """So that scripts that skip by themselves do not skip twice."""
+    torch.manual_seed(4)
+    whole: list = []
+    loader = make(kind, 1, 0, stateful=False)
+    run(loader, whole)
+    torch.manual_seed(4)
+    parts: list = []
+    saved = run(make(kind, 1, 0, stateful=False), parts, until=(2, 3))
+    fresh = make(kind, 1, 0, stateful=False)
+    fresh.load_state_dict(saved["loader"])
+    assert fresh.iteration == 2
+    torch.set_rng_state(saved["rng"])
+    assert saved["loader"]["batches_yielded"] == 4
+    epoch = [rows for number, rows, _ in whole if number == 2]
+    assert [batch.tolist() for batch in skip_first_batches(fresh, 4)] == epoch[4:]
+    assert fresh.iteration == 3
+
+    fresh = make(kind, 1, 0, stateful=False)
+    fresh.load_state_dict(saved["loader"])
+    assert [batch.tolist() for batch in fresh] == epoch
+    if kind not in ("stream", "sequential", "dispatched stream"):
+        assert [batch.tolist() for batch in fresh] != epoch  # the draw serves one epoch only
+
+
+def test_the_skipping_loader_tells_where_the_epoch_is():
+    loader = make("shuffle", 1, 0)
+    for count, _ in enumerate(skip_first_batches(loader, 3)):
+        if count == 1:
+            break
+    state = loader.state_dict()
+    assert state["batches_yielded"] == 5
+    assert state["position"] == {"samples": 10}
+
+
+def test_t9_another_number_of_ranks_goes_on_with_the_next_sample():
+    torch.manual_seed(6)
+    ranks = [make("shuffle", 2, rank) for rank in range(2)]
+    for rank in ranks:
+        rank.get_sampler().generator = torch.Generator().manual_seed(0)  # simulated ranks cannot broadcast
+    order, states = [], []
+    for loader in ranks:
+        iterator = iter(loader)
+        order.append([next(iterator).tolist() for _ in range(3)])
+        states.append(loader.state_dict())
+        del iterator
+    first = sorted(i for rank in order for rows in rank for i in rows)
+    for other in (1, 3):
+        rest = []
+        for rank in range(other):
+            loader = make("shuffle", other, rank)
+            loader.get_sampler().generator = torch.Generator()
+            loader.load_state_dict(states[0])
+            for batch in loader:
+                valid = loader.valid_rows()
+                rest += batch[: len(batch) if valid is None else valid[rank]].tolist()
+        assert sorted(first + rest) == list(range(SIZE))
+
+
+def test_t9_a_stream_goes_on_where_batches_divide():
+    def after(ranks, batches):
+        loader = make("stream", ranks, 0)
+        iterator = iter(loader)
+        for _ in range(batches):
+            next(iterator)
+        return loader.state_dict()
+
+    alone = make("stream", 1, 0)
+    alone.load_state_dict(after(2, 3))
+    assert next(iter(alone)).tolist() == [12, 13]
+    pair = make("stream", 2, 1)
+    pair.load_state_dict(after(1, 4))
+    assert next(iter(pair)).tolist() == [10, 11]
+    pair.load_state_dict(after(1, 3))
+    with pytest.raises(NotAvailableError, match="3 batches do not divide"):
+        iter(pair)
+
+
+def test_states_are_plain_data():
+    loader = make("shuffle", 1, 0)
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    assert set(state) == {
+        "version", "ranks", "epoch", "finished", "batches_yielded", "position",
+        "epoch_seed", "epoch_generator", "begun_with",
+    }  # fmt: skip
+    assert isinstance(state["epoch_seed"], int)
+    assert state["begun_with"].dtype == torch.uint8
+    assert state["finished"] is False
+    fresh = make("shuffle", 1, 0)
+    assert fresh.state_dict()["finished"] is True
+    assert fresh.state_dict()["epoch"] == 0
+
+
+def test_a_foreign_state_is_refused():
+    loader = make("shuffle", 1, 0)
+    with pytest.raises(DataError, match="not the state of a data loader"):
+        loader.load_state_dict({"_snapshot": {}})
+    state = loader.state_dict()
+    with pytest.raises(DataError, match="version 99"):
+        loader.load_state_dict(state | {"version": 99})
+    stream = make("stream", 1, 0)
+    iterator = iter(stream)
+    next(iterator)
+    loader.load_state_dict(stream.state_dict())
+    with pytest.raises(DataError, match=r"local_batches.*samples"):
+        iter(loader)
