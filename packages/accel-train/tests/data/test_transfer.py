@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data import LoaderLedger, prepare_data_loader
-from accel_train.data.loader import AheadIterator
+from accel_train.data.iterators import AheadIterator
 from accel_train.data.transfer import DirectTransfer, StreamTransfer, choose_transfer
 
 CPU = torch.device("cpu")

@@ -208,9 +208,7 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
 
 
 def arithmetic_source(sampler: Any) -> OrderSource | None:
-    """How to draw the order below `sampler` (a batch sampler or a sampler of single indices) at once, "
-    "if possible.
-    """
+    """How to draw the order below a batch sampler or a sampler of single indices at once, if possible."""
     while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
         sampler = sampler.batch_sampler
     if is_torch_batch_sampler(sampler):

@@ -11,11 +11,12 @@ from accel_train.data.batches import Opening, arithmetic_source
 from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, Receiver, Sender, WorldLink
 from accel_train.data.epoch import Restored, Run
+from accel_train.data.iterators import LoaderIterator
 from accel_train.data.ledger import LoaderLedger
-from accel_train.data.loader import LoaderIterator, PreparedLoader, as_begun, generator_state, primed
+from accel_train.data.loader import PreparedLoader
+from accel_train.data.resume import as_begun, generator_state, primed
 from accel_train.data.sharing import Alone, communication_device
 from accel_train.data.streams import ArithmeticStream, IndexStream
-from accel_train.data.transfer import DirectTransfer, Transfer
 
 __all__ = ["DataLoaderDispatcher"]
 
@@ -76,10 +77,6 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_fn
         self._drop_last = _drop_last
         self.torch_device_mesh = torch_device_mesh
-        self.transfer = self._make_transfer()
-
-    def _make_transfer(self) -> Transfer | None:
-        return None if self.device is None else DirectTransfer(self.device, self._non_blocking)
 
     @property
     def base_batches_per_step(self) -> int:

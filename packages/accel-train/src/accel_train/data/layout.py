@@ -73,9 +73,7 @@ class Layout:
         return (low, high) if high > low else None
 
     def padding(self, offset: int) -> int:
-        """The sample (position in the order) that completes the tail at `offset` (counted from its "
-        "first sample).
-        """
+        """The position in the order of the sample that completes the tail at `offset`."""
         return (offset - self.tail) % min(self.total, self.stride)
 
     def rows(self, batch_index: int) -> int:

@@ -1,17 +1,11 @@
-"""What all prepared loaders have in common: their iterator, and what they answer about the batch just "
-"handed out.
-"""
+"""What all prepared loaders have in common: their epochs, and what they answer about the last batch."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_state.errors import NotAvailableError
@@ -19,12 +13,14 @@ from accel_state.seeding import synchronize_rng_states
 from accel_train.data.batches import Opening, ShardedBatchSampler, SkipBatchSampler, open_stream
 from accel_train.data.epoch import Epoch, Restored, Run
 from accel_train.data.ledger import LoaderLedger
+from accel_train.data.lookup import innermost_sampler, samplers_of
+from accel_train.data.resume import as_begun, generator_state, primed
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.sharing import Sharing, sharing_for
 from accel_train.data.streams import ArithmeticStream, IndexStream
-from accel_train.data.transfer import Transfer
+from accel_train.data.transfer import DirectTransfer, Transfer
 
-__all__ = ["AheadIterator", "DataLoaderStateMixin", "LoaderIterator", "PreparedLoader", "innermost_sampler"]
+__all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
 
 
 class DataLoaderStateMixin:
@@ -46,9 +42,7 @@ class DataLoaderStateMixin:
 
 
 class Indexes:
-    """What torch's iterator takes index batches from, in place of the batch sampler: it remembers its "
-    "stream.
-    """
+    """What torch's iterator iterates in place of the batch sampler: it remembers its stream."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -125,6 +119,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self._non_blocking = non_blocking
         self._sharing: Sharing = sharing_for(num_processes)
         self._run: Run | None = None
+        self.transfer = self._make_transfer()
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
 
@@ -135,9 +130,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         # Torch's own constructor may ask before there is one.
         indexes = self.__dict__.get("indexes")
         return super()._index_sampler if indexes is None else indexes
-
-    def __iter__(self) -> Any:
-        return LoaderIterator(self)
 
     # Answers about the batch handed out last
 
@@ -206,7 +198,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     @property
     def total_batch_size(self) -> int | None:
         """Samples per step over all ranks; None when batches vary."""
-        raise NotImplementedError  # pragma: no cover - both kinds define it
+        size = getattr(self._batch_sampler(), "batch_size", None)
+        return None if size is None else int(size) * self.num_processes
 
     @property
     def total_dataset_length(self) -> int:
@@ -317,7 +310,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.__dict__["transfer"] = self._make_transfer()
 
     def _make_transfer(self) -> Transfer | None:
-        raise NotImplementedError  # pragma: no cover - both kinds define it
+        return None if self.device is None else DirectTransfer(self.device, self._non_blocking)
 
     # Beginning an iteration
 
@@ -382,205 +375,3 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             if first is not None and done == 0:
                 first.append(batch)
         return batches
-
-
-def primed(source: Any) -> Iterator[Any]:
-    """Let a stream read its first item now: it may draw its order no earlier than that."""
-    return itertools.chain(list(itertools.islice(source, 1)), source)
-
-
-@contextlib.contextmanager
-def as_begun(restored: Restored | None, generator: torch.Generator | None) -> Iterator[None]:
-    """Let an iterator be created with the draws of the interrupted run, and torch's own generator be as "
-    "it was.
-    """
-    if restored is None or restored.begun_with is None:
-        yield
-    elif generator is not None:
-        generator.set_state(restored.begun_with)
-        yield
-    else:
-        now = torch.get_rng_state()
-        torch.set_rng_state(restored.begun_with)
-        try:
-            yield
-        finally:
-            torch.set_rng_state(now)
-
-
-def generator_state(generator: torch.Generator | None) -> Tensor:
-    return torch.get_rng_state() if generator is None else generator.get_state()
-
-
-def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Every batch sampler and sampler of a loader, from the outside in, each once."""
-    seen: set[int] = set()
-    waiting = [loader.batch_sampler, loader.sampler]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is None or id(sampler) in seen:
-            continue
-        seen.add(id(sampler))
-        yield sampler
-        waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-
-
-def _holder(batch_sampler: Any, sampler: Any) -> Any:
-    """The batch sampler whose `sampler` attribute yields single indices; None without batch samplers."""
-    outer = sampler if isinstance(sampler, BatchSampler) else batch_sampler
-    while isinstance(outer, ShardedBatchSampler | SkipBatchSampler):
-        outer = outer.batch_sampler
-    return outer
-
-
-def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
-    """The sampler that yields single indices, below all batch samplers; None if a batch sampler has none."""
-    holder = _holder(batch_sampler, sampler)
-    if holder is None:
-        return sampler
-    if batch_sampler is None and not isinstance(holder, BatchSampler):
-        return holder  # single indices shared out among ranks
-    return getattr(holder, "sampler", None)
-
-
-class LoaderIterator:
-    """One iteration over a prepared loader.
-
-    A class and not a generator: creating it already begins the iteration, so that ``zip(a, b)`` begins
-    both before either yields, and dropping it ends the iteration.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_closed",
-        "_failure",
-        "_finish",
-        "_held",
-        "_ledger",
-        "_loader",
-        "_run",
-        "_source",
-        "_tagged",
-    )
-
-    def __init__(self, loader: PreparedLoader) -> None:
-        self._closed = True
-        self._loader = loader
-        self._ledger = loader.ledger
-        self._held: list[Any] = []
-        self._failure: BaseException | None = None
-        self._finish: Callable[[Any], Any] | None = None
-        if loader.transfer is not None:
-            self._finish = loader.transfer.finish
-        self._tagged = loader.tagged
-        self._run = run = Run()
-        run.iterator = weakref.ref(self)
-        loader._synchronize()
-        loader.begin()
-        self._closed = False
-        loader._run = loader.epoch_state.run = run
-        loader.set_epoch(loader.iteration)
-        self._source = loader._open(run)
-        if run.resumed and not self._look_ahead():
-            self._next_epoch(run)
-
-    def _next_epoch(self, run: Run) -> None:
-        """The state that was resumed had no batch left: its epoch is over, and the next one begins."""
-        loader = self._loader
-        self._failure = None
-        run.skipped = 0
-        loader.epoch_state.iteration += 1
-        loader.set_epoch(loader.iteration)
-        self._source = loader._open(run)
-
-    def __iter__(self) -> LoaderIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self._held:
-            item = self._held.pop()
-        else:
-            try:
-                if self._failure is not None:
-                    self._raise_failure()
-                item = self._fetch()
-            except BaseException as error:
-                self._close(exhausted=isinstance(error, StopIteration))
-                raise
-        if self._tagged:
-            self._run.real, item = item
-        if self._finish is not None:
-            item = self._finish(item)
-        self._run.yielded += 1
-        self._ledger.yielded(self._loader)
-        return item
-
-    def _fetch(self) -> Any:
-        return next(self._source)
-
-    def at_end(self) -> bool:
-        """Whether nothing follows the batch handed out last."""
-        if self._held:
-            return False
-        stream = self._run.stream
-        if stream is not None:
-            return stream.ends_at(self._run.yielded)
-        return not self._look_ahead()
-
-    def _look_ahead(self) -> bool:
-        """Fetch the next item and keep it; False at the end. A failure counts as an item: the next step "
-        "raises it.
-        """
-        if self._failure is None:
-            try:
-                self._held.append(self._fetch())
-            except StopIteration:
-                self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
-            except BaseException as error:
-                self._failure = error
-        return not isinstance(self._failure, StopIteration)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        try:
-            raise failure
-        finally:
-            del failure  # its traceback holds this frame, which must not hold it in turn
-
-    def _close(self, exhausted: bool) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._loader.end()
-        if exhausted:
-            self._run.ended = True
-            self._loader.epoch_state.iteration += 1
-
-    def __del__(self) -> None:
-        if not self._closed:
-            self._close(exhausted=False)
-
-
-class AheadIterator(LoaderIterator):
-    """Keeps the next batch on its way to the device while the current one is computed on."""
-
-    __slots__ = ("_start",)
-
-    def __init__(self, loader: PreparedLoader) -> None:
-        assert loader.transfer is not None
-        self._start = loader.transfer.start
-        super().__init__(loader)
-
-    def __next__(self) -> Any:
-        batch = super().__next__()
-        stream = self._run.stream
-        if not self._held and (stream is None or not stream.ends_at(self._run.yielded)):
-            self._look_ahead()
-        return batch
-
-    def _fetch(self) -> Any:
-        item = next(self._source)
-        if self._tagged:
-            return item._replace(batch=self._start(item.batch))
-        return self._start(item)

@@ -42,9 +42,7 @@ class Order(Protocol):
     """How many rounds may be cut at once without drawing earlier than torch would."""
 
     def rows(self, start: int, rounds: int, stride: int, low: int, high: int) -> list[list[int]]:
-        """For each of `rounds` windows of `stride` positions from `start`, the samples at ``[low, "
-        "high)`` of it.
-        """
+        """The samples at ``[low, high)`` of each of `rounds` windows of `stride` positions from `start` on."""
 
     def take(self, start: int, stop: int) -> list[int]:
         """The samples at positions ``[start, stop)``."""

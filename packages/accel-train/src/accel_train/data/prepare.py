@@ -22,7 +22,8 @@ from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, che
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, is_presharded, native_shard
 from accel_train.data.ledger import LoaderLedger
-from accel_train.data.loader import PreparedLoader, innermost_sampler, samplers_of
+from accel_train.data.loader import PreparedLoader
+from accel_train.data.lookup import innermost_sampler, samplers_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import loader_options

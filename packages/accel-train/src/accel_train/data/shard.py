@@ -13,8 +13,9 @@ from accel_train.data.batches import (
     padded_rows,
 )
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate, valid_rows_of_round
+from accel_train.data.iterators import AheadIterator, LoaderIterator
 from accel_train.data.ledger import LoaderLedger
-from accel_train.data.loader import AheadIterator, LoaderIterator, PreparedLoader
+from accel_train.data.loader import PreparedLoader
 from accel_train.data.transfer import Transfer, choose_transfer
 
 __all__ = ["DataLoaderShard"]
@@ -77,7 +78,6 @@ class DataLoaderShard(PreparedLoader):
         self.pre_sharded = pre_sharded
         self._shard = dataset if isinstance(dataset, IterableDatasetShard) else None
         self.tagged = self._shard is not None
-        self.transfer = self._make_transfer()
 
     def _make_transfer(self) -> Transfer | None:
         return choose_transfer(
@@ -151,8 +151,7 @@ class DataLoaderShard(PreparedLoader):
         share = self._share()
         if share is not None:
             return None if share.batch_size is None else share.layout(0).stride
-        size = getattr(self._batch_sampler(), "batch_size", None)
-        return None if size is None else int(size) * self.num_processes
+        return super().total_batch_size
 
     @property
     def total_dataset_length(self) -> int:

@@ -20,9 +20,7 @@ class Sharing(Protocol):
         """Rank 0's `value` (fits int64)."""
 
     def state(self, value: Tensor) -> Tensor:
-        """Rank 0's generator state, a uint8 CPU tensor of one dimension; its length is the same on all "
-        "ranks.
-        """
+        """Rank 0's generator state, a uint8 CPU tensor of the same length on all ranks."""
 
 
 class Alone:

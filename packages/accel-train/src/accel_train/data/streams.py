@@ -48,22 +48,16 @@ class IndexStream(ABC):
         """Per rank, how many leading rows of such a batch are real; None for all."""
 
     def first_batch(self) -> Any:
-        """The indices of the epoch's first batch, or None when they were neither handed out nor passed "
-        "over.
-        """
+        """The indices of the epoch's first batch; None when they are not known."""
         return None
 
     def prime(self) -> None:
-        """Make the draws that belong to the batches before the first one now, and not when it is asked "
-        "for.
-        """
+        """Make the draws that come before the first batch now, and not when it is asked for."""
         return
 
     @abstractmethod
     def consumed(self, yielded: int) -> dict[str, int]:
-        """The position after `yielded` batches: ``samples`` of the order, or ``base_batches`` of the "
-        "sampler.
-        """
+        """The position after `yielded` batches, in ``samples`` of the order or ``base_batches`` of the sampler."""
 
 
 class ArithmeticStream(IndexStream):
@@ -156,9 +150,7 @@ _UNKNOWN: _Facts = (None, None)
 
 
 class SingleIndexStream(ArithmeticStream):
-    """An order handed out one index at a time, for loaders that do not batch; each sample is a batch of "
-    "its own.
-    """
+    """An order handed out by single indices, for loaders that do not batch: each sample is a batch."""
 
     def __next__(self) -> Any:
         return super().__next__()[0]
@@ -381,9 +373,7 @@ class RoundStream(_Iterated):
         return self._whole(batches)
 
     def _whole(self, batches: list[Any]) -> _Produced:
-        """This rank's batch of a round that is not cut up; ranks without one repeat the first batches, "
-        "or stop.
-        """
+        """This rank's batch of a round that is not cut up; ranks without one repeat the first, or stop."""
         if self._rank < len(batches):
             mine = batches[self._rank]
         elif self._even:

@@ -1,0 +1,153 @@
+"""Iterators over prepared loaders."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from accel_train.data.epoch import Run
+from accel_train.data.loader import PreparedLoader
+
+__all__ = ["AheadIterator", "LoaderIterator"]
+
+
+class LoaderIterator:
+    """One iteration over a prepared loader.
+
+    A class and not a generator: creating it already begins the iteration, so that ``zip(a, b)`` begins
+    both before either yields, and dropping it ends the iteration.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_closed",
+        "_failure",
+        "_finish",
+        "_held",
+        "_ledger",
+        "_loader",
+        "_run",
+        "_source",
+        "_tagged",
+    )
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        self._closed = True
+        self._loader = loader
+        self._ledger = loader.ledger
+        self._held: list[Any] = []
+        self._failure: BaseException | None = None
+        self._finish: Callable[[Any], Any] | None = None
+        if loader.transfer is not None:
+            self._finish = loader.transfer.finish
+        self._tagged = loader.tagged
+        self._run = run = Run()
+        run.iterator = weakref.ref(self)
+        loader._synchronize()
+        loader.begin()
+        self._closed = False
+        loader._run = loader.epoch_state.run = run
+        loader.set_epoch(loader.iteration)
+        self._source = loader._open(run)
+        if run.resumed and not self._look_ahead():
+            self._next_epoch(run)
+
+    def _next_epoch(self, run: Run) -> None:
+        """The state that was resumed had no batch left: its epoch is over, and the next one begins."""
+        loader = self._loader
+        self._failure = None
+        run.skipped = 0
+        loader.epoch_state.iteration += 1
+        loader.set_epoch(loader.iteration)
+        self._source = loader._open(run)
+
+    def __iter__(self) -> LoaderIterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._held:
+            item = self._held.pop()
+        else:
+            try:
+                if self._failure is not None:
+                    self._raise_failure()
+                item = self._fetch()
+            except BaseException as error:
+                self._close(exhausted=isinstance(error, StopIteration))
+                raise
+        if self._tagged:
+            self._run.real, item = item
+        if self._finish is not None:
+            item = self._finish(item)
+        self._run.yielded += 1
+        self._ledger.yielded(self._loader)
+        return item
+
+    def _fetch(self) -> Any:
+        return next(self._source)
+
+    def at_end(self) -> bool:
+        """Whether nothing follows the batch handed out last."""
+        if self._held:
+            return False
+        stream = self._run.stream
+        if stream is not None:
+            return stream.ends_at(self._run.yielded)
+        return not self._look_ahead()
+
+    def _look_ahead(self) -> bool:
+        """Fetch the next item and keep it; False at the end. A failure is an item that the next step raises."""
+        if self._failure is None:
+            try:
+                self._held.append(self._fetch())
+            except StopIteration:
+                self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
+            except BaseException as error:
+                self._failure = error
+        return not isinstance(self._failure, StopIteration)
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        assert failure is not None
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback holds this frame, which must not hold it in turn
+
+    def _close(self, exhausted: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._loader.end()
+        if exhausted:
+            self._run.ended = True
+            self._loader.epoch_state.iteration += 1
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self._close(exhausted=False)
+
+
+class AheadIterator(LoaderIterator):
+    """Keeps the next batch on its way to the device while the current one is computed on."""
+
+    __slots__ = ("_start",)
+
+    def __init__(self, loader: PreparedLoader) -> None:
+        assert loader.transfer is not None
+        self._start = loader.transfer.start
+        super().__init__(loader)
+
+    def __next__(self) -> Any:
+        batch = super().__next__()
+        stream = self._run.stream
+        if not self._held and (stream is None or not stream.ends_at(self._run.yielded)):
+            self._look_ahead()
+        return batch
+
+    def _fetch(self) -> Any:
+        item = next(self._source)
+        if self._tagged:
+            return item._replace(batch=self._start(item.batch))
+        return self._start(item)
