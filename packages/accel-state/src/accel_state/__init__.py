@@ -68,6 +68,17 @@ __getattr__, __dir__, __all__ = attach(
             "is_xpu_available",
             "torchao_required",
         ),
+        "accel_state.collectives": (
+            "CannotPadNestedTensorWarning",
+            "broadcast",
+            "broadcast_object_list",
+            "copy_tensor_to_devices",
+            "gather",
+            "gather_object",
+            "pad_across_processes",
+            "reduce",
+            "set_collective_checks",
+        ),
         "accel_state.config.basic": (
             "default_config_file",
             "load_config_from_file",
@@ -185,6 +196,10 @@ __getattr__, __dir__, __all__ = attach(
             "wait_for_everyone",
         ),
         "accel_state.progress": ("tqdm",),
+        "accel_state.scatter": (
+            "Scatterer",
+            "scatter",
+        ),
         "accel_state.seeding": (
             "get_rng_state",
             "set_rng_state",

@@ -65,6 +65,15 @@ from accel_state.available import is_weights_only_available as is_weights_only_a
 from accel_state.available import is_xccl_available as is_xccl_available
 from accel_state.available import is_xpu_available as is_xpu_available
 from accel_state.available import torchao_required as torchao_required
+from accel_state.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
+from accel_state.collectives import broadcast as broadcast
+from accel_state.collectives import broadcast_object_list as broadcast_object_list
+from accel_state.collectives import copy_tensor_to_devices as copy_tensor_to_devices
+from accel_state.collectives import gather as gather
+from accel_state.collectives import gather_object as gather_object
+from accel_state.collectives import pad_across_processes as pad_across_processes
+from accel_state.collectives import reduce as reduce
+from accel_state.collectives import set_collective_checks as set_collective_checks
 from accel_state.config.basic import default_config_file as default_config_file
 from accel_state.config.basic import load_config_from_file as load_config_from_file
 from accel_state.config.basic import write_basic_config as write_basic_config
@@ -164,6 +173,8 @@ from accel_state.objects import recursive_getattr as recursive_getattr
 from accel_state.process import PartialState as PartialState
 from accel_state.process import wait_for_everyone as wait_for_everyone
 from accel_state.progress import tqdm as tqdm
+from accel_state.scatter import Scatterer as Scatterer
+from accel_state.scatter import scatter as scatter
 from accel_state.seeding import get_rng_state as get_rng_state
 from accel_state.seeding import set_rng_state as set_rng_state
 from accel_state.seeding import set_seed as set_seed

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import math
 import struct
 import sys
@@ -41,6 +42,10 @@ _TEXT = 4096
 """Bytes in which a rank describes its part when ranks disagree."""
 _GRACE = 1.0
 """Seconds to find out which rank is behind a broken connection."""
+
+_NO_TAG = 0x7FFF_0000
+"""A tag that no message has."""
+_logger = logging.getLogger(__name__)
 
 _all_gather_single: Callable[..., dist.Work] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
@@ -134,6 +139,7 @@ class Channel:
         self._condemned: CollectiveMismatchError | None = None
         self._position: tuple[int, str | None, int] = (0, None, 0)
         self._entering = ""
+        self._in_message = False
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
         block = max(512, min(4096, 65536 // self.size // 16 * 16))
         self.capacity = block - _HEADER.size
@@ -142,7 +148,7 @@ class Channel:
         self._out_block = torch.frombuffer(self._out, dtype=torch.uint8)
         self._in_table = torch.frombuffer(self._in, dtype=torch.uint8).view(self.size, block)
         self.watch = watch
-        self._patience = timedelta(seconds=1)
+        self._patience = timedelta(seconds=0.2)
         self.apply(settings)
         if watch is not None:
             watch.add(self)
@@ -154,7 +160,7 @@ class Channel:
         self.check_device = settings.mode == "on"
         if self.watch is not None:
             self.watch.report_after = settings.report_after or math.inf
-            self._patience = timedelta(seconds=self.watch.tick)
+            self._patience = timedelta(seconds=self.watch.tick / 5)
 
     def checked(self, device: torch.device) -> bool:
         """Whether collectives of tensors on ``device`` begin with an exchange of fingerprints."""
@@ -170,6 +176,8 @@ class Channel:
         """``with channel.operation("gather"):`` around everything one collective does."""
         if self.failure is not None:
             raise self.failure
+        if self._condemned is not None:
+            raise self._give_up(self._condemned)
         self._entering = name
         return self
 
@@ -197,10 +205,12 @@ class Channel:
     def condemn(self, error: CollectiveMismatchError) -> None:
         """See :class:`accel_state.watch.Watched`."""
         self._condemned = error
-        if (
-            self.device.type != "cpu" or self._position[1] is None
-        ):  # the host may wait for the device: free it
-            self._give_up(error)
+        if self._in_message and self.device.type == "cpu":
+            if self.watch is not None:
+                self.watch.settle(self)
+            self._break_connections()
+        elif self.device.type != "cpu" or self._pending:
+            self._give_up(error)  # the host may be waiting for the device: free it
 
     # --- exchanges ---
 
@@ -286,14 +296,45 @@ class Channel:
                 work.wait(self._patience)
             except RuntimeError as error:
                 if work.is_completed():
+                    if work.is_success():
+                        return
                     raise self._broken(error) from error
                 if self._condemned is not None:
+                    if self.watch is not None:
+                        self.watch.settle(self)
                     raise self._give_up(self._condemned) from None
             else:
                 return
 
+    def wait_message(self, work: dist.Work, tensor: Tensor) -> None:
+        """Wait for a message from or to one rank.
+
+        Gloo does not allow to wait a while and wait again: a timeout breaks the group's connections.
+        """
+        self._in_message = True
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        finally:
+            self._in_message = False
+        if tensor.device.type != "cpu":
+            self._pending.append((self._position[0], self._position[1] or "", work))
+
+    def _break_connections(self) -> None:
+        """Wake the thread that waits for a message, by a timeout (see :meth:`wait_message`)."""
+        someone = 1 if self.rank == 0 else 0
+        try:
+            self.group.recv([torch.empty(1, dtype=torch.uint8)], someone, _NO_TAG).wait(
+                timedelta(milliseconds=1)
+            )
+        except RuntimeError as error:
+            _logger.debug("broke the connections of group %s: %s", self.name, error)
+
     def _broken(self, error: RuntimeError) -> DistributedOperationException:
         """The error for a collective that ended without success."""
+        if self._condemned is not None:
+            return self._give_up(self._condemned)
         number, operation, thread = self.where()
         what = f"collective #{number}, {operation} at {call_site(_frame(thread))}"
         if self.watch is None:
@@ -341,16 +382,19 @@ class Channels:
 
     Args:
         rank: this process's rank in the world.
+        size: number of ranks in the world.
         device: where it computes.
-        store: the world's store; without one there is no watch.
+        store: a client of the world's store that nothing else uses; without one there is no watch.
         debug: check everything.
     """
 
-    def __init__(self, *, rank: int, device: torch.device, store: Store | None, debug: bool) -> None:
+    def __init__(
+        self, *, rank: int, size: int, device: torch.device, store: Store | None, debug: bool
+    ) -> None:
         self._device = device
         self._settings = CheckSettings.from_environment(debug)
         seconds = self._settings.report_after
-        self._watch = Watch(store, rank, seconds) if store is not None and seconds > 0 else None
+        self._watch = Watch(store, rank, size, seconds) if store is not None and seconds > 0 else None
         self._by_name: dict[str, Channel] = {}
         self.of(None)
 

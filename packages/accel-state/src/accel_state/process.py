@@ -401,7 +401,9 @@ def _channels(topology: Topology, device: torch.device, member: Membership) -> C
     if topology.world_size == 1:
         return None
     debug = environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE")
-    return Channels(rank=topology.rank, device=device, store=member.store, debug=debug)
+    return Channels(
+        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, debug=debug
+    )
 
 
 def _belongs_to_world(topology: Topology, options: dict[str, Any]) -> bool:

@@ -37,12 +37,14 @@ class Membership:
         device: the device it computes on.
         backend: PyTorch's backend string.
         store: a client of the world's key-value store of its own, so that waiting on it blocks no collective.
+        watch_store: one more, for the watch over collectives, which must be able to answer while others wait.
     """
 
     topology: Topology
     device: torch.device
     backend: str
     store: Store
+    watch_store: Store
 
 
 Choice = Callable[[], tuple[torch.device, str]]
@@ -55,7 +57,8 @@ def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Mem
         topology = Topology(rank, world_size, rank, world_size, launcher="user")
     topology = replace(topology, rank=rank)
     store = dist.distributed_c10d._get_default_store()
-    return Membership(topology, choose(topology), dist.get_backend(), _side_channel(store))
+    device, backend = choose(topology), dist.get_backend()
+    return Membership(topology, device, backend, _client(store, "accel/side"), _client(store, "accel/watch"))
 
 
 def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Membership:
@@ -82,7 +85,7 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
         generation = base.add(f"accel/generation/{topology.rank}", 1)
         store = _prefixed(f"accel/{generation}", base)
         device, backend = _agree(store, topology, choose, timeout)
-        side = _side_channel(store)
+        side, watch = _client(store, "accel/side"), _client(store, "accel/watch")
         _create_group(store, topology, device, backend, options)
         _wait_until_all_joined(store, topology, timeout)
     except dist.DistError as error:
@@ -91,7 +94,7 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
             "the error of "
             f"the rank that failed first says why. ({str(error).splitlines()[0]})"
         ) from error
-    return Membership(topology, device, backend, side)
+    return Membership(topology, device, backend, side, watch)
 
 
 def _create_group(
@@ -122,7 +125,7 @@ def _prefixed(prefix: str, store: Store) -> Store:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def _side_channel(store: Store) -> Store:
+def _client(store: Store, prefix: str) -> Store:
     clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
     finished = _within(_CLONE_TIMEOUT, clone)
     if finished is None:
@@ -131,7 +134,7 @@ def _side_channel(store: Store) -> Store:
             "lives, has "
             "ended or is stuck; look at its output"
         )
-    return _prefixed("accel/side", finished)
+    return _prefixed(prefix, finished)
 
 
 def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:

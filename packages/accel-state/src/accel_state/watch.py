@@ -31,6 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel_state.errors import CollectiveMismatchError
@@ -149,18 +150,23 @@ class Watch:
     """The watching thread of this process.
 
     Args:
-        store: the world's store; a client of its own is cloned from it.
+        store: a client of the world's store that nothing else uses.
         rank: this process's global rank.
+        size: number of ranks in the world.
         report_after: seconds until the first report; further ones follow after twice as long, and so on.
     """
 
-    def __init__(self, store: Store, rank: int, report_after: float = REPORT_AFTER) -> None:
+    def __init__(self, store: Store, rank: int, size: int, report_after: float = REPORT_AFTER) -> None:
         self._base = store
         self._store: Store | None = None
         self._rank = rank
+        self._size = size
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waits: dict[str, _Wait] = {}
         self._known: set[int] = set()
+        self._given_up: dict[str, int] = {}
+        self._last_words: str | None = None
+        self._has_read = False
         self._answered = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -170,14 +176,15 @@ class Watch:
 
     @property
     def tick(self) -> float:
-        """Seconds between two looks."""
-        return min(1.0, max(0.02, self.report_after / 4))
+        """Seconds between two looks while nothing waits; with a collective waiting it is a fifth."""
+        return min(1.0, max(0.05, self.report_after / 4))
 
     def add(self, channel: Watched) -> None:
         """Watch a group's collectives; the thread starts with the first."""
         self._channels.add(channel)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
+            store = self._store = self._connect()
+            self._thread = threading.Thread(target=self._run, args=(store,), name="accel-watch", daemon=True)
             self._thread.start()
             atexit.register(self._at_exit)
 
@@ -188,15 +195,23 @@ class Watch:
             return
         self._stop.set()
         with self._lock:
-            if self._store is not None and reason is not None:
+            store, self._store = self._store, None
+            if store is not None and reason is not None:
                 try:
-                    self._publish(self._store, gone=reason)
-                except (
-                    RuntimeError
-                ) as error:  # whoever kept the store has left before; nobody is there to be told
+                    self._say_goodbye(store, reason)
+                except RuntimeError as error:  # whoever kept the store has left before; nobody can be told
                     _logger.debug("could not say goodbye: %s", error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
+
+    def settle(self, channel: Watched) -> None:
+        """Give the other ranks the time to learn that ``channel`` is given up, before connections break."""
+        store = self._store
+        if store is not None:
+            try:
+                self._wait_for(store, f"given up by/{channel.name}", self._given_up.get(channel.name, 0))
+            except RuntimeError as error:
+                _logger.debug("the store is gone: %s", error)
 
     def explain(self, channel: Watched, grace: float) -> tuple[str | None, str]:
         """Why a collective of ``channel`` may have failed.
@@ -214,8 +229,11 @@ class Watch:
             try:
                 with self._lock:
                     peers = self._peers(self._store, channel) if self._store is not None else []
-            except RuntimeError:
-                return "the store of this world is gone, and with it the process that kept it", ""
+            except RuntimeError as error:
+                _logger.debug("the store is gone: %s", error)
+                peers = []
+            if not peers:
+                return self._last_words or "the process that kept the store of this world is gone", ""
             findings = judge(number, operation or "", peers)
             if findings.proof is not None or time.monotonic() > deadline:
                 return findings.proof, "\n".join(f"  {peer}" for peer in peers)
@@ -225,53 +243,102 @@ class Watch:
         error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ends the program
         self.leave(f"exited after {_one_line(error)}" if error is not None else "exited")
 
+    def _say_goodbye(self, store: Store, reason: str) -> None:
+        self._publish(store, gone=reason)
+        if self._rank != 0:
+            self._has_heard_rank_0(store)
+            return
+        # The store usually ends with this process. Whoever asks it after that gets broken connections.
+        store.add("ask", 1)
+        self._wait_for(store, "heard rank 0", self._size - 1)
+
+    def _wait_for(self, store: Store, counter: str, count: int) -> None:
+        deadline = time.monotonic() + 1.5 * self.tick
+        while store.add(counter, 0) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def _has_heard_rank_0(self, store: Store) -> None:
+        if not self._has_read:
+            self._has_read = True
+            store.add("heard rank 0", 1)
+
     # --- the thread ---
 
-    def _run(self) -> None:
+    def _run(self, store: Store) -> None:
         try:
-            with self._lock:
-                self._store = self._connect()
-            while not self._stop.wait(self.tick):
+            while not self._stop.wait(self.tick / 5 if self._waits else self.tick):
                 channels = list(self._channels)
                 if not channels:
-                    return
+                    break
                 with self._lock:
-                    if not self._stop.is_set():
-                        self._look(self._store, channels)
+                    if self._stop.is_set():
+                        break
+                    if not dist.is_initialized():  # destroyed by the script itself
+                        self._say_goodbye(store, "destroyed its process group")
+                        break
+                    if not self._look(store, channels):
+                        break
                 del channels  # no reference of this thread keeps a group alive
         except RuntimeError as error:
-            # The store goes with the process that keeps it, at the end of every program. A collective that
-            # then waits in vain fails by its broken connections.
+            # The store goes with the process that keeps it. A collective that then waits in vain fails by its
+            # broken connections.
             _logger.debug("the watch over collectives has lost its store: %s", error)
+        self._store = None
 
     def _connect(self) -> Store:
-        client: Store = self._base.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-        client.set_timeout(_PATIENCE)
-        store = PrefixStore("accel_state.watch", client)
+        self._base.set_timeout(_PATIENCE)
         # A second PartialState in this world must not read what the first one left.
-        generation = store.add(f"generation/{self._rank}", 1)
-        store = PrefixStore(str(generation), store)
+        generation = self._base.add(f"generation/{self._rank}", 1)
+        store = PrefixStore(str(generation), self._base)
         self._publish(store)
         return store
 
-    def _look(self, store: Store, channels: Sequence[Watched]) -> None:
+    def _look(self, store: Store, channels: Sequence[Watched]) -> bool:
+        """Answer, ask, and judge what was answered; False if there will be nobody to ask any more."""
         now = time.monotonic()
         asked = store.add("ask", 0)
         waiting = [
             (channel, wait) for channel in channels if (wait := self._waiting(channel, now)) is not None
         ]
+        alone = False
         if asked != self._answered:
             self._answered = asked
             store.set(f"stack/{self._rank}", _stack())
             self._publish(store)
+            self._hear_verdicts(store, channels)
+            alone = self._rank != 0 and self._rank_0_is_gone(store)
         for channel, wait in waiting:
             # A world of a thousand ranks is looked over less often: every look reads all of its records.
-            if now - wait.looked >= self.tick * max(1.0, len(channel.ranks) / 64):
+            if alone or now - wait.looked >= self.tick / 5 * max(1.0, len(channel.ranks) / 64):
                 wait.looked = now
-                if wait.asked:
+                if wait.asked or alone:
                     self._investigate(store, channel, wait, now)
                 wait.asked = True
                 store.add("ask", 1)
+        if alone:
+            self._has_heard_rank_0(store)
+        return not alone
+
+    def _rank_0_is_gone(self, store: Store) -> bool:
+        if not store.check(["rank/0"]):
+            return False
+        record = json.loads(store.get("rank/0"))
+        if record["gone"]:
+            self._last_words = f"rank 0 is gone ({record['gone']})"
+        return bool(record["gone"])
+
+    def _hear_verdicts(self, store: Store, channels: Sequence[Watched]) -> None:
+        """Give up what another rank has found to be impossible."""
+        for channel in channels:
+            key = f"verdict/{channel.name}"
+            if channel.name not in self._given_up and store.check([key]):
+                verdict = json.loads(store.get(key))
+                self._give_up(store, channel, verdict["text"], verdict["living"])
+
+    def _give_up(self, store: Store, channel: Watched, text: str, living: int) -> None:
+        self._given_up[channel.name] = living
+        store.add(f"given up by/{channel.name}", 1)
+        channel.condemn(CollectiveMismatchError(text))
 
     def _waiting(self, channel: Watched, now: float) -> _Wait | None:
         """The wait that ``channel`` is in, if this is not the first look at it."""
@@ -294,12 +361,14 @@ class Watch:
         here = call_site(sys._current_frames().get(thread)) or "an unknown line"
         if findings.proof is not None:
             listing = "\n".join(f"  {peer}" for peer in peers)
-            channel.condemn(
-                CollectiveMismatchError(
-                    f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n"
-                    f"{listing}\nEvery rank must call the same collectives in the same order."
-                )
+            text = (
+                f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n{listing}\n"
+                "Every rank must call the same collectives in the same order."
             )
+            living = sum(peer.gone is None for peer in peers)
+            store.set(f"verdict/{channel.name}", json.dumps({"text": text, "living": living}))
+            store.add("ask", 1)
+            self._give_up(store, channel, text, living)
             return
         age = now - wait.since
         if age >= wait.next_report:
