@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from accel_state import environment
+from accel_state.collectives import broadcast
 from accel_state.devices import accelerator_module, default_device, device_backend, device_count
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, NotAvailableError, StateError
@@ -68,14 +68,8 @@ def synchronize_rng_state(
         DeviceError: the type is a device that is not here.
     """
     read, write = _accessors(rng_type, generator)
-    state = PartialState()
-    if not state.use_distributed:
-        return
-    shared = read().contiguous()
-    # Generator states live on the CPU; a group that serves only the accelerator has to carry them there.
-    carrier = shared if _serves_cpu(state.backend) else shared.to(state.device)
-    dist.broadcast(carrier, 0)
-    write(carrier.cpu())
+    if PartialState().use_distributed:
+        write(broadcast(read()))
 
 
 def synchronize_rng_states(
@@ -104,10 +98,6 @@ def _accessors(
         raise NotAvailableError("random states of XLA devices cannot be synchronized in this version")
     module = accelerator_module(kind.value)
     return module.get_rng_state, module.set_rng_state
-
-
-def _serves_cpu(backend: str | None) -> bool:
-    return backend is not None and ("cpu:" in backend or backend in ("gloo", "mpi", "ucc"))
 
 
 def get_rng_state() -> dict[str, Any]:
