@@ -232,7 +232,7 @@ KINDS = ["map", "split", "dispatch", "subset", "varying", "iterable", "iterable 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 10, 23])
-def test_t03_metrics_see_each_sample_of_the_sampler_once(ranks: int, kind: str, size: int) -> None:
+def test_t3_metrics_see_each_sample_of_the_sampler_once(ranks: int, kind: str, size: int) -> None:
     batch_size = ranks * 2 if kind == "split" else 3
     expected = list(range(0, size, 2)) if kind == "subset" else list(range(size))
     assert worlds.run(metrics_ragged, ranks, size, batch_size, kind) == [expected] * ranks
@@ -272,7 +272,7 @@ def metrics_of_objects(size: int) -> list[str]:
     return seen
 
 
-def test_t03_objects_are_gathered_once_per_sample() -> None:
+def test_t3_objects_are_gathered_once_per_sample() -> None:
     assert worlds.run(metrics_of_objects, 2, 9) == [[f"sample {i}" for i in range(9)]] * 2
 
 
@@ -289,7 +289,7 @@ def metrics_with_wrong_rows() -> str:
     return "accepted"
 
 
-def test_t03_values_without_one_row_per_sample_are_refused_at_once() -> None:
+def test_t3_values_without_one_row_per_sample_are_refused_at_once() -> None:
     for message in worlds.run(metrics_with_wrong_rows, 2):
         assert "shape (8,)" in message
         assert "4 rows" in message

@@ -125,17 +125,17 @@ def check(ranks: int, size: int, batch_size: int, steps: int, contract: str, cli
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_t01_a_short_window_is_divided_by_what_it_held(ranks: int, steps: int) -> None:
+def test_t1_a_short_window_is_divided_by_what_it_held(ranks: int, steps: int) -> None:
     check(ranks, size=23, batch_size=2, steps=steps, contract="mean")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4])
-def test_t02_varying_token_counts_equal_one_big_batch(ranks: int, steps: int) -> None:
+def test_t2_varying_token_counts_equal_one_big_batch(ranks: int, steps: int) -> None:
     check(ranks, size=23, batch_size=2, steps=steps, contract="items")
 
 
-def test_t02_counts_may_be_plain_numbers() -> None:
+def test_t2_counts_may_be_plain_numbers() -> None:
     check(2, size=13, batch_size=2, steps=3, contract="int items")
 
 

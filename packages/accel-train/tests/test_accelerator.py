@@ -365,3 +365,46 @@ def test_wrong_types_are_named():
         accelerator.prepare_data_loader([1, 2, 3])
     with pytest.raises(ValueError, match=r"item 1 \(str\)"):
         accelerator.register_for_checkpointing(model, "text")
+
+
+def test_t27_a_step_probes_nothing_and_adds_nothing_to_the_graph(monkeypatch):
+    import importlib.util
+    import inspect
+    import os
+
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    loader = DataLoader(TensorDataset(torch.randn(16, 4)), batch_size=2)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    differentiated = []
+    backward = torch.Tensor.backward
+    monkeypatch.setattr(
+        torch.Tensor,
+        "backward",
+        lambda self, *args, **kwargs: (differentiated.append(self), backward(self, *args, **kwargs))[1],
+    )
+
+    def step(x):
+        with accelerator.accumulate(model):
+            loss = model(x).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        return loss
+
+    batches = iter(loader)
+    step(next(batches)[0])  # torch itself looks things up at its first step
+
+    def forbidden(*args, **kwargs):
+        raise AssertionError("probed in a step")
+
+    monkeypatch.setattr(importlib.util, "find_spec", forbidden)
+    monkeypatch.setattr(inspect, "signature", forbidden)
+    monkeypatch.setattr(type(os.environ), "__getitem__", forbidden)
+    for (x,) in batches:
+        loss = step(x)
+        assert differentiated[-1] is loss
+    assert len(differentiated) == 8

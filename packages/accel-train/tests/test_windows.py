@@ -41,7 +41,7 @@ def test_without_sync_with_dataloader_a_window_goes_over_the_end_of_an_epoch():
     assert flags == [False, True] * 5
 
 
-def test_t04_an_evaluation_loop_left_early_does_not_become_the_training_loader():
+def test_t4_an_evaluation_loop_left_early_does_not_become_the_training_loader():
     accelerator, model, optimizer, [train, evaluation] = setup(sizes=(10, 4))
     for _ in range(2):
         flags = []
