@@ -174,6 +174,20 @@ def test_destroying_a_group_that_is_not_there():
     PartialState().destroy_process_group()
 
 
+@pytest.mark.parametrize(("asked", "pinned"), [("true", [0]), ("false", []), ("", [])])
+def test_t15_affinity_is_set_when_it_is_asked_for(monkeypatch, asked, pinned):
+    near = []
+    monkeypatch.setattr("accel_state.process.set_numa_affinity", near.append)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda")
+    )
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    with patch_environment(accelerate_use_cpu="false", accelerate_cpu_affinity=asked):
+        assert PartialState().device == torch.device("cuda", 0)
+    assert near == pinned
+
+
 # ---- in a world
 
 

@@ -26,6 +26,7 @@ from accel_state.errors import ConfigError, StateError
 from accel_state.exchange import Channel, Channels
 from accel_state.process_group import OPTIONS, Membership, adopt, join
 from accel_state.splitting import split_for_rank
+from accel_state.system import set_numa_affinity
 from accel_state.topology import Topology, detect
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ class PartialState:
 
     The first instance joins the world; all instances of a process share their attributes, because PyTorch has
     one default process group. A process that a launcher started as one of N is one of N, on the CPU as well.
+
+    The environment can ask for the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), debug mode
+    (ACCELERATE_DEBUG_MODE), and the processors next to the GPU (ACCELERATE_CPU_AFFINITY).
 
     Args:
         cpu: compute on the CPU even if there is an accelerator (also ACCELERATE_USE_CPU).
@@ -380,6 +384,8 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         set_current_device(device)
     if member is not None and device.type == "cpu":
         _share_cores(topology)
+    if device.type == "cuda" and environment.parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(device.index or 0)
     return {
         "_cpu": cpu,
         "_options": options,
