@@ -54,12 +54,11 @@ class WorldCoordinator:
         self.local_rank = local_rank
 
     def exchange(self, value: Any) -> list[Any]:
-        """All-gather a value over the default process group."""
-        import torch.distributed as dist
+        """All-gather a value; a rank that stays away, or is in another collective, is named."""
+        from accel_state.collectives import gather_object
 
-        gathered: list[Any] = [None] * self.world_size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        values: list[Any] = gather_object([value])
+        return values
 
 
 def default_coordinator() -> Coordinator:

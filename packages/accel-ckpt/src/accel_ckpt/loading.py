@@ -111,6 +111,8 @@ class _BroadcastWeights:
     def tensor(self, name: str) -> torch.Tensor:
         import torch.distributed as dist
 
+        from accel_state.collectives import broadcast
+
         shape, dtype = self.about[name]
         on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
         device = torch.device("cpu") if on_host else PartialState().device
@@ -119,9 +121,8 @@ class _BroadcastWeights:
             if self.opened is not None
             else torch.empty(shape, dtype=dtype, device=device)
         )
-        # As bytes, because not every backend knows every dtype.
-        dist.broadcast(value.contiguous().view(-1).view(torch.uint8), src=0)
-        return value
+        received: torch.Tensor = broadcast(value)
+        return received
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> WeightSource:

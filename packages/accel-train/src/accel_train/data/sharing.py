@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_state import collectives
+
 __all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
 
 
@@ -52,13 +54,13 @@ class FromMain:
     def integer(self, value: int) -> int:
         """Rank 0's `value`."""
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
-        dist.broadcast(tensor, src=0)
+        collectives.broadcast(tensor)
         return int(tensor.item())
 
     def state(self, value: Tensor) -> Tensor:
         """Rank 0's state."""
         tensor = value.to(self._device, copy=True)
-        dist.broadcast(tensor, src=0)
+        collectives.broadcast(tensor)
         return tensor.cpu()
 
 
