@@ -183,7 +183,7 @@ def _list_rows(spec: TreeSpec) -> int | None:
 
 
 def _is_row_list(spec: TreeSpec) -> bool:
-    """A list of values that are no tensors, one per sample, as the default collate function makes of strings."""
+    """A list of values that are no tensors, one per sample, as default collation makes of strings."""
     return spec.kind in (list, tuple) and bool(spec.children) and all(c.kind is ... for c in spec.children)
 
 

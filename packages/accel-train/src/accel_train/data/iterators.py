@@ -97,7 +97,7 @@ class LoaderIterator:
         return not self._look_ahead()
 
     def _look_ahead(self) -> bool:
-        """Fetch the next item and keep it; False at the end. A failure is an item that the next step raises."""
+        """Fetch the next item and keep it; False at the end. A failure is an item, raised by the next step."""
         if self._failure is None:
             try:
                 self._held.append(self._fetch())

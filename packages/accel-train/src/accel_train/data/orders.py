@@ -42,7 +42,7 @@ class Order(Protocol):
     """How many rounds may be cut at once without drawing earlier than torch would."""
 
     def rows(self, start: int, rounds: int, stride: int, low: int, high: int) -> list[list[int]]:
-        """The samples at ``[low, high)`` of each of `rounds` windows of `stride` positions from `start` on."""
+        """The samples at ``[low, high)`` of each of `rounds` windows of `stride` positions."""
 
     def take(self, start: int, stop: int) -> list[int]:
         """The samples at positions ``[start, stop)``."""

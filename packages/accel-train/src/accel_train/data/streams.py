@@ -57,7 +57,7 @@ class IndexStream(ABC):
 
     @abstractmethod
     def consumed(self, yielded: int) -> dict[str, int]:
-        """The position after `yielded` batches, in ``samples`` of the order or ``base_batches`` of the sampler."""
+        """The position after `yielded` batches, in ``samples`` or in the sampler's ``base_batches``."""
 
 
 class ArithmeticStream(IndexStream):
