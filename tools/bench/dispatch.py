@@ -51,18 +51,18 @@ class Counter:
     def watch(self) -> None:
         from torch.distributed import distributed_c10d
 
-        recv, broadcast = dist.recv, dist.broadcast
+        irecv, broadcast = dist.irecv, dist.broadcast
 
-        def counted_recv(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        def counted_irecv(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
             self.add(tensor, src)
-            return recv(tensor, src, *args, **kwargs)
+            return irecv(tensor, src, *args, **kwargs)
 
         def counted_broadcast(tensor: torch.Tensor, src: int | None = None, *args: Any, **kwargs: Any) -> Any:
             self.add(tensor, src)
             return broadcast(tensor, src, *args, **kwargs)
 
         for module in (dist, distributed_c10d):
-            module.recv, module.broadcast = counted_recv, counted_broadcast  # type: ignore[attr-defined]
+            module.irecv, module.broadcast = counted_irecv, counted_broadcast  # type: ignore[attr-defined]
 
 
 def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,8 @@ def bytes_of(leaf: Tensor) -> Tensor:
     plain = leaf.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    return plain.reshape(-1).view(torch.uint8)
+    # reshape alone keeps a one-dimensional tensor with gaps as it is
+    return plain.contiguous().view(-1).view(torch.uint8)
 
 
 def aligned(size: int) -> int:

@@ -1,29 +1,18 @@
-"""How a rank's part of a round travels: a short header, then one flat message.
-
-The header says how long the message is. The message holds the description of the batch (its structure,
-dtypes and shapes), only when that has changed since the last round, and the bytes of all tensors. Messages
-go from rank 0 to each rank separately, so nobody receives what belongs to another.
-"""
+"""What travels from rank 0 to each rank at a step: its part of the round, the end, or an error."""
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import traceback
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
-from accel_state.trees import TreeSpec, flatten, unflatten
+from accel_state.scatter import Scatterer
 from accel_train.errors import DispatchError
 
-__all__ = ["Envelope", "Kind", "Link", "Receiver", "Sender", "WorldLink"]
-
-_ALIGNMENT = 16  # bytes; a view needs its offset to be a multiple of the item size
-_TAG = 7431  # our messages are not mixed up with a user's on the same group
+__all__ = ["Envelope", "Kind", "receive", "send", "send_error", "send_stop"]
 
 
 class Kind(IntEnum):
@@ -55,217 +44,62 @@ class Envelope:
     rows: int | None = None
 
 
-class Link(Protocol):
-    """Point-to-point messages of bytes."""
+def send(scatterer: Scatterer, envelopes: list[Envelope]) -> None:
+    """Send every rank its part; `envelopes` are in rank order, rank 0's own included.
 
-    device: torch.device
-
-    def send(self, message: Tensor, to: int) -> Any:
-        """Begin to send; the result has `wait`."""
-
-    def receive(self, message: Tensor) -> None:
-        """Fill `message` from rank 0."""
-
-
-class WorldLink:
-    """Messages on the world group.
-
-    Args:
-        device: where messages must be for the group's backend.
+    Raises:
+        TypeError: a part cannot be sent. The other ranks raise as well.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def send(self, message: Tensor, to: int) -> Any:
-        """Begin to send `message` to rank `to`."""
-        return dist.isend(message, to, tag=_TAG)
-
-    def receive(self, message: Tensor) -> None:
-        """Fill `message` from rank 0."""
-        dist.recv(message, 0, tag=_TAG)
+    scatterer([_message(envelope) for envelope in envelopes])
 
 
-# The header: kind and flags, real rows, rows of the part, bytes of the description, bytes of the tensors.
-_HEADER = 5
-_LAST = 4
+def send_stop(scatterer: Scatterer, ranks: int) -> None:
+    """Tell every rank that the epoch is over."""
+    scatterer([_message(Envelope(Kind.STOP))] * ranks)
 
 
-_Leaves = tuple[tuple[torch.dtype, tuple[int, ...]], ...]
-_Shape = tuple[_Leaves, tuple[int, ...] | None]
-"""Dtype and shape of each tensor, and the valid rows per rank."""
+def send_error(scatterer: Scatterer, ranks: int, error: Exception) -> None:
+    """Tell every rank that rank 0 failed, and how."""
+    scatterer([_message(Envelope(Kind.ERROR, pack_error(error)))] * ranks)
 
 
-def _offsets(leaves: _Leaves) -> tuple[list[tuple[int, int]], int]:
-    spans: list[tuple[int, int]] = []
-    end = 0
-    for dtype, shape in leaves:
-        size = dtype.itemsize
-        for length in shape:
-            size *= length
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + size
-        spans.append((start, end))
-    return spans, end
+def receive(scatterer: Scatterer) -> Envelope:
+    """The next message of rank 0."""
+    kind, last, real, valid, rows, batch = scatterer(None)
+    return Envelope(Kind(kind), unpack_error(batch) if kind == Kind.ERROR else batch, last, real, valid, rows)
 
 
-class Sender:
-    """Rank 0's side, for one iteration.
-
-    Args:
-        link: carries the messages.
-        ranks: number of ranks.
-    """
-
-    def __init__(self, link: Link, ranks: int) -> None:
-        self._link = link
-        self._ranks = ranks
-        self._told: list[tuple[bytes, _Shape] | None] = [None] * ranks
-        self._on_the_way: list[tuple[Any, Tensor]] = []
-
-    def batches(self, envelopes: list[Envelope]) -> None:
-        """Send every other rank its part; `envelopes` are in rank order, rank 0's own included."""
-        # Nothing leaves before everything is packed: a part that cannot be sent must not leave some ranks
-        # served.
-        packed = [self._pack(rank, envelopes[rank]) for rank in range(1, self._ranks)]
-        for rank, (described, message) in enumerate(packed, start=1):
-            self._post(rank, envelopes[rank], described, message)
-
-    def _pack(self, to: int, envelope: Envelope) -> tuple[int, Tensor]:
-        leaves, spec = flatten(envelope.batch)
-        for leaf in leaves:
-            if leaf.layout is not torch.strided:
-                raise DispatchError(
-                    f"A batch holds a tensor of layout {leaf.layout}, which cannot be sent. Make it dense "
-                    "in the collate function, or use dispatch_batches=False."
-                )
-        shapes: _Leaves = tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves)
-        news = self._news(to, pickle.dumps(spec, pickle.HIGHEST_PROTOCOL), (shapes, envelope.valid))
-        spans, size = _offsets(shapes)
-        start = -(-len(news) // _ALIGNMENT) * _ALIGNMENT
-        message = torch.empty(start + size, dtype=torch.uint8, device=self._link.device)
-        if news:
-            message[: len(news)] = torch.frombuffer(bytearray(news), dtype=torch.uint8)
-        for leaf, (low, high) in zip(leaves, spans, strict=True):
-            if high > low:
-                message[start + low : start + high].view(leaf.dtype).view(leaf.shape).copy_(leaf)
-        return len(news), message
-
-    def stop(self) -> None:
-        """Tell every rank that the epoch is over."""
-        nothing = torch.empty(0, dtype=torch.uint8, device=self._link.device)
-        for rank in range(1, self._ranks):
-            self._post(rank, Envelope(Kind.STOP), 0, nothing)
-
-    def error(self, error: Exception) -> None:
-        """Tell every rank that rank 0 failed, and how."""
-        text = pack_error(error)
-        message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self._link.device)
-        for rank in range(1, self._ranks):
-            self._post(rank, Envelope(Kind.ERROR), len(text), message)
-
-    def wait(self) -> None:
-        """Return when everything sent so far has left."""
-        sent, self._on_the_way = self._on_the_way, []
-        for work, _ in sent:
-            work.wait()
-
-    def _news(self, to: int, spec: bytes, shape: _Shape) -> bytes:
-        """What rank `to` does not know yet about the batch it will get."""
-        told, self._told[to] = self._told[to], (spec, shape)
-        if told is None or told[0] != spec:
-            return pickle.dumps((spec, shape), pickle.HIGHEST_PROTOCOL)
-        return b"" if told[1] == shape else pickle.dumps((None, shape), pickle.HIGHEST_PROTOCOL)
-
-    def _post(self, to: int, envelope: Envelope, described: int, message: Tensor) -> None:
-        flags = envelope.kind | (_LAST if envelope.last else 0)
-        header = torch.tensor(
-            [
-                flags,
-                -1 if envelope.real is None else envelope.real,
-                -1 if envelope.rows is None else envelope.rows,
-                described,
-                message.numel(),
-            ],
-            dtype=torch.int64,
-            device=self._link.device,
-        )
-        self._on_the_way.append((self._link.send(header, to), header))
-        if message.numel():
-            self._on_the_way.append((self._link.send(message, to), message))
-
-
-class Receiver:
-    """Another rank's side, for one iteration.
-
-    Args:
-        link: carries the messages.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._spec: TreeSpec | None = None
-        self._shape: _Shape = ((), None)
-
-    def __call__(self) -> Envelope:
-        """The next message."""
-        header = torch.empty(_HEADER, dtype=torch.int64, device=self._link.device)
-        self._link.receive(header)
-        flags, real, rows, described, size = header.tolist()
-        message = torch.empty(size, dtype=torch.uint8, device=self._link.device)
-        if size:
-            self._link.receive(message)
-        kind = Kind(flags & 3)
-        if kind is Kind.STOP:
-            return Envelope(kind)
-        news = bytes(message[:described].tolist())
-        if kind is Kind.ERROR:
-            return Envelope(kind, unpack_error(news))
-        if news:
-            spec, self._shape = pickle.loads(news)
-            if spec is not None:
-                self._spec = pickle.loads(spec)
-        assert self._spec is not None, "the first batch comes with its description"
-        shapes, valid = self._shape
-        start = -(-described // _ALIGNMENT) * _ALIGNMENT
-        spans, _ = _offsets(shapes)
-        leaves = [
-            message[start + low : start + high].view(dtype).view(shape)
-            if high > low
-            else torch.empty(shape, dtype=dtype, device=self._link.device)
-            for (low, high), (dtype, shape) in zip(spans, shapes, strict=True)
-        ]
-        return Envelope(
-            kind,
-            unflatten(self._spec, leaves),
-            last=bool(flags & _LAST),
-            real=None if real < 0 else real,
-            valid=valid,
-            rows=None if rows < 0 else rows,
-        )
+def _message(envelope: Envelope) -> tuple[Any, ...]:
+    # Plain values: they belong to the description of the batch, which travels only when it changes.
+    return (
+        int(envelope.kind),
+        envelope.last,
+        envelope.real,
+        envelope.valid,
+        envelope.rows,
+        envelope.batch,
+    )
 
 
 def pack_error(error: Exception) -> bytes:
     """An exception as bytes: itself when it survives pickling, and its traceback as text."""
     text = "".join(traceback.format_exception(error))
+    message = f"{type(error).__name__}: {error}"
     try:
         packed = pickle.dumps(error)
         pickle.loads(packed)
     except Exception:  # whatever an exception's own pickling raises
-        return pickle.dumps((None, f"{type(error).__name__}: {error}", text))
-    return pickle.dumps((packed, str(error), text))
+        return pickle.dumps((None, message, text))
+    return pickle.dumps((packed, message, text))
 
 
 def unpack_error(packed: bytes) -> Exception:
     """The exception of `pack_error`, with rank 0's traceback as a note."""
     original, message, text = pickle.loads(packed)
-    error: Exception
-    if original is None:
-        error = DispatchError(f"rank 0 could not read a batch: {message}")
-    else:
-        try:
+    error: Exception = DispatchError(f"rank 0 could not read a batch: {message}")
+    if original is not None:
+        # A class that exists on rank 0 only cannot be told but in words.
+        with contextlib.suppress(ImportError, AttributeError):
             error = pickle.loads(original)
-        except Exception:  # a class that exists on rank 0 only
-            error = DispatchError(f"rank 0 could not read a batch: {message}")
     error.add_note(f"Raised on rank 0:\n{text}")
     return error

@@ -7,15 +7,16 @@ from typing import Any
 
 import torch
 
+from accel_state.scatter import Scatterer
 from accel_train.data.batches import Opening, arithmetic_source
 from accel_train.data.dispatch_cut import Round, cut_round
-from accel_train.data.dispatch_wire import Envelope, Kind, Receiver, Sender, WorldLink
+from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored, Run
 from accel_train.data.iterators import LoaderIterator
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.resume import as_begun, generator_state, primed
-from accel_train.data.sharing import Alone, communication_device
+from accel_train.data.sharing import Alone
 from accel_train.data.streams import ArithmeticStream, IndexStream
 
 __all__ = ["DataLoaderDispatcher"]
@@ -148,8 +149,7 @@ class DataLoaderDispatcher(PreparedLoader):
             # Rank 0's iterator draws a base seed here; all ranks draw alike.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self._count_skipped(run, resume)
-        receive = Receiver(WorldLink(communication_device()))
-        return _Follower(receive, None if restored is not None else self._draw_along)
+        return _Follower(Scatterer(), None if restored is not None else self._draw_along)
 
     def _draw_along(self) -> None:
         """Make the draws of the order that rank 0 makes."""
@@ -188,10 +188,8 @@ class DataLoaderDispatcher(PreparedLoader):
             indexes.opening, indexes.stream = Opening(), None
             if restored is not None and stream is not None:
                 stream.prime()
-        sender = None
-        if self.num_processes > 1:
-            sender = Sender(WorldLink(communication_device()), self.num_processes)
-        return _Reader(self, source, stream, sender, passed[0] if passed else None)
+        scatterer = Scatterer() if self.num_processes > 1 else None
+        return _Reader(self, source, stream, scatterer, passed[0] if passed else None)
 
     def _read_first(self, stream: IndexStream | None) -> Any:
         """Read the first batch of an epoch that was begun after it."""
@@ -207,15 +205,15 @@ class DataLoaderDispatcher(PreparedLoader):
 class _Follower:
     """Another rank than 0: takes what comes."""
 
-    def __init__(self, receive: Callable[[], Envelope], draw_along: Callable[[], None] | None) -> None:
-        self._receive = receive
+    def __init__(self, scatterer: Scatterer, draw_along: Callable[[], None] | None) -> None:
+        self._scatterer = scatterer
         self._draw_along = draw_along
 
     def __next__(self) -> Envelope:
         if self._draw_along is not None:
             self._draw_along()
             self._draw_along = None
-        envelope = self._receive()
+        envelope = receive(self._scatterer)
         if envelope.kind is Kind.STOP:
             raise StopIteration
         if envelope.kind is Kind.ERROR:
@@ -224,8 +222,6 @@ class _Follower:
 
     def follows(self) -> bool:
         raise AssertionError("other ranks know the end from what rank 0 sends")
-
-    def close(self) -> None: ...
 
 
 class _Reader:
@@ -236,12 +232,12 @@ class _Reader:
         loader: DataLoaderDispatcher,
         source: Any,
         stream: IndexStream | None,
-        sender: Sender | None,
+        scatterer: Scatterer | None,
         first: Any,
     ) -> None:
         self._source = source
         self._stream = stream
-        self._sender = sender
+        self._scatterer = scatterer
         self._ranks = loader.num_processes
         self._per_step = loader.base_batches_per_step
         self._split = loader.split_batches
@@ -255,26 +251,20 @@ class _Reader:
         self._over = False
 
     def __next__(self) -> Envelope:
-        sender = self._sender
-        if sender is None:
-            envelopes = self._round()
-            if envelopes is None:
-                raise StopIteration
-            return envelopes[0]
-        sender.wait()
+        scatterer = self._scatterer
         try:
             envelopes = self._round()
-            if envelopes is not None:
-                sender.batches(envelopes)
         except Exception as error:
             self._over = True
-            sender.error(error)
-            sender.wait()
+            if scatterer is not None:
+                send_error(scatterer, self._ranks, error)
             raise
         if envelopes is None:
-            sender.stop()
-            sender.wait()
+            if scatterer is not None:
+                send_stop(scatterer, self._ranks)
             raise StopIteration
+        if scatterer is not None:
+            send(scatterer, envelopes)
         return envelopes[0]
 
     def _round(self) -> list[Envelope] | None:
@@ -287,7 +277,7 @@ class _Reader:
             self._first = batches[0]
         self._taken += len(batches)
         # One rank alone looks ahead only when asked; the others must be told with the batch.
-        last = self._sender is not None and not self.follows()
+        last = self._scatterer is not None and not self.follows()
         if last and self._first is None:
             # What completes the tail is the epoch's first batch, also when this iteration began after it.
             self._first = self._read_first(self._stream)
@@ -329,11 +319,6 @@ class _Reader:
                 self._over = True
         return True
 
-    def close(self) -> None:
-        """Nothing that was sent may be left on its way."""
-        if self._sender is not None:
-            self._sender.wait()
-
 
 class DispatchIterator(LoaderIterator):
     """One iteration over a dispatcher, on any rank."""
@@ -362,8 +347,3 @@ class DispatchIterator(LoaderIterator):
         if self._loader.num_processes > 1:
             return self._run.part is not None and self._run.part.last
         return not self._source.follows()
-
-    def _close(self, exhausted: bool) -> None:
-        if not self._closed:
-            self._source.close()
-        super()._close(exhausted)
