@@ -50,12 +50,13 @@ def test_accumulation(world, tmp_path):
 @WORLDS
 def test_checkpointing_goes_on_exactly(world, tmp_path):
     final = r"weights add up to (\S+)"
-    straight = _run("by_feature/checkpointing.py", world, tmp_path, "--output", "straight")
-    assert _run("by_feature/checkpointing.py", world, tmp_path, "--output", "cut", "--stop_at", "20") == ""
-    resumed = _run("by_feature/checkpointing.py", world, tmp_path, "--output", "cut", "--resume")
+    (tmp_path / "straight").mkdir()
+    straight = _run("by_feature/checkpointing.py", world, tmp_path / "straight")
+    assert _run("by_feature/checkpointing.py", world, tmp_path, "--stop_at", "20") == ""
+    resumed = _run("by_feature/checkpointing.py", world, tmp_path, "--resume")
     assert len(re.findall(final, straight)) == 1
     assert re.findall(final, straight) == re.findall(final, resumed)
-    assert len(list((tmp_path / "cut" / "checkpoints").iterdir())) == 2
+    assert len(list((tmp_path / "checkpointing" / "checkpoints").iterdir())) == 2
 
 
 @WORLDS

@@ -7,7 +7,6 @@ accel launch --num_processes 2 --cpu checkpointing.py --resume
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,12 +26,11 @@ class Counter:
 
 
 def main(args):
-    project = ProjectConfiguration(args.output, automatic_checkpoint_naming=True, total_limit=2)
+    project = ProjectConfiguration("checkpointing", automatic_checkpoint_naming=True, total_limit=2)
     stateful = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator = Accelerator(project_config=project, dataloader_config=stateful)
     set_seed(0)
-    digits = load_digits()
-    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    data = TensorDataset(torch.randn(1800, 64), torch.randint(10, (1800,)))
     model = nn.Linear(64, 10)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     loader = DataLoader(data, batch_size=64, shuffle=True)
@@ -57,7 +55,6 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--output", default="checkpointing")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stop_at", type=int)
     main(parser.parse_args())
