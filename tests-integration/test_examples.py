@@ -131,7 +131,8 @@ def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
         str(EXAMPLES / "digits_check.py"),
         str(tmp_path / "digits/model/model.safetensors"),
     ]
-    alone = subprocess.run(command, check=True, text=True, capture_output=True).stdout
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    alone = subprocess.run(command, check=True, text=True, capture_output=True, env=environ).stdout
     assert re.findall(score, alone) == re.findall(score, second)[-1:]
 
 

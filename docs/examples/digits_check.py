@@ -1,4 +1,4 @@
-"""Count what the saved weights get right, in one process and with nothing but PyTorch and safetensors.
+"""Count what the saved weights get right, in one process, with plain PyTorch and safetensors.
 
 python digits_check.py digits/model/model.safetensors
 """
