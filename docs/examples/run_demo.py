@@ -25,14 +25,15 @@ _SCORE = re.compile(r"(\d+) of (\d+) right")
 def run(console: Console, title: str, command: list[str]) -> tuple[list[tuple[int, int]], float]:
     """Run a command, show its output, and return every score that it printed, and the seconds it took."""
     console.rule(title)
-    console.print("$ " + " ".join(command), style="dim", highlight=False, soft_wrap=True)
+    shown = " ".join("python" if part == sys.executable else part for part in command)
+    console.print(f"$ {shown}", style="dim", highlight=False, soft_wrap=True)
     begin = time.perf_counter()
     output: list[str] = []
     with subprocess.Popen(command, cwd=HERE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         for line in process.stdout:
             output.append(line)
-            console.print(line.rstrip(), highlight=False, markup=False)
+            console.out(line.rstrip(), highlight=False)
     if process.returncode:
         sys.exit(f"demo: {title} failed, exit status {process.returncode}")
     scores = [(int(match[1]), int(match[2])) for match in _SCORE.finditer("".join(output))]
@@ -70,7 +71,7 @@ def main() -> None:
 
 def report(console: Console, parts: list[tuple[list[tuple[int, int]], float]]) -> None:
     """The closing table."""
-    table = Table("part", "epochs", "right on the held-out third", "accuracy", "seconds")
+    table = Table("part", "epochs", "held-out digits right", "accuracy", "seconds")
     rows = zip(("trained and stopped", "resumed and finished", "reloaded, one process"), parts, strict=True)
     epoch = 0
     for title, (scores, seconds) in rows:
