@@ -9,7 +9,7 @@ from accel_train.__about__ import __version__ as __version__
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "accel_ckpt": [
+        "accel_ckpt": (
             "clean_state_dict_for_safetensors",
             "compute_module_sizes",
             "compute_module_total_buffer_size",
@@ -25,8 +25,8 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "save",
             "set_module_tensor_to_device",
-        ],
-        "accel_state": [
+        ),
+        "accel_state": (
             "ComputeEnvironment",
             "DistributedOperationException",
             "DistributedType",
@@ -163,14 +163,32 @@ __getattr__, __dir__, __all__ = attach(
             "tqdm",
             "wait_for_everyone",
             "write_basic_config",
-        ],
-        "accel_train.accelerator": [
-            "Accelerator",
-        ],
-        "accel_train.compile": [
-            "compile_regions",
-        ],
-        "accel_train.config": [
+        ),
+        "accel_state.collectives": (
+            "CannotPadNestedTensorWarning",
+            "broadcast",
+            "broadcast_object_list",
+            "copy_tensor_to_devices",
+            "gather",
+            "gather_object",
+            "pad_across_processes",
+            "reduce",
+        ),
+        "accel_state.devices": ("get_current_device_type",),
+        "accel_state.environment": (
+            "convert_dict_to_env_variables",
+            "purge_accelerate_environment",
+        ),
+        "accel_state.launching.ports": ("is_port_in_use",),
+        "accel_state.layers": ("get_module_children_bottom_up",),
+        "accel_state.nvidia": (
+            "check_cuda_p2p_ib_support",
+            "get_gpu_info",
+        ),
+        "accel_state.system": ("get_cpu_distributed_information",),
+        "accel_train.accelerator": ("Accelerator",),
+        "accel_train.compile": ("compile_regions",),
+        "accel_train.config": (
             "AutocastKwargs",
             "DDPCommunicationHookType",
             "DataLoaderConfiguration",
@@ -180,8 +198,8 @@ __getattr__, __dir__, __all__ = attach(
             "ProfileKwargs",
             "ProjectConfiguration",
             "TorchDynamoPlugin",
-        ],
-        "accel_train.data": [
+        ),
+        "accel_train.data": (
             "BatchSamplerShard",
             "DataLoaderDispatcher",
             "DataLoaderShard",
@@ -196,8 +214,8 @@ __getattr__, __dir__, __all__ = attach(
             "get_sampler",
             "prepare_data_loader",
             "skip_first_batches",
-        ],
-        "accel_train.errors": [
+        ),
+        "accel_train.errors": (
             "AccumulationError",
             "AmbiguousLoaderError",
             "ArgumentTypeError",
@@ -208,23 +226,21 @@ __getattr__, __dir__, __all__ = attach(
             "MetricsShapeError",
             "OptionError",
             "PrepareError",
-        ],
-        "accel_train.optimizer": [
+        ),
+        "accel_train.optimizer": (
             "AcceleratedOptimizer",
             "move_to_device",
-        ],
-        "accel_train.scheduler": [
-            "AcceleratedScheduler",
-        ],
-        "accel_train.state": [
+        ),
+        "accel_train.scheduler": ("AcceleratedScheduler",),
+        "accel_train.state": (
             "AcceleratorState",
             "GradientState",
             "is_initialized",
-        ],
-        "accel_train.unwrap": [
+        ),
+        "accel_train.unwrap": (
             "extract_model_from_parallel",
             "has_compiled_regions",
             "is_compiled_module",
-        ],
+        ),
     },
 )
