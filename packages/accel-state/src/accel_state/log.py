@@ -40,8 +40,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             level: as in ``logging``.
             msg: the message.
             *args: for the message.
-            **kwargs: ``main_process_only``, ``in_order``, and what ``logging.Logger.log`` takes. A
-            ``stacklevel``
+            **kwargs: ``main_process_only``, ``in_order``, and what ``logging.Logger.log`` takes. A ``stacklevel``
                 counts this method as 1, so its caller is 2.
 
         Raises:

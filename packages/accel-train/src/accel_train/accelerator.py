@@ -73,8 +73,9 @@ class Accelerator:
         dynamo_plugin: instead of `dynamo_backend`, with more options.
         scale_scheduler: a prepared scheduler takes one step per process for each optimizer step (unless batches are
             split), which suits a schedule planned on the length of the unprepared loader. False: one step for each.
-        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config,
-            log_with: not available yet; anything but None raises.
+
+    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin`,
+    `parallelism_config` and `log_with` are not available yet; anything but None raises.
 
     Raises:
         OptionError: a value that cannot be used, or two that exclude each other.

@@ -35,9 +35,9 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: the user's way of cutting; see `prepare_data_loader`.
         torch_device_mesh: kept for reference.
         iteration: epochs iterated before.
-        device, rng_types, synchronized_generator, ledger, num_processes, process_index: as for
-            `PreparedLoader`.
         **kwargs: as for `torch.utils.data.DataLoader`.
+
+    The other parameters are those of `PreparedLoader`.
     """
 
     def __init__(

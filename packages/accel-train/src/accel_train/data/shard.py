@@ -36,8 +36,9 @@ class DataLoaderShard(PreparedLoader):
         torch_device_mesh: kept for reference.
         iteration: epochs iterated before.
         pre_sharded: the dataset brought its own sharding, so ranks may hold different numbers of batches.
-        ledger, num_processes, process_index: as for `PreparedLoader`.
         **kwargs: as for `torch.utils.data.DataLoader`.
+
+    The other parameters are those of `PreparedLoader`.
     """
 
     def __init__(
