@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import worlds
+from testkit import blocks, worlds
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WORLDS = pytest.mark.parametrize("world", [1, 2])
@@ -134,6 +134,15 @@ def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     alone = subprocess.run(command, check=True, text=True, capture_output=True, env=environ).stdout
     assert re.findall(score, alone) == re.findall(score, second)[-1:]
+
+
+def test_the_demo_keeps_its_promises_in_90_seconds(tmp_path):
+    environ = {**os.environ, **blocks.commands(tmp_path)}
+    command = [sys.executable, str(EXAMPLES / "run_demo.py")]
+    done = subprocess.run(command, text=True, capture_output=True, env=environ, timeout=90, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(re.findall(r"^kept  ", done.stdout, re.MULTILINE)) == 3
+    assert "BROKEN" not in done.stdout
 
 
 def test_the_readme_shows_the_script_of_the_demo():

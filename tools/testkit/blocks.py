@@ -117,7 +117,7 @@ def run_page(page: str, folder: str) -> None:
         AssertionError: a block did not end as it should; names the place and shows the output of a command.
     """
     os.chdir(folder)
-    _provide_commands(Path(folder))
+    os.environ.update(commands(Path(folder)))
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     for block in parse(Path(page)):
@@ -165,10 +165,14 @@ def _shell(block: Block, text: str, folder: Path) -> None:
     assert done.returncode == expected, shown
 
 
-def _provide_commands(folder: Path) -> None:
-    """Put ``accel`` and ``python`` of this interpreter first on the PATH, whether installed or not."""
-    commands = folder / ".commands"
-    commands.mkdir(exist_ok=True)
+def commands(folder: Path) -> dict[str, str]:
+    """Variables under which ``accel`` and ``python`` are those of this interpreter, whether installed or not.
+
+    Args:
+        folder: gets a subfolder with the two commands.
+    """
+    place = folder / ".commands"
+    place.mkdir(exist_ok=True)
     for name, arguments in (
         ("python", ""),
         (
@@ -176,8 +180,10 @@ def _provide_commands(folder: Path) -> None:
             "-c 'import sys; from accel_cli.app import main; sys.argv[0] = \"accel\"; sys.exit(main())'",
         ),
     ):
-        script = commands / name
+        script = place / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         script.chmod(0o755)
-    os.environ["PATH"] = f"{commands}{os.pathsep}{os.environ['PATH']}"
-    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    return {
+        "PATH": f"{place}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+    }
