@@ -8,11 +8,10 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, BinaryIO, Literal, Protocol
+from typing import IO, BinaryIO, Literal, Protocol, TextIO
 
-__all__ = ["Console", "RankOutput", "StreamName", "last_traceback"]
+__all__ = ["Console", "RankOutput", "StreamName", "last_traceback", "open_log", "stream_sink"]
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -222,20 +221,20 @@ def open_log(path: Path, title: str) -> BinaryIO:
     return log
 
 
-def byte_sink(write: Callable[[str], object]) -> ByteSink:
-    """A sink that hands text to ``write``, for front ends whose standard output takes no bytes."""
-    return _TextSink(write)
+def stream_sink(stream: TextIO) -> ByteSink:
+    """A sink that writes to a text stream: the one of a notebook takes no bytes."""
+    return _TextSink(stream)
 
 
 class _TextSink:
-    def __init__(self, write: Callable[[str], object]) -> None:
-        self._write = write
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def write(self, data: bytes, /) -> None:
-        self._write(data.decode(errors="replace"))
+        self._stream.write(data.decode(errors="replace"))
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        self._stream.flush()
 
     def isatty(self) -> bool:
-        return False
+        return self._stream.isatty()

@@ -1,0 +1,213 @@
+"""Ranks that are forks of this process: how they start, what they are cut off from, and how they end."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from string import Template
+from types import TracebackType
+from typing import IO, Any, NoReturn
+
+from accel_state.environment import patch_environment
+from accel_state.launching.output import Console, RankOutput
+from accel_state.launching.processes import die_with_parent, end_group
+from accel_state.launching.supervisor import Member
+
+__all__ = ["ForkedProcess", "ForkedRanks"]
+
+
+class ForkedProcess:
+    """A rank that is a fork of this process; see ``RankProcess`` for its methods."""
+
+    def __init__(self, rank: int, pid: int, pipes: tuple[tuple[str, IO[bytes]], ...]) -> None:
+        self.rank = rank
+        self.pid = pid
+        self.pipes = pipes
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """See ``RankProcess``."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send(self, signum: int) -> None:
+        """See ``RankProcess``."""
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        """See ``RankProcess``."""
+        if self.poll() is None and not end_group(self.pid, signal.SIGKILL):
+            os.kill(self.pid, signal.SIGKILL)  # it has not come to lead its group yet
+
+
+@dataclass
+class ForkedRanks:
+    """The ranks of one call. As a context it holds the lifeline: ranks end when this process does.
+
+    Attributes:
+        function, args: what each rank calls.
+        local_size: ranks on this node.
+        world_size: ranks in all.
+        first_rank: number of this node's first rank.
+        node_rank: number of this node.
+        master_addr: where rank 0 is.
+        variables: environment of the ranks, beside what describes the world.
+        prefix: put before each line of output.
+        max_restarts: how often the ranks are started again.
+    """
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    local_size: int
+    world_size: int
+    first_rank: int = 0
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    variables: Mapping[str, str] = field(default_factory=dict)
+    prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
+    max_restarts: int = 0
+    _lifeline: tuple[int, int] = field(default=(-1, -1), init=False)
+
+    def __enter__(self) -> ForkedRanks:
+        self._lifeline = os.pipe()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for end in self._lifeline:
+            os.close(end)
+
+    def start(self, attempt: int, port: int, console: Console) -> list[Member]:
+        """Fork all ranks of this node.
+
+        Args:
+            attempt: how often they were restarted.
+            port: where rank 0 listens.
+            console: where output goes.
+        """
+        members = []
+        for local_rank in range(self.local_size):
+            rank = self.first_rank + local_rank
+            process = self._fork(rank, self._world(local_rank, attempt, port))
+            names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
+            members.append(
+                Member(process, RankOutput(self.prefix.safe_substitute(names), console), f"rank {rank}")
+            )
+        return members
+
+    def call(self) -> None:
+        """Call the function in a process that torch's elastic agent has forked and told its place."""
+        with patch_environment(**self.variables):
+            _use_one_thread()
+            self.function(*self.args)
+
+    def _world(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+        return {
+            "RANK": str(self.first_rank + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.local_size),
+            "NODE_RANK": str(self.node_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            **self.variables,
+        }
+
+    def _fork(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
+        out_reader, out_writer = os.pipe()
+        err_reader, err_writer = os.pipe()
+        arrange = die_with_parent(signal.SIGKILL)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Notebooks have threads; ranks touch none of what those hold.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            self._be_rank(out_writer, err_writer, arrange, environ)
+        os.close(out_writer)
+        os.close(err_writer)
+        pipes = (("stdout", os.fdopen(out_reader, "rb", 0)), ("stderr", os.fdopen(err_reader, "rb", 0)))
+        return ForkedProcess(rank, pid, pipes)
+
+    def _be_rank(
+        self, out: int, err: int, arrange: Callable[[], None] | None, environ: Mapping[str, str]
+    ) -> NoReturn:
+        """The life of a rank; it leaves by ``_exit``, because what this process registered to do at exit is
+        not its.
+        """
+        code = 1
+        try:
+            os.setsid()
+            if arrange is not None:
+                arrange()
+            _reset_signals()
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            sys.stdin = open(os.devnull)  # noqa: SIM115 - stays open as long as the rank lives
+            sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), write_through=True, errors="backslashreplace")
+            sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), write_through=True, errors="backslashreplace")
+            reading, writing = self._lifeline
+            os.close(writing)
+            threading.Thread(target=_end_with, args=(reading,), daemon=True).start()
+            with patch_environment(**environ):
+                _use_one_thread()
+                code = _exit_code_of(self.function, self.args)
+        finally:
+            os._exit(code)
+
+
+def _exit_code_of(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    try:
+        function(*args)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        sys.stderr.write(f"{end.code}\n")
+        return 1
+    except BaseException as error:
+        frames = error.__traceback__
+        shown = frames.tb_next if frames is not None else None  # without this function's own frame
+        traceback.print_exception(error.with_traceback(shown))
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _reset_signals() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCHLD"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+
+
+def _end_with(lifeline: int) -> None:
+    """End this rank and what it started when the process that forked it is gone."""
+    os.read(lifeline, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _use_one_thread() -> None:
+    """Keep torch from the thread pool of the parent.
+
+    OpenMP's threads do not exist in a fork, and a computation that waits for them never ends; with one thread
+    none are waited for. (A torch that is imported in the rank itself obeys OMP_NUM_THREADS.)
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)

@@ -1,0 +1,270 @@
+"""Ranks forked from a running Python process: notebooks, and debugging on the CPU.
+
+A forked rank has everything that the notebook has defined, so its function needs no module of its own. What a
+fork cannot carry over is refused before it happens: an initialised accelerator, and a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from string import Template
+from typing import Any
+
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import schema_of
+from accel_state.environment import patch_environment, snapshot
+from accel_state.errors import ConfigError, DeviceError, LaunchError, NotAvailableError, StateError
+from accel_state.launching.forks import ForkedRanks
+from accel_state.launching.hardware import find_accelerators, physical_cores
+from accel_state.launching.output import Console, stream_sink
+from accel_state.launching.ports import reserve_port
+from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_DEFAULT_PORT = 29500
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Iterable[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> None:
+    """Run a training function on several processes from a notebook.
+
+    The processes are forked, so the function may be defined in a cell. It must create its ``Accelerator``
+    itself, and nothing before it may have initialised an accelerator. One process on one node runs in the
+    notebook itself.
+
+    Args:
+        function: called as ``function(*args)`` on every rank; what it returns is dropped.
+        args: its arguments.
+        num_processes: ranks on this node; by default one per accelerator, or 1 on the CPU.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``: what an ``Accelerator`` in the function uses by
+            default.
+        use_port: port of rank 0; on one node a free one by default, on several 29500.
+        master_addr: address of the node with rank 0.
+        node_rank: number of this node.
+        num_nodes: number of nodes; each must make the same call with its own ``node_rank``.
+        rdzv_backend: ``static``, or a rendezvous of torch's elastic launcher such as ``c10d``.
+        rdzv_endpoint: address of that rendezvous; by default ``master_addr`` and ``use_port``.
+        rdzv_conf: more settings of that rendezvous.
+        rdzv_id: name of the job at that rendezvous.
+        max_restarts: how often all ranks are started again after a failure.
+        monitor_interval: seconds between two looks at the ranks.
+        log_line_prefix_template: what stands before each line of output, with ``${rank}``, ``${local_rank}``
+            and ``${role_name}``; by default ``[rank ${rank}] ``.
+
+    Raises:
+        ConfigError: an argument has a value that cannot be used.
+        DeviceError: there are fewer accelerators than processes.
+        StateError: an accelerator or a process group exists already in this process.
+        LaunchError: a rank failed; the message holds its traceback.
+    """
+    precision = schema_of(LaunchConfig).by_path["mixed_precision"].read(mixed_precision, "mixed_precision")
+    environ = snapshot()
+    count = _processes_here(num_processes, environ)
+    if not 0 <= node_rank < num_nodes:
+        raise ConfigError(
+            f"node_rank={node_rank} is not one of num_nodes={num_nodes} nodes; they count from 0"
+        )
+    variables = {}
+    if precision != "no" or "ACCELERATE_MIXED_PRECISION" not in environ:
+        variables["ACCELERATE_MIXED_PRECISION"] = precision
+    if count * num_nodes == 1:
+        with patch_environment(**variables):
+            function(*args)
+        return
+    _refuse_if_unsafe_to_fork("notebook_launcher")
+    ranks = ForkedRanks(
+        function=function,
+        args=tuple(args),
+        local_size=count,
+        first_rank=node_rank * count,
+        world_size=num_nodes * count,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        variables=variables | _threads(environ, count),
+        prefix=Template(log_line_prefix_template or "[rank ${rank}] "),
+        max_restarts=max_restarts,
+    )
+    if rdzv_backend != "static":
+        endpoint = rdzv_endpoint or f"{master_addr}:{use_port or _DEFAULT_PORT}"
+        _run_elastic(ranks, num_nodes, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id, monitor_interval)
+        return
+    port = int(use_port) if use_port is not None else None
+    if num_nodes > 1 and not port:
+        port = _DEFAULT_PORT
+    _run(ranks, port, own_port=node_rank == 0, monitor_interval=monitor_interval)
+
+
+def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several CPU processes that form one world, for tests and for debugging.
+
+    Args:
+        function: called as ``function(*args)`` on every rank; what it returns is dropped.
+        args: its arguments.
+        num_processes: number of ranks.
+
+    Raises:
+        ConfigError: ``num_processes`` is less than 1.
+        StateError: an accelerator or a process group exists already in this process.
+        LaunchError: a rank failed; the message holds its traceback.
+    """
+    if num_processes < 1:
+        raise ConfigError(f"num_processes={num_processes} starts nothing; pass at least 1")
+    _refuse_if_unsafe_to_fork("debug_launcher")
+    environ = snapshot()
+    variables = {"ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
+    if "GLOO_SOCKET_IFNAME" not in environ and sys.platform.startswith("linux"):
+        variables["GLOO_SOCKET_IFNAME"] = (
+            "lo"  # the host's own name may resolve to an address that is not reachable
+        )
+    ranks = ForkedRanks(
+        function=function,
+        args=tuple(args),
+        local_size=num_processes,
+        world_size=num_processes,
+        variables=variables | _threads(environ, num_processes),
+    )
+    _run(ranks, None, own_port=True, monitor_interval=0.1)
+
+
+def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interval: float) -> None:
+    console = Console(stream_sink(sys.stdout), stream_sink(sys.stderr))
+    policy = Policy(max_restarts=ranks.max_restarts, monitor_interval=monitor_interval, interrupt_grace=2.0)
+
+    def start(attempt: int) -> Sequence[Member]:
+        if not own_port:
+            assert port is not None
+            return ranks.start(attempt, port, console)
+        with reserve_port(port) as chosen:
+            # The forked ranks keep the reservation: rank 0 listens beside it.
+            return ranks.start(attempt, chosen, console)
+
+    with ranks:
+        outcome = supervise(start, policy, console, guarded=False)
+    _raise(outcome, ranks.world_size)
+
+
+def _raise(outcome: Outcome, size: int) -> None:
+    if outcome.stopped_by == signal.SIGINT:
+        raise KeyboardInterrupt
+    if outcome.stopped_by is not None:
+        os.kill(os.getpid(), outcome.stopped_by)  # it was meant for this process: now it may end
+    if outcome.code != 0:
+        error = f":\n\n{outcome.error}" if outcome.error else ""
+        raise LaunchError(f"{outcome.label} of {size} failed ({outcome.how}){error}")
+
+
+def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
+    if environ.get("PJRT_DEVICE") == "TPU" or "TPU_NAME" in environ:
+        raise NotAvailableError("this notebook runs on a TPU, which this version cannot use yet")
+    accelerators = find_accelerators(environ)
+    cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
+    found = 0 if cpu else accelerators.count
+    count = max(1, found) if wanted is None else wanted
+    if count < 1:
+        raise ConfigError(f"num_processes={count} starts nothing; pass at least 1")
+    if 0 < found < count:
+        raise DeviceError(
+            f"num_processes={count} needs {count} accelerators, but this machine has {found}; pass "
+            f"num_processes={found}, "
+            "or set ACCELERATE_USE_CPU=true to run on the CPU"
+        )
+    return count
+
+
+def _threads(environ: Mapping[str, str], count: int) -> dict[str, str]:
+    if environ.get("OMP_NUM_THREADS"):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, physical_cores() // count))}
+
+
+def _refuse_if_unsafe_to_fork(launcher: str) -> None:
+    if not hasattr(os, "fork"):
+        raise LaunchError(
+            f"{launcher} forks processes, which this platform cannot do; "
+            "put the function into a script and start it with accel launch"
+        )
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    process = sys.modules.get("accel_state.process")
+    if process is not None and process.PartialState._shared_state:
+        raise StateError(
+            f"{launcher} starts processes, but an Accelerator or PartialState exists in this one already. "
+            "Create it "
+            "inside the function only, and restart the notebook's kernel (or call "
+            "PartialState._reset_state())"
+        )
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise StateError(
+            f"{launcher} starts processes, but this one belongs to a process group already; "
+            "call torch.distributed.destroy_process_group() first"
+        )
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_initialized():
+            raise StateError(
+                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it was "
+                "initialised "
+                "already: some cell has moved a tensor to the device or asked for its properties. Restart "
+                "the "
+                "kernel, and use the device inside the function only"
+            )
+    if "bitsandbytes" in sys.modules and find_accelerators(snapshot()).count:
+        raise StateError(
+            f"{launcher} forks processes, but bitsandbytes, which opens the device, was imported already; "
+            "restart the kernel and import it inside the function"
+        )
+
+
+def _run_elastic(
+    ranks: ForkedRanks,
+    num_nodes: int,
+    backend: str,
+    endpoint: str,
+    settings: dict[str, Any],
+    run_id: str,
+    monitor_interval: float,
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig as ElasticConfig
+    from torch.distributed.launcher.api import elastic_launch
+
+    config = ElasticConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=ranks.local_size,
+        run_id=run_id,
+        rdzv_endpoint=endpoint,
+        rdzv_backend=backend,
+        rdzv_configs=settings,
+        max_restarts=ranks.max_restarts,
+        monitor_interval=monitor_interval,
+        start_method="fork",
+        log_line_prefix_template=ranks.prefix.template,
+    )
+    try:
+        elastic_launch(config, ranks.call)()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise LaunchError(
+            f"rank {rank} failed (exit code {failure.exitcode}):\n\n{failure.message}"
+        ) from error
