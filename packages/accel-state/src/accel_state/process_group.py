@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -111,6 +112,14 @@ def _create_group(
         world_size=topology.world_size,
         **arguments,
     )
+    if device.type == "cpu":
+        # gloo's threads abort the process if they still run when the interpreter unloads (torch 2.13).
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _wait_until_all_joined(store: Store, topology: Topology, timeout: timedelta) -> None:

@@ -50,7 +50,6 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
         )
     words = [
         f"--nnodes={config.num_machines}",
-        f"--node-rank={config.machine_rank}",
         f"--nproc-per-node={local_size}",
         f"--max-restarts={config.max_restarts}",
         f"--monitor-interval={config.monitor_interval}",
@@ -59,7 +58,9 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
     endpoint = f"{config.main_process_ip}:{config.main_process_port}"
     if config.rdzv_backend == "static" or config.same_network:
         words += [f"--master-addr={config.main_process_ip}", f"--master-port={config.main_process_port}"]
-    if config.rdzv_backend != "static":
+    if config.rdzv_backend == "static":
+        words.append(f"--node-rank={config.machine_rank}")
+    else:  # the rendezvous gives the machines their numbers
         words += [
             f"--rdzv-backend={config.rdzv_backend}",
             f"--rdzv-endpoint={endpoint}",

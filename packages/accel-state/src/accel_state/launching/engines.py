@@ -73,6 +73,8 @@ def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
     bound = schema_of(type(config)).by_path[path]
     value = value_of(config, bound)
     said = bound.label if value is True else f"{bound.label} {value}"
+    for switch, (meaning, _) in bound.about.switches.items():
+        said = f"{switch} ({path} {value})" if meaning == value else said
     match resolved.origin(path):
         case Origin.FILE:
             said = f"{bound.file_path}: {value} in {resolved.file}"

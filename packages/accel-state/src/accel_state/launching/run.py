@@ -78,7 +78,7 @@ def launch(
     if outcome.failed is not None and first.style == "ranks":
         log = first.processes[outcome.failed].log_path
         console.say(render_failure(outcome, first.world.size, log))
-    elif outcome.failed is not None and not config.quiet:
+    elif outcome.failed is not None and config.mpirun.hostfile is not None and not config.quiet:
         console.say(f"accel: {outcome.label} failed ({outcome.how})")
     return outcome.code
 
@@ -160,9 +160,12 @@ def start_members(
             _end([member.process for member in members])
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
         log = open_log(spec.log_path, shlex.join(spec.argv)) if spec.log_path is not None else None
+        label = f"rank {spec.rank}"
+        if agent:
+            label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
         streams = _BOTH if logged is None else logged[spec.rank]
         output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams)
-        members.append(Member(process, output, Path(spec.argv[0]).name if agent else f"rank {spec.rank}"))
+        members.append(Member(process, output, label))
     return members
 
 

@@ -1,0 +1,329 @@
+"""What a launch will run, from configuration alone."""
+
+import dataclasses
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_state.config.codec import decode, launcher_only_fields
+from accel_state.config.flags import parse_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.merge import resolve
+from accel_state.config.schema import schema_of
+from accel_state.errors import ConfigError, DeviceError, NotAvailableError
+from accel_state.launching.engines import MISSING_SECTIONS, check_available
+from accel_state.launching.hardware import Accelerators
+from accel_state.launching.run import describe, parse_tee, policy_of
+from accel_state.launching.spec import Host, plan, world
+from accel_state.launching.target import Target
+
+CPU = Host(Accelerators(), physical_cores=8, python="python")
+TARGET = Target("train.py", ("--lr", "0.1"))
+
+
+def gpus(count, visible=None):
+    shown = count if visible is None else visible
+    return Host(Accelerators("cuda", shown, count, "CUDA_VISIBLE_DEVICES"), physical_cores=8, python="python")
+
+
+def configured(*flags, environ=None):
+    return resolve(environ=environ or {}, flags=parse_flags(flags), use_default_file=False).local()
+
+
+def planned(*flags, host=CPU, environ=None, port=1234, target=TARGET):
+    return plan(configured(*flags, environ=environ), target, environ or {}, host, port=port)
+
+
+def first(*flags, **about):
+    return planned(*flags, **about).processes[0]
+
+
+def test_one_process_gets_nothing_that_the_script_does_not_need():
+    made = planned(environ={"HOME": "/root"})
+    assert made.style == "direct"
+    assert [(spec.argv, dict(spec.env)) for spec in made.processes] == [
+        (("python", "train.py", "--lr", "0.1"), {"ACCELERATE_MIXED_PRECISION": "no"})
+    ]
+
+
+def test_t14_processes_on_the_cpu_form_one_world():
+    made = planned("--cpu", "--num_processes", "3")
+    assert [spec.env["RANK"] for spec in made.processes] == ["0", "1", "2"]
+    assert [spec.env["LOCAL_RANK"] for spec in made.processes] == ["0", "1", "2"]
+    for spec in made.processes:
+        assert spec.env["WORLD_SIZE"] == spec.env["LOCAL_WORLD_SIZE"] == "3"
+        assert (spec.env["MASTER_ADDR"], spec.env["MASTER_PORT"]) == ("127.0.0.1", "1234")
+        assert spec.env["ACCELERATE_USE_CPU"] == "true"
+
+
+def test_without_accelerators_several_processes_run_on_the_cpu():
+    assert len(planned("--num_processes", "2").processes) == 2
+
+
+def test_multi_cpu_in_a_file_means_the_cpu():
+    config = LaunchConfig(distributed_type="MULTI_CPU", num_processes=2)
+    made = plan(config, TARGET, {}, gpus(1), port=1)
+    assert made.world.cpu
+    assert made.processes[0].env["ACCELERATE_USE_CPU"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"), [(CPU, 1), (gpus(1), 1), (gpus(4), 4), (gpus(4, visible=2), 2)]
+)
+def test_as_many_processes_as_accelerators(host, expected):
+    assert len(planned(host=host).processes) == expected
+
+
+def test_more_processes_than_accelerators_names_both_and_the_cpu():
+    message = r"3 processes .* need 3 accelerators.* has 2; .*--num_processes 2.*--cpu"
+    with pytest.raises(DeviceError, match=message):
+        planned("--num_processes", "3", host=gpus(2))
+
+
+def test_multi_gpu_without_a_gpu_names_the_cpu():
+    with pytest.raises(DeviceError, match=r"--multi_gpu needs accelerators.*--cpu"):
+        planned("--multi_gpu", "--num_processes", "2")
+
+
+def test_multi_gpu_with_one_gpu_is_an_error():
+    with pytest.raises(ConfigError, match="at least 2 processes"):
+        planned("--multi_gpu", host=gpus(1))
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ("0,7", r"names accelerator 7, but this machine has 2 \(0 to 1\)"),
+        ("0,0", "names accelerator 0 twice"),
+        ("0,,1", "is not a list of ids"),
+        ("-1", "is not a list of ids"),
+    ],
+)
+def test_gpu_ids_are_checked(ids, message):
+    with pytest.raises((ConfigError, DeviceError), match=message):
+        planned(f"--gpu_ids={ids}", host=gpus(2))
+
+
+def test_gpu_ids_on_a_machine_without_any_names_the_cpu():
+    with pytest.raises(DeviceError, match="has 0; pass --cpu"):
+        planned("--gpu_ids", "0")
+
+
+def test_gpu_ids_choose_devices_and_number_of_processes():
+    made = planned("--gpu_ids", "1,3", host=gpus(4))
+    assert len(made.processes) == 2
+    assert made.processes[0].env["CUDA_VISIBLE_DEVICES"] == "1,3"
+    assert "CUDA_VISIBLE_DEVICES" not in planned("--gpu_ids", "all", host=gpus(4)).processes[0].env
+
+
+def test_too_few_gpu_ids_for_the_processes():
+    with pytest.raises(DeviceError, match="--gpu_ids 0 names 1"):
+        planned("--gpu_ids", "0", "--num_processes", "2", host=gpus(4))
+
+
+def test_threads_are_shared_between_processes_of_a_machine():
+    assert planned("--cpu", "--num_processes", "4").processes[0].env["OMP_NUM_THREADS"] == "2"
+    assert planned("--cpu", "--num_processes", "9").processes[0].env["OMP_NUM_THREADS"] == "1"
+    assert planned(host=gpus(2)).processes[0].env["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in planned("--cpu").processes[0].env
+    given_ = planned("--cpu", "--num_processes", "4", "--num_cpu_threads_per_process", "5").processes[0].env
+    assert given_["OMP_NUM_THREADS"] == "5"
+    kept = planned("--cpu", "--num_processes", "4", environ={"OMP_NUM_THREADS": "3"}).processes[0]
+    assert kept.environment({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
+
+
+def test_numbers_that_do_not_fit_together():
+    with pytest.raises(ConfigError, match="--num_processes 3 cannot be divided among --num_machines 2"):
+        planned("--cpu", "--num_processes", "3", "--num_machines", "2")
+    with pytest.raises(ConfigError, match="--machine_rank 2 is not one of 2 machines"):
+        planned("--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "2")
+
+
+def test_stale_variables_of_the_schema_do_not_reach_ranks():
+    environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "PATH": "/bin"}
+    made = planned("--mixed_precision", "fp16", environ=environ).processes[0]
+    full = made.environment(environ)
+    assert full["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert full["PATH"] == "/bin"
+    assert decode(full).mixed_precision == "fp16"
+
+
+@given(
+    count=st.integers(1, 8),
+    steps=st.integers(1, 9) | st.none(),
+    precision=st.sampled_from(["no", "fp16", "bf16"]),
+    debug=st.booleans(),
+    backend=st.sampled_from([None, "INDUCTOR", "EAGER"]),
+)
+def test_what_ranks_decode_is_what_was_configured(count, steps, precision, debug, backend):
+    config = LaunchConfig(mixed_precision=precision, debug=debug, use_cpu=True, num_processes=count)
+    accumulation = dataclasses.replace(config.gradient_accumulation, num_steps=steps)
+    dynamo = dataclasses.replace(config.dynamo, backend=backend)
+    config = dataclasses.replace(config, gradient_accumulation=accumulation, dynamo=dynamo)
+    made = plan(config, TARGET, {}, CPU, port=1)
+    assert len(made.processes) == count
+    for spec in made.processes:
+        found = decode(spec.environment({}))
+        assert (found.mixed_precision, found.debug, found.use_cpu) == (precision, debug, True)
+        assert (found.gradient_accumulation.num_steps, found.dynamo.backend) == (steps, backend)
+
+
+ELASTIC = ("--num_machines", "2", "--num_processes", "4", "--cpu", "--main_process_ip", "10.0.0.1",
+           "--main_process_port", "29501", "--machine_rank", "1")  # fmt: skip
+
+
+def test_several_machines_are_started_by_an_agent():
+    made = planned(*ELASTIC)
+    assert made.style == "agent"
+    argv = made.processes[0].argv
+    assert argv[:3] == ("python", "-m", "accel_state.launching.elastic")
+    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2"} <= {*argv}
+    assert {"--master-addr=10.0.0.1", "--master-port=29501"} <= {*argv}
+    assert argv[-3:] == ("train.py", "--lr", "0.1")
+
+
+def test_other_rendezvous_backends_number_the_machines_themselves():
+    argv = planned(*ELASTIC, "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=60").processes[0].argv
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29501", "--rdzv-conf=join_timeout=60"} <= {*argv}
+    assert not any(word.startswith("--node-rank") for word in argv)
+
+
+def test_several_machines_need_an_address():
+    with pytest.raises(ConfigError, match="--main_process_ip and --main_process_port"):
+        planned("--cpu", "--num_machines", "2", "--num_processes", "2")
+
+
+@pytest.mark.parametrize(
+    ("open_mpi", "head"),
+    [
+        (True, ["mpirun", "--hostfile", "hosts", "--npernode", "2", "-n", "4", "--bind-to", "socket", "-x"]),
+        (False, ["mpirun", "-f", "hosts", "-ppn", "2", "-n", "4", "python", "train.py", "--lr", "0.1"]),
+    ],
+)
+def test_mpi_commands(open_mpi, head):
+    host = dataclasses.replace(CPU, open_mpi=open_mpi)
+    made = planned(*ELASTIC, "--mpirun_hostfile", "hosts", host=host)
+    argv = list(made.processes[0].argv)
+    assert argv[: len(head)] == head
+    if open_mpi:
+        exported = {argv[index + 1] for index, word in enumerate(argv) if word == "-x"}
+        assert {"MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"} <= exported
+    assert made.processes[0].env["MASTER_ADDR"] == "10.0.0.1"
+
+
+# For every option that no variable carries: flags that set it, and how the launch shows that it was heard.
+REACHES = {
+    "module": lambda: first("-m", target=Target("a.b", kind="module")).argv == ("python", "-m", "a.b"),
+    "no_python": lambda: first("--no_python", target=Target("prog", kind="program")).argv == ("prog",),
+    "quiet": lambda: policy_of(configured("--quiet")).quiet,
+    "dry_run": lambda: configured("--dry-run").dry_run,  # run for real in test_launching_supervisor
+    "tee": lambda: parse_tee(configured("--tee", "2").tee, [0]) == {0: frozenset({"stderr"})},
+    "log_dir": lambda: str(first("--log_dir", "logs").log_path) == "logs/rank_0.log",
+    "role": lambda: first("--num_processes", "2", "--role", "actor").env["ROLE_NAME"] == "actor",
+    "max_restarts": lambda: policy_of(configured("--max_restarts", "3")).max_restarts == 3,
+    "monitor_interval": lambda: policy_of(configured("--monitor_interval", "0.5")).monitor_interval == 0.5,
+    "grace_period": lambda: policy_of(configured("--grace_period", "7")).grace_period == 7,
+    "num_processes": lambda: len(planned("--num_processes", "3").processes) == 3,
+    "num_machines": lambda: "--nnodes=2" in first(*ELASTIC).argv,
+    "machine_rank": lambda: "--node-rank=1" in first(*ELASTIC).argv,
+    "main_process_ip": lambda: "--master-addr=10.0.0.1" in first(*ELASTIC).argv,
+    "main_process_port": lambda: "--master-port=29501" in first(*ELASTIC).argv,
+    "same_network": lambda: (
+        "--master-addr=10.0.0.1" in first(*ELASTIC, "--same_network", "--rdzv_backend", "c10d").argv
+    ),
+    "rdzv_backend": lambda: "--rdzv-backend=etcd" in first(*ELASTIC, "--rdzv_backend", "etcd").argv,
+    "rdzv_conf": lambda: "--rdzv-conf=a=1" in first(*ELASTIC, "--rdzv_conf", "a=1").argv,
+    "gpu_ids": lambda: first("--gpu_ids", "1", host=gpus(2)).env["CUDA_VISIBLE_DEVICES"] == "1",
+    "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
+}
+
+READY = [path for path in launcher_only_fields() if path.partition(".")[0] not in MISSING_SECTIONS]
+MISSING = [
+    bound for bound in schema_of(LaunchConfig).options if bound.section in MISSING_SECTIONS and bound.flags
+]
+
+
+@pytest.mark.parametrize("path", READY)
+def test_t15_options_that_no_variable_carries_reach_the_command(path):
+    assert REACHES[path]()
+
+
+def test_the_table_above_is_complete():
+    assert set(REACHES) == set(READY)
+
+
+@pytest.mark.parametrize("bound", MISSING, ids=lambda bound: bound.path)
+def test_no_flag_of_a_missing_engine_is_ignored(bound):
+    words = [*bound.about.choices, "2", "7", "0.25", "true", "false", "true,true,false"]
+    for word in words:
+        try:
+            value = bound.parse(word, "")
+        except ConfigError:
+            continue
+        if value not in (None, bound.default):
+            break
+    resolved = resolve(environ={}, flags={bound.path: value}, use_default_file=False)
+    with pytest.raises(NotAvailableError, match=bound.label):
+        check_available(resolved)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--use_fsdp"], ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
+        ["--fsdp_version", "2"], ["--downcast_bf16"], ["--use_fsdp", "--use_parallelism_config"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_options_of_missing_engines_are_refused(flags):
+    resolved = resolve(environ={}, flags=parse_flags(flags), use_default_file=False)
+    with pytest.raises(NotAvailableError, match=f"^{flags[0]}.*cannot run yet"):
+        check_available(resolved)
+
+
+def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
+    with pytest.raises(NotAvailableError, match=r"distributed_type: FSDP in .*config\.yaml"):
+        check_available(resolve(file, environ={}))
+
+
+def test_sagemaker_files_are_refused(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\n"
+        "iam_role_name: role\nmixed_precision: 'no'\n"
+    )
+    with pytest.raises(NotAvailableError, match="SageMaker"):
+        check_available(resolve(file, environ={}))
+
+
+def test_flags_of_a_section_that_says_the_default_are_no_problem():
+    flags = parse_flags(["--main_training_function", "main"])
+    resolved = resolve(environ={}, flags=flags, use_default_file=False)
+    assert check_available(resolved).mixed_precision == "no"
+
+
+@pytest.mark.parametrize("text", ["4", "0:5", "x:1", "7:3", "0"])
+def test_tee_is_checked(text):
+    if text == "0":
+        assert parse_tee(text, [0, 1]) == {0: frozenset(), 1: frozenset()}
+    else:
+        with pytest.raises(ConfigError, match="--tee"):
+            parse_tee(text, [0, 1])
+
+
+def test_description_names_what_is_removed_from_the_environment():
+    made = planned(environ={"ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_LOG_LEVEL": "info"})
+    assert "train.py --lr 0.1" in describe(made)
+
+
+def test_default_interpreter_is_this_one():
+    assert plan(configured(), TARGET, {}, Host(), port=None).processes[0].argv[0] == sys.executable
+
+
+def test_world_counts_over_machines():
+    shape = world(configured(*ELASTIC), Accelerators())
+    assert (shape.size, shape.local_size, shape.machines, shape.machine_rank, shape.cpu) == (4, 2, 2, 1, True)

@@ -1,0 +1,74 @@
+"""What is checked about the script before anything starts."""
+
+import os
+
+import pytest
+
+from accel_state.errors import LaunchError
+from accel_state.launching.target import Target, check_target
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('a check must not import this')")
+    (package / "finetune.py").write_text("")
+    return tmp_path
+
+
+def check(name, kind="script", environ=None):
+    check_target(Target(name, kind=kind), environ or {"PATH": os.environ["PATH"]}, path=[os.getcwd()])
+
+
+def test_what_is_there_passes(folder):
+    (folder / "project/__main__.py").write_text("")
+    check("train.py")
+    check(str(folder / "train.py"))
+    check("project")
+    check("project", "module")
+    check("project.finetune", "module")
+    check("json.tool", "module")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("trian.py", r"script 'trian.py' does not exist; did you mean 'train.py'\?"),
+        ("project/finetun.py", r"did you mean 'project.finetune.py'\?"),
+        ("nowhere/train.py", "the folder 'nowhere' does not exist either"),
+        ("some.module", "to run the module some.module, pass --module"),
+        ("xyz", "to run the module"),
+        ("zzzzzz.py", "the current folder is"),
+        ("project", "folder without a __main__.py"),
+    ],
+)
+def test_scripts_that_are_not_there(folder, name, message):
+    with pytest.raises(LaunchError, match=message):
+        check(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("projcet", r"no module named 'projcet'.*did you mean 'project'\?"),
+        ("project.finetunes", r"'finetunes' is not in project; did you mean 'project.finetune'\?"),
+        ("project.finetune.more", "project.finetune is not a package"),
+        ("project", "package without a __main__ module"),
+        ("train.py", "is not the name of a module"),
+        ("project/finetune", "is not the name of a module"),
+    ],
+)
+def test_modules_that_are_not_there(folder, name, message):
+    with pytest.raises(LaunchError, match=message):
+        check(name, "module")
+
+
+def test_programs(folder):
+    check("sh", "program")
+    with pytest.raises(LaunchError, match="'no-such-program' was not found"):
+        check("no-such-program", "program")
+    with pytest.raises(LaunchError, match=r"chmod \+x \./train.py"):
+        check("./train.py", "program")
