@@ -165,6 +165,7 @@ __getattr__, __dir__, __all__ = attach(
             "InitProcessGroupKwargs",
             "KwargsHandler",
         ),
+        "accel_state.launching.inline": ("debug_launcher", "notebook_launcher"),
         "accel_state.launching.ports": ("is_port_in_use",),
         "accel_state.layers": (
             "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",

@@ -152,6 +152,8 @@ from accel_state.errors import StateError as StateError
 from accel_state.errors import UnknownKeyError as UnknownKeyError
 from accel_state.handlers import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_state.handlers import KwargsHandler as KwargsHandler
+from accel_state.launching.inline import debug_launcher as debug_launcher
+from accel_state.launching.inline import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.layers import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,

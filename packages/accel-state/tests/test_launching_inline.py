@@ -1,0 +1,260 @@
+"""Launching from a running process. Each case has an interpreter of its own, as a notebook's kernel is."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from accel_state.errors import ConfigError, LaunchError
+from accel_state.launching import inline
+from accel_state.launching.inline import debug_launcher, notebook_launcher
+
+forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def run(body, folder, timeout=60, **environ):
+    script = folder / "kernel.py"
+    script.write_text(
+        "import os, sys, time\nfrom accel_state import debug_launcher, notebook_launcher\n"
+        + textwrap.dedent(body)
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    variables |= {"PYTHONPATH": os.pathsep.join(sys.path), **environ}
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env=variables,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@forks
+def test_ranks_form_a_world_and_print_with_prefix(tmp_path):
+    done = run(
+        """
+        def train(word):
+            import torch
+            from accel_state import PartialState
+            state = PartialState()
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            print(word, state.process_index, state.num_processes, total.item())
+
+        notebook_launcher(train, ("hello",), num_processes=2)
+        print("after", "RANK" in os.environ)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    *ranks, after = done.stdout.splitlines()
+    assert sorted(ranks) == ["[rank 0] hello 0 2 2.0", "[rank 1] hello 1 2 2.0"]
+    assert after == "after False"
+
+
+@forks
+def test_t26_mixed_precision_reaches_the_function(tmp_path):
+    done = run(
+        """
+        def show():
+            from accel_state.config import decode
+            print(decode(os.environ).mixed_precision)
+
+        notebook_launcher(show, num_processes=2, mixed_precision="bf16")
+        notebook_launcher(show, num_processes=1, mixed_precision="fp16")
+        print(os.environ.get("ACCELERATE_MIXED_PRECISION"))
+        """,
+        tmp_path,
+    )
+    *ranks, single, after = done.stdout.splitlines()
+    assert sorted(ranks) == ["[rank 0] bf16", "[rank 1] bf16"]
+    assert (single, after) == ("fp16", "None")
+
+
+@forks
+def test_torch_that_has_computed_before_does_not_hang_the_ranks(tmp_path):
+    # OpenMP's threads do not survive a fork; without care this never ends.
+    done = run(
+        """
+        import torch
+        big = torch.randn(1500, 1500)
+        (big @ big).exp().sum()
+        def work():
+            print(torch.isfinite((big @ big).sum()).item())
+        notebook_launcher(work, num_processes=2)
+        """,
+        tmp_path,
+        timeout=30,
+    )
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] True", "[rank 1] True"], done.stderr
+
+
+@forks
+def test_a_failing_ranks_traceback_is_raised(tmp_path):
+    done = run(
+        """
+        def broken():
+            if os.environ["RANK"] == "1":
+                raise ValueError("the data is bad")
+            time.sleep(60)
+        try:
+            notebook_launcher(broken, num_processes=2)
+        except RuntimeError as error:
+            print(type(error).__name__, error)
+        """,
+        tmp_path,
+        timeout=30,
+    )
+    told = done.stdout
+    assert told.startswith(
+        "LaunchError rank 1 of 2 failed (exit code 1):\n\nTraceback (most recent call last):\n"
+    )
+    assert told.endswith("ValueError: the data is bad\n")
+    assert "in broken" in told
+    assert "forks.py" not in told
+
+
+@forks
+def test_restarts(tmp_path):
+    done = run(
+        """
+        def flaky():
+            print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
+            if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                sys.exit(3)
+        notebook_launcher(flaky, num_processes=2, max_restarts=1)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 1") == 2
+
+
+@forks
+def test_prefix_template(tmp_path):
+    done = run(
+        """
+        prefix = "<${role_name} ${rank}> "
+        notebook_launcher(lambda: print("x"), num_processes=2, log_line_prefix_template=prefix)
+        """,
+        tmp_path,
+    )
+    assert sorted(done.stdout.splitlines()) == ["<default 0> x", "<default 1> x"], done.stderr
+
+
+@forks
+def test_debug_launcher_uses_the_cpu(tmp_path):
+    done = run(
+        """
+        def show(factor):
+            import torch
+            from accel_state import PartialState
+            state = PartialState()
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            print(state.device, state.backend, state.fork_launched, total.item() * factor)
+        debug_launcher(show, (10,), num_processes=3)
+        """,
+        tmp_path,
+    )
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"[rank {rank}] cpu gloo True 30.0" for rank in range(3)], done.stderr
+
+
+@forks
+@pytest.mark.parametrize(
+    ("before", "reason"),
+    [
+        (
+            "from accel_state import PartialState; PartialState(cpu=True)",
+            "an Accelerator or PartialState exists",
+        ),
+        (
+            "import torch; torch.distributed.init_process_group('gloo', rank=0, world_size=1, "
+            "store=torch.distributed.HashStore())",
+            "belongs to a process group",
+        ),
+        ("import torch; torch.cuda.is_initialized = lambda: True", "CUDA does not survive a fork"),
+    ],
+)
+def test_what_a_fork_cannot_carry_is_refused(tmp_path, before, reason):
+    done = run(
+        f"""
+        {before}
+        for launcher in (notebook_launcher, debug_launcher):
+            try:
+                launcher(lambda: print("it ran"), num_processes=2)
+            except RuntimeError as error:
+                print(type(error).__name__, error)
+        """,
+        tmp_path,
+    )
+    for line, launcher in zip(done.stdout.splitlines(), ("notebook_launcher", "debug_launcher"), strict=True):
+        assert line.startswith(f"StateError {launcher}")
+        assert reason in line
+
+
+@forks
+def test_an_interrupt_ends_the_ranks_and_comes_through(tmp_path):
+    done = run(
+        """
+        import signal, threading
+        def sleep():
+            time.sleep(60)
+        threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            notebook_launcher(sleep, num_processes=2)
+        except KeyboardInterrupt:
+            print("interrupted")
+        """,
+        tmp_path,
+        timeout=20,
+    )
+    assert done.stdout == "interrupted\n", done.stderr
+
+
+def test_more_processes_than_accelerators(tmp_path):
+    done = run(
+        """
+        try:
+            notebook_launcher(print, num_processes=3)
+        except RuntimeError as error:
+            print(type(error).__name__, error)
+        """,
+        tmp_path,
+        ACCEL_DEVICE_COUNT="2",
+    )
+    assert "DeviceError num_processes=3 needs 3 accelerators, but this machine has 2" in done.stdout
+
+
+def test_one_process_runs_here():
+    seen = []
+    notebook_launcher(lambda value: seen.append((value, os.getpid())), (7,), num_processes=1)
+    assert seen == [(7, os.getpid())]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_processes": 0}, "num_processes=0 starts nothing"),
+        ({"num_processes": 2, "mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
+        ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, "node_rank=2 is not one of num_nodes=2"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        notebook_launcher(print, **arguments)
+
+
+def test_debug_launcher_needs_a_process():
+    with pytest.raises(ConfigError, match="num_processes=0"):
+        debug_launcher(print, num_processes=0)
+
+
+def test_platforms_without_fork_are_told_what_to_do(monkeypatch):
+    monkeypatch.delattr(inline.os, "fork", raising=False)
+    with pytest.raises(LaunchError, match="start it with accel launch"):
+        debug_launcher(print)
