@@ -163,6 +163,21 @@ def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(lau
     assert done.stderr.rstrip().endswith("RuntimeError: cause")
 
 
+def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
+    script = launcher.script("""
+        if rank == 1:
+            sys.stderr.write("[rank1]: Traceback (most recent call last):\\n[rank1]: ValueError: x\\n")
+            time.sleep(0.2)
+            sys.exit(1)
+        time.sleep(0.1)
+        sys.stderr.write("[rank0]: Traceback (most recent call last):\\n[rank0]: OSError: link lost\\n")
+        sys.exit(1)
+    """)
+    done = launcher.run("--num_processes", "2", script)
+    assert "[rank 1] ValueError: x\n" in done.stderr
+    assert done.stderr.endswith("=\nTraceback (most recent call last):\nValueError: x\n")
+
+
 def test_chained_exceptions_are_told_whole(launcher):
     script = launcher.script("""
         if rank == 0:

@@ -102,9 +102,8 @@ class ForkedRanks:
             rank = self.first_rank + local_rank
             process = self._fork(rank, self._world(local_rank, attempt, port))
             names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
-            members.append(
-                Member(process, RankOutput(self.prefix.safe_substitute(names), console), f"rank {rank}")
-            )
+            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank)
+            members.append(Member(process, output, f"rank {rank}"))
         return members
 
     def call(self) -> None:

@@ -97,6 +97,8 @@ class RankOutput:
         console: where lines go.
         log: file that gets everything unchanged, ``None`` for none.
         logged: the streams that go to the file.
+        rank: number of the rank. Torch puts ``[rankN]: `` before each line of its tracebacks: one prefix
+            too many.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class RankOutput:
         console: Console,
         log: BinaryIO | None = None,
         logged: frozenset[StreamName] = frozenset({"stdout", "stderr"}),
+        rank: int = 0,
     ) -> None:
+        self._torch_prefix = f"[rank{rank}]: ".encode()
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.traceback_at: float | None = None
         self._prefix = prefix
@@ -161,6 +165,7 @@ class RankOutput:
 
     def _show(self, stream: StreamName, piece: bytes) -> None:
         if stream == "stderr":
+            piece = piece.removeprefix(self._torch_prefix)
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()

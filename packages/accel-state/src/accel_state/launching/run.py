@@ -164,7 +164,7 @@ def start_members(
         if agent:
             label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
         streams = _BOTH if logged is None else logged[spec.rank]
-        output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams)
+        output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams, spec.rank)
         members.append(Member(process, output, label))
     return members
 

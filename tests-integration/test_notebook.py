@@ -1,0 +1,79 @@
+"""``notebook_launcher`` in a real notebook: a kernel, cells, and a function that one of them defines."""
+
+import os
+import sys
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install nbclient ipykernel")
+nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed: pip install nbformat")
+pytest.importorskip("ipykernel", reason="ipykernel is not installed: pip install ipykernel")
+
+SETUP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_state import PartialState, notebook_launcher
+
+torch.manual_seed(0)
+data = torch.randn(64, 1000)
+print("before:", (data @ data.T).shape)  # starts torch's threads, as exploring data in a notebook does
+"""
+DEFINITION = """
+def train(steps):
+    state = PartialState()
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(1000, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        loss = model(data[state.process_index :: state.num_processes]).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [torch.empty_like(model.module.weight) for _ in range(state.num_processes)]
+    dist.all_gather(weights, model.module.weight.detach())
+    print(f"rank {state.process_index} of {state.num_processes}: equal {torch.equal(*weights)}")
+"""
+
+
+def execute(*cells, raises=False):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=raises)
+    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    return notebook.cells
+
+
+def text(cell, stream="stdout"):
+    return "".join(output["text"] for output in cell.outputs if output.get("name") == stream)
+
+
+def test_a_function_of_a_cell_trains_on_two_processes_and_again():
+    run = "notebook_launcher(train, (3,), num_processes=2)"
+    cells = execute(SETUP, DEFINITION, run, run, "print('RANK' in __import__('os').environ)")
+    for cell in cells[2:4]:
+        assert sorted(text(cell).splitlines()) == [
+            f"[rank {rank}] rank {rank} of 2: equal True" for rank in (0, 1)
+        ]
+    assert text(cells[4]) == "False\n"
+
+
+def test_a_failing_rank_shows_its_traceback_in_the_notebook():
+    broken = (
+        "def broken():\n    if PartialState().process_index == 1:\n        raise ValueError('bad cell')\n"
+    )
+    cells = execute(
+        SETUP, broken, "notebook_launcher(broken, num_processes=2)", "print('alive')", raises=True
+    )
+    error = next(output for output in cells[2].outputs if output["output_type"] == "error")
+    assert error["ename"] == "LaunchError"
+    assert "rank 1 of 2 failed" in error["evalue"]
+    assert error["evalue"].endswith("ValueError: bad cell")
+    assert text(cells[3]) == "alive\n"
+
+
+def test_a_notebook_that_has_an_accelerator_already_is_told():
+    cells = execute(SETUP, "state = PartialState()", "notebook_launcher(print, num_processes=2)", raises=True)
+    error = next(output for output in cells[2].outputs if output["output_type"] == "error")
+    assert error["ename"] == "StateError"
+    assert "restart the notebook's kernel" in error["evalue"]
