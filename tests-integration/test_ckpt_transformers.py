@@ -85,7 +85,7 @@ def test_the_model_of_a_training_state_loads_with_from_pretrained(tmp_path):
         models=[model.state_dict()],
         shared={},
         per_rank={},
-        before_commit=lambda folder: model.config.save_pretrained(folder),
+        before_write=lambda folder: model.config.save_pretrained(folder),
     )
     same(model, type(model).from_pretrained(path))
 
