@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from accel_state.messages import bytes_of, pack, unpack
 
 

@@ -158,6 +158,16 @@ def test_held_iterators():
     assert loader.iteration == 1
 
 
+def test_an_iterator_can_be_closed():
+    ledger = LoaderLedger()
+    loader = prepare(DataLoader(range(6), batch_size=2), ledger=ledger)
+    iterator = iter(loader)
+    next(iterator)
+    iterator.close()
+    assert ledger.live == []
+    assert loader.iteration == 0
+
+
 def test_a_failing_dataset_ends_the_iteration_with_its_own_error():
     ledger = LoaderLedger()
     loader = prepare(DataLoader(Failing(), batch_size=2), ledger=ledger)

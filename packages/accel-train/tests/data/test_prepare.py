@@ -14,6 +14,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from accel_state.errors import NotAvailableError
 from accel_train.data import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -53,7 +54,7 @@ def test_everything_that_is_not_about_samples_is_kept(dataset, ranks):
     loader = DataLoader(
         dataset, batch_size=2, num_workers=1, collate_fn=collate, pin_memory=False, timeout=30,
         worker_init_fn=init_worker, multiprocessing_context=context, generator=generator, prefetch_factor=3,
-        persistent_workers=True, in_order=False,
+        persistent_workers=True, in_order=ranks == 2,
     )  # fmt: skip
     prepared = prepare(loader, ranks)
     for name in (
@@ -61,6 +62,14 @@ def test_everything_that_is_not_about_samples_is_kept(dataset, ranks):
         "generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order",
     ):  # fmt: skip
         assert getattr(prepared, name) == getattr(loader, name), name
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(2, {}), (1, {"use_stateful_dataloader": True})])
+def test_batches_stay_in_order_where_their_place_has_a_meaning(ranks, options):
+    loader = DataLoader(range(8), num_workers=1, in_order=False)
+    with pytest.warns(UserWarning, match="in_order=False was changed"):
+        assert prepare(loader, ranks, **options).in_order
+    assert not prepare(loader, 1).in_order
 
 
 def test_pinning_is_kept():
@@ -169,6 +178,16 @@ def test_ranks_of_one_tensor_parallel_group_read_the_same():
     ]
     assert seen[0] == seen[1] == [0, 1, 4, 5]
     assert seen[2] == seen[3] == [2, 3, 6, 7]
+    with pytest.raises(NotAvailableError, match="4 processes that form 2 data-parallel ranks"):
+        prepare(
+            DataLoader(range(8)),
+            4,
+            0,
+            torch_device_mesh=mesh,
+            dispatch_batches=True,
+            put_on_device=True,
+            device=CPU,
+        )
 
 
 def order(loader):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from accel_state.process import PartialState
 from accel_state.scatter import Scatterer
 from accel_train.data.batches import Opening, arithmetic_source
 from accel_train.data.dispatch_cut import Round, cut_round
@@ -35,6 +36,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: the user's way of cutting; see `prepare_data_loader`.
         torch_device_mesh: kept for reference.
         iteration: epochs iterated before.
+        num_processes: number of ranks; by default that of `PartialState`.
+        process_index: this rank; likewise.
         **kwargs: as for `torch.utils.data.DataLoader`.
 
     The other parameters are those of `PreparedLoader`.
@@ -56,10 +59,11 @@ class DataLoaderDispatcher(PreparedLoader):
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         ledger: LoaderLedger | None = None,
-        num_processes: int = 1,
-        process_index: int = 0,
+        num_processes: int | None = None,
+        process_index: int | None = None,
         **kwargs: Any,
     ) -> None:
+        state = PartialState()
         super().__init__(
             dataset,
             device=device,
@@ -70,8 +74,8 @@ class DataLoaderDispatcher(PreparedLoader):
             non_blocking=_non_blocking,
             iteration=iteration,
             ledger=ledger,
-            num_processes=num_processes,
-            process_index=process_index,
+            num_processes=state.num_processes if num_processes is None else num_processes,
+            process_index=state.process_index if process_index is None else process_index,
             **kwargs,
         )
         self.split_batches = split_batches

@@ -124,6 +124,10 @@ class LoaderIterator:
             self._run.ended = True
             self._loader.epoch_state.iteration += 1
 
+    def close(self) -> None:
+        """End the iteration without waiting for the iterator to be dropped."""
+        self._close(exhausted=False)
+
     def __del__(self) -> None:
         if not self._closed:
             self._close(exhausted=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -17,6 +18,7 @@ from torch.utils.data import (
     RandomSampler,
 )
 
+from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
 from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, check_split
 from accel_train.data.dispatcher import DataLoaderDispatcher
@@ -103,6 +105,7 @@ def prepare_data_loader(
         A `DataLoaderShard` or a `DataLoaderDispatcher`.
 
     Raises:
+        NotAvailableError: dispatch on a mesh with tensor or context parallelism.
         DataTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
         DataError: options that exclude each other, or a batch size that cannot be split.
     """
@@ -128,6 +131,12 @@ def prepare_data_loader(
     iterable = isinstance(dataloader.dataset, IterableDataset)
     sharded = _sharded_already(dataloader, ranks, pre_sharded)
     dispatch = _decide_dispatch(dispatch_batches, put_on_device, iterable, sharded is not _Sharded.NO)
+    if dispatch and ranks != num_processes:
+        raise NotAvailableError(
+            f"dispatch_batches=True cannot serve {num_processes} processes that form {ranks} "
+            "data-parallel ranks yet. Use dispatch_batches=False, or a mesh without tensor and context "
+            "parallelism."
+        )
     if split_batches:
         check_split(_batch_size(dataloader), ranks)
     batch_sampler, sampler = dataloader.batch_sampler, dataloader.sampler
@@ -151,6 +160,7 @@ def prepare_data_loader(
             "num_processes": ranks,
             "process_index": rank,
             **loader_options(dataloader),
+            "in_order": _keeps_order(dataloader, ranks, use_stateful_dataloader),
         },
     )
     if dispatch:
@@ -161,6 +171,19 @@ def prepare_data_loader(
 
 
 # Decisions
+
+
+def _keeps_order(loader: DataLoader[Any], ranks: int, stateful: bool) -> bool:
+    """Whether workers hand out batches in order: as the loader says, unless a batch's place has a meaning."""
+    if loader.in_order or not loader.num_workers or (ranks == 1 and not stateful):
+        return loader.in_order
+    warnings.warn(
+        "in_order=False was changed to True: the batches of one step must be of one round on all "
+        "processes, and a "
+        "position inside the epoch must mean the same when it is loaded.",
+        stacklevel=4,
+    )
+    return True
 
 
 def _data_ranks(num_processes: int, process_index: int, mesh: Any) -> tuple[int, int]:
