@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import unittest
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -206,6 +205,8 @@ def purge_accelerate_environment(func_or_cls: T) -> T:
     """
     if not isinstance(func_or_cls, type):
         return _restoring(func_or_cls)  # type: ignore[return-value]
+    import unittest  # only tests need it, and every launch would pay for it
+
     if issubclass(func_or_cls, unittest.TestCase):
         func_or_cls.run = _restoring(func_or_cls.run)  # type: ignore[method-assign]
     else:

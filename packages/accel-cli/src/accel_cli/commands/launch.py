@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from accel_cli.launch_help import launch_help
 from accel_state.config.flags import ParsedFlags, parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
@@ -36,6 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     """
     flags = parse_flags(arguments, _OWN)
     if "help" in flags.others or "-h" in flags.others:
+        from accel_cli.launch_help import launch_help
+
         sys.stdout.write(launch_help())
         return 0
     if not flags.rest:
