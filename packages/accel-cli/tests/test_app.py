@@ -1,0 +1,88 @@
+"""The command table: help, versions, wrong words, errors as one message, and how little is imported."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from accel_cli import __version__
+from accel_cli.app import COMMANDS, main
+
+
+def accel(*words, **environ):
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull} | environ
+    return subprocess.run(
+        [sys.executable, "-m", "accel_cli", *words], env=variables, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_without_a_command_help_is_shown_and_the_code_is_1(capsys):
+    assert main([]) == 1
+    assert "commands:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("word", ["-h", "--help"])
+def test_help_names_every_command(word, capsys):
+    assert main([word]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {name} " in out for name in COMMANDS)
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("lunch", "command lunch does not exist; did you mean launch?"),
+        ("xyz", "the commands are config, env, launch"),
+        ("--halp", "option --halp does not exist"),
+        ("train.py", "to start a script: accel launch train.py"),
+    ],
+)
+def test_unknown_words_get_a_suggestion(word, hint, capsys):
+    assert main([word]) == 2
+    assert hint in capsys.readouterr().err
+
+
+def test_every_command_has_a_module_with_main_and_help(capsys):
+    for name in COMMANDS:
+        assert main([name, "--help"]) == 0
+        assert name in capsys.readouterr().out
+
+
+def test_errors_are_one_message_without_traceback():
+    done = accel("launch", "--num_processes", "none", "x.py")
+    assert done.returncode == 2
+    assert done.stderr == "accel launch: error: --num_processes is 'none'; expected a whole number\n"
+    done = accel("launch", "nowhere.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("accel launch: error: the script 'nowhere.py' does not exist")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["launch", "--dry-run", __file__]])
+def test_torch_is_never_imported(words):
+    code = (
+        "import sys; from accel_cli.app import main; main(sys.argv[1:]);"
+        "sys.exit(3 if {'torch', 'rich', 'typer', 'numpy'} & set(sys.modules) else 0)"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull}
+    assert (
+        subprocess.run([sys.executable, "-c", code, *words], env=environ, capture_output=True).returncode == 0
+    )
+
+
+def test_help_comes_at_once():
+    # The budget is 0.15 s on a quiet machine (tools/bench/cli.py); here only a tenfold loss is caught.
+    best = min(_seconds("--help") for _ in range(3))
+    assert best < 1.5
+
+
+def _seconds(*words):
+    started = time.monotonic()
+    accel(*words)
+    return time.monotonic() - started

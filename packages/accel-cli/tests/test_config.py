@@ -1,0 +1,120 @@
+"""``accel config``: files written with and without questions."""
+
+import io
+
+import pytest
+
+from accel_cli.app import main
+from accel_cli.prompts import ask_launch_config
+from accel_state.config.files import load
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_default_writes_our_own_file_once(home, capsys):
+    file = home / "accel/default_config.yaml"
+    assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
+    assert load(file).mixed_precision == "bf16"
+    before = file.read_bytes()
+    assert main(["config", "default"]) == 0
+    assert "is left as it is" in capsys.readouterr().out
+    assert file.read_bytes() == before
+
+
+def test_default_writes_where_it_is_told(home, tmp_path):
+    file = tmp_path / "sub/own.json"
+    assert main(["config", "default", "--config_file", str(file)]) == 0
+    assert load(file).num_processes is not None
+
+
+def test_update_brings_accelerates_file_over_and_leaves_it_alone(home, capsys):
+    theirs = home / "accelerate/default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nfp16: true\nnum_processes: 2\n"
+    )
+    before = theirs.read_bytes()
+    assert main(["config", "update"]) == 0
+    ours = load(home / "accel/default_config.yaml")
+    assert (ours.num_processes, ours.mixed_precision) == (2, "fp16")
+    assert theirs.read_bytes() == before
+
+
+def test_update_rewrites_a_named_file(home, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: 'NO'\nnum_processes: 1\ndynamo_backend: EAGER\n")
+    assert main(["config", "update", "--config_file", str(file)]) == 0
+    assert "dynamo_config" in file.read_text()
+    assert load(file).dynamo.backend == "EAGER"
+
+
+@pytest.mark.parametrize("command", ["default", "update"])
+def test_accelerates_file_is_never_written(home, command, capsys):
+    theirs = home / "accelerate/default_config.yaml"
+    theirs.parent.mkdir()
+    theirs.write_text("num_processes: 1\n")
+    assert main(["config", command, "--config_file", str(theirs)]) == 2
+    assert "belongs to Accelerate" in capsys.readouterr().err
+    assert theirs.read_text() == "num_processes: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["config", "update"], "accel config default makes one"),
+        (["config", "update", "--config_file", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["config", "default", "--mixed_precision", "fp17"], "expected one of no, fp16, bf16"),
+        (["config", "defualt"], "default"),
+        (["config", "--config_file", "x.yaml", "update"], "belongs behind the subcommand"),
+    ],
+)
+def test_mistakes(home, words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_questions_need_a_terminal(home, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["config"]) == 2
+    assert "accel config default" in capsys.readouterr().err
+
+
+def answering(answers, asked=None):
+    def ask(bound, default):
+        if asked is not None:
+            asked.append(bound.path)
+        return answers.get(bound.path, default)
+
+    return ask
+
+
+def test_plain_enter_describes_the_machine():
+    config = ask_launch_config(answering({}), accelerators=4)
+    assert (config.num_processes, config.distributed_type, config.use_cpu) == (4, "MULTI_GPU", False)
+    config = ask_launch_config(answering({}), accelerators=0)
+    assert (config.num_processes, config.distributed_type, config.use_cpu) == (1, "NO", True)
+
+
+def test_several_machines_are_asked_for_their_address():
+    asked = []
+    answers = {
+        "num_machines": 2,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29501,
+        "mixed_precision": "bf16",
+    }
+    config = ask_launch_config(answering(answers, asked), accelerators=0)
+    assert (config.num_processes, config.distributed_type) == (2, "MULTI_CPU")
+    assert (config.main_process_ip, config.main_process_port) == ("10.0.0.1", 29501)
+    assert "machine_rank" in asked
+    asked.clear()
+    ask_launch_config(answering({}, asked), accelerators=0)
+    assert "machine_rank" not in asked
+
+
+def test_giving_up_writes_nothing():
+    assert ask_launch_config(lambda bound, default: None, accelerators=0) is None

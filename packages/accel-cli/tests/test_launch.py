@@ -1,0 +1,158 @@
+"""``accel launch``: its flags, which words belong to whom, and that nothing typed is ignored."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch_help import launch_help
+from accel_state.config.flags import parse_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.sagemaker import SageMakerConfig
+from accel_state.config.schema import plain_flag, schema_of
+
+REFERENCE = (Path(__file__).parent / "data/accelerate_launch_flags.txt").read_text().splitlines()
+
+
+def accel(*words, cwd=None, **environ):
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull} | environ
+    return subprocess.run(
+        [sys.executable, "-m", "accel_cli", "launch", *words],
+        env=variables, cwd=cwd, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+def surface():
+    local, cloud = schema_of(LaunchConfig), schema_of(SageMakerConfig)
+    return {*local.by_flag, *local.switches, *cloud.by_flag, "help", "-h", "config_file"}
+
+
+def known(flag):
+    name = plain_flag(flag)
+    return name in surface() or name.removeprefix("no_") in surface()
+
+
+def test_every_flag_of_accelerate_launch_is_accepted():
+    assert len(REFERENCE) == 124
+    assert [flag for line in REFERENCE for flag in line.split() if not known(flag)] == []
+
+
+def test_help_names_every_flag_under_a_topic():
+    text = launch_help(100)
+    for bound in schema_of(LaunchConfig).options:
+        for flag in bound.flags:
+            assert f"{flag}" in text
+    for title in ("Starting and watching:", "Processes and devices:", "FSDP (not available yet):", "MPI:"):
+        assert f"\n{title}\n" in text
+    assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import os, sys\nsys.stdout.write(f\"{sys.argv[1:]} {os.environ.get('WORLD_SIZE')}\\n\")\n"
+    )
+    return str(path)
+
+
+def test_words_after_the_script_are_the_scripts(script):
+    done = accel("--cpu", script, "--num_processes", "9", "--unknown", "-h")
+    assert (done.returncode, done.stdout) == (0, "['--num_processes', '9', '--unknown', '-h'] None\n")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node"]
+)
+def test_spellings(flag, script):
+    done = accel("--cpu", flag, "2", script)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] [] 2", "[rank 1] [] 2"], done.stderr
+    assert accel("--cpu", f"{flag}=2", script).stdout.count("[] 2") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (
+            ["--num_procesess", "2", "SCRIPT"],
+            2,
+            "flag --num_procesess does not exist; did you mean --num_processes",
+        ),
+        (["--cpu"], 2, "there is no script to launch; example: accel launch"),
+        (["--num_processes"], 2, "--num_processes needs a value"),
+        (["--mixed_precision", "fp17", "SCRIPT"], 2, "expected one of no, fp16, bf16, fp8"),
+        (["--multi_gpu", "--num_processes", "2", "SCRIPT"], 1, "pass --cpu"),
+        (["--multi_gpu", "--cpu", "--num_processes", "2", "SCRIPT"], 2, "--cpu contradicts --multi_gpu"),
+        (["--use_fsdp", "SCRIPT"], 1, "--use_fsdp (distributed_type FSDP) asks for FSDP, which this version"),
+        (["--aws_access_key_id", "key", "SCRIPT"], 2, "is for a SageMaker job"),
+        (["--config_file", "nowhere.yaml", "SCRIPT"], 2, "nowhere.yaml does not exist"),
+        (["--module", "no.such.module"], 1, "no module named 'no.such.module'"),
+        (["trian.py"], 1, "did you mean 'train.py'?"),
+        (["--num_processes", "3", "--num_machines", "2", "SCRIPT"], 2, "cannot be divided"),
+    ],
+)
+def test_mistakes(words, code, message, script):
+    folder = Path(script).parent
+    done = accel(
+        *(script if word == "SCRIPT" else word for word in words), cwd=folder, ACCEL_DEVICE_COUNT="0"
+    )
+    assert (done.returncode, done.stdout) == (code, "")
+    assert done.stderr.startswith("accel launch: error: ")
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_more_processes_than_gpus(script):
+    done = accel("--num_processes", "3", script, ACCEL_DEVICE_COUNT="2")
+    assert done.returncode == 1
+    assert "3 processes on this machine need 3 accelerators, but this machine has 2" in done.stderr
+    assert "--cpu" in done.stderr
+
+
+def test_a_file_is_used_and_flags_beat_it(script, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    assert accel("--config_file", str(file), script).stdout.count("[] 2") == 2
+    assert accel("--config_file", str(file), "--num_processes", "3", script).stdout.count("[] 3") == 3
+    shown = accel("--config_file", str(file), "--mixed_precision", "fp16", "--dry_run", script).stdout
+    assert shown.count("ACCELERATE_MIXED_PRECISION=fp16") == 2
+
+
+def test_t15_typos_in_a_file_are_errors_at_any_depth(script, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("num_processes: 1\nfsdp_config:\n  fsdp_offload_parms: true\n")
+    done = accel("--config_file", str(file), script)
+    assert done.returncode == 2
+    assert "fsdp_offload_parms" in done.stderr
+    assert "fsdp_offload_params" in done.stderr
+
+
+def test_a_section_of_the_file_that_is_not_used_is_mentioned(script, tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("distributed_type: 'NO'\nuse_cpu: true\nfsdp_config:\n  fsdp_version: 2\n")
+    done = accel("--config_file", str(file), script)
+    assert done.returncode == 0
+    assert f"accel: fsdp in {file} is not used by this run" in done.stderr
+
+
+def test_accelerates_own_file_is_read_and_said(script, tmp_path):
+    home = tmp_path / "home"
+    theirs = home / "accelerate/default_config.yaml"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n"
+                      "mixed_precision: bf16\nmachine_rank: 0\nnum_machines: 1\ndowncast_bf16: 'no'\n")  # fmt: skip
+    before = theirs.read_bytes()
+    done = accel("--dry_run", script, HF_HOME=str(home))
+    assert "ACCELERATE_MIXED_PRECISION=bf16" in done.stdout
+    assert done.stderr.count("Accelerate wrote") == 1
+    assert theirs.read_bytes() == before
+
+
+def test_flags_stop_at_two_dashes(script):
+    assert accel("--cpu", "--", script, "x").stdout == "['x'] None\n"
+
+
+def test_parse_flags_leaves_the_rest_alone():
+    assert parse_flags(["--cpu", "a.py", "--cpu"]).rest == ("a.py", "--cpu")

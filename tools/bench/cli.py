@@ -1,0 +1,183 @@
+"""What the command costs: `accel --help`, launching one and two processes, and the launcher's own memory.
+
+Every measurement is a fresh process; contenders take turns, round after round. The table shows medians; launches are
+shown over `python x.py` of the same round. That every rank really ran is checked.
+
+    hatch run bench:cli
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+NOTHING = "import os\nos.write(1, b'ran\\n')\n"
+WORLD = """
+import os
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == dist.get_world_size() == 2
+os.write(1, b"ran\\n")
+dist.destroy_process_group()
+"""
+WAITING = "import os, time\nos.write(1, b'ran\\n')\ntime.sleep(1.5)\n"
+
+
+def command(name: str) -> list[str]:
+    """The installed console script, or the module where the packages are only on the path."""
+    script = Path(sys.executable).with_name(name)
+    if script.exists():
+        return [str(script)]
+    module = {"accel": "accel_cli", "torchrun": "torch.distributed.run", "accelerate": "accelerate"}[name]
+    return [sys.executable, "-m", module]
+
+
+def contenders() -> dict[str, Callable[[int, Path], list[str]]]:
+    """Name to a function that makes the command from a number of processes and a script."""
+    found: dict[str, Callable[[int, Path], list[str]]] = {
+        "accel": lambda n, script: [
+            *command("accel"),
+            "launch",
+            "--cpu",
+            "--num_processes",
+            str(n),
+            str(script),
+        ],
+        "torchrun": lambda n, script: [
+            *command("torchrun"),
+            "--standalone",
+            f"--nproc_per_node={n}",
+            str(script),
+        ],
+    }
+    if importlib.util.find_spec("accelerate") is not None:
+        # On the CPU its own launcher starts one process whatever is asked for, so two go through --multi_gpu.
+        found["accelerate"] = lambda n, script: [
+            *command("accelerate"), "launch", *(["--cpu"] if n == 1 else ["--multi_gpu"]),
+            "--num_processes", str(n), "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
+            "--main_process_port", "0", str(script),
+        ]  # fmt: skip
+    else:
+        print("accelerate: NOT RUN, the package is not installed")
+    return found
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Ours with a cache of bytecode, as installed packages have, and no configuration file."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {
+        "PYTHONPYCACHEPREFIX": str(folder / "pycache"),
+        "HF_HOME": str(folder / "home"),
+        "ACCELERATE_USE_CPU": "true",
+    }
+
+
+def timed(words: list[str], environ: dict[str, str], ranks: int | None = None) -> float:
+    """Seconds that a command takes; it must succeed, and each rank must say that it ran."""
+    began = time.perf_counter()
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    elapsed = time.perf_counter() - began
+    if done.returncode != 0 or (ranks is not None and done.stdout.count("ran\n") != ranks):
+        sys.exit(f"{words} exited with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return elapsed
+
+
+def peak_memory(words: list[str], environ: dict[str, str]) -> float:
+    """Largest resident size of the launcher itself, in MB, while its ranks run."""
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        time.sleep(0.2)
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+        process.stdout.read()
+    return int(peak.split()[1]) / 1000
+
+
+def show(title: str, rows: Iterable[tuple[str, list[float]]], unit: str) -> None:
+    """A table of medians and quartiles."""
+    print(f"\n{title}")
+    for name, values in rows:
+        low, middle, high = statistics.quantiles(values, n=4)
+        print(f"  {name:34}{middle:9.3f} {unit}   quartiles {low:.3f} to {high:.3f}")
+
+
+def measure_times(folder: Path, rounds: int) -> None:
+    environ = environment(folder)
+    nothing, world = folder / "nothing.py", folder / "world.py"
+    nothing.write_text(NOTHING)
+    world.write_text(WORLD)
+    launchers = contenders()
+    helps = {name: [*command(name), "--help"] for name in launchers}
+    helped: dict[str, list[float]] = {name: [] for name in launchers}
+    one: dict[str, list[float]] = {name: [] for name in launchers}
+    two: dict[str, list[float]] = {name: [] for name in launchers}
+    two_torch: dict[str, list[float]] = {name: [] for name in launchers}
+    plain: list[float] = []
+    for turn in range(rounds + 1):
+        base = timed([sys.executable, str(nothing)], environ, 1)
+        found = [
+            (
+                timed(helps[name], environ),
+                timed(make(1, nothing), environ, 1) - base,
+                timed(make(2, nothing), environ, 2) - base,
+                timed(make(2, world), environ, 2),
+            )
+            for name, make in launchers.items()
+        ]
+        if not turn:  # the first round fills the caches
+            continue
+        plain.append(base)
+        for name, values in zip(launchers, found, strict=True):
+            for table, value in zip((helped, one, two, two_torch), values, strict=True):
+                table[name].append(value)
+    show("python x.py, where x.py does nothing", [("python", plain)], "s")
+    show("--help", helped.items(), "s")
+    show("launch of 1 process that does nothing, over python x.py", one.items(), "s")
+    show("launch of 2 processes that do nothing, over python x.py", two.items(), "s")
+    show("launch of 2 processes that import torch and all-reduce once, whole time", two_torch.items(), "s")
+
+
+def measure_memory(folder: Path, rounds: int) -> None:
+    if not Path("/proc/self/status").exists():
+        print("\nmemory of the launcher: NOT RUN, it is read from /proc")
+        return
+    environ = environment(folder)
+    waiting = folder / "waiting.py"
+    waiting.write_text(WAITING)
+    memory: dict[str, list[float]] = {name: [] for name in contenders()}
+    for _ in range(rounds):
+        for name, make in contenders().items():
+            memory[name].append(peak_memory(make(2, waiting), environ))
+    show("peak memory of the launcher's process with 2 ranks", memory.items(), "MB")
+
+
+def main(*, times: bool = True) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    rounds = parser.parse_args().rounds
+    folder = Path(tempfile.mkdtemp(prefix="accel-bench-"))
+    try:
+        if times:
+            measure_times(folder, rounds)
+        measure_memory(folder, max(3, rounds // 3))
+    finally:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
