@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib
 import os
 import re
 from collections.abc import Mapping
@@ -29,15 +30,13 @@ from accel_ckpt.writer import FileRecord, FileWriter, replace_file, write_safete
 
 __all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
 
-_numpy: Any = getattr(np, "_core", None) or np.core  # NumPy 2, or 1
+# NumPy 2 moved it; 1.26 already has a package of the new name, without what is needed here.
+_multiarray: Any = importlib.import_module(f"numpy.{'_core' if np.__version__ >= '2' else 'core'}.multiarray")
 
 TORCH_SAFE_GLOBALS: list[Any] = [
     # Files name these by the NumPy that wrote them.
-    *(
-        (_numpy.multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct")
-        for core in ("_core", "core")
-    ),
-    *((_numpy.multiarray.scalar, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
+    *((_multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
+    *((_multiarray.scalar, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
     np.ndarray,
     np.dtype,
     codecs.encode,
