@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "accel_ckpt.commit": ["complete_checkpoints", "prune_checkpoints"],
-        "accel_ckpt.coordination": ["Coordinator", "SingleProcess", "run_together"],
+        "accel_ckpt.coordination": ["Coordinator", "SingleProcess", "default_coordinator", "run_together"],
         "accel_ckpt.errors": [
             "CheckpointError",
             "CheckpointNotFoundError",

@@ -3,6 +3,7 @@ from accel_ckpt.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.commit import prune_checkpoints as prune_checkpoints
 from accel_ckpt.coordination import Coordinator as Coordinator
 from accel_ckpt.coordination import SingleProcess as SingleProcess
+from accel_ckpt.coordination import default_coordinator as default_coordinator
 from accel_ckpt.coordination import run_together as run_together
 from accel_ckpt.errors import CheckpointError as CheckpointError
 from accel_ckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError

@@ -676,14 +676,32 @@ class Accelerator:
         return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_kwargs)
 
     def load_state(
-        self, input_dir: str | Path | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        input_dir: str | Path | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        allow_missing_rng: bool = False,
+        **kwargs: Any,
     ) -> Path:
         """Restore what `save_state` saved; without a folder, from the newest complete automatic checkpoint.
 
+        Everything is read and verified, on all ranks, before anything is changed on any.
+
+        Args:
+            input_dir: the folder.
+            load_kwargs: must be empty; kept for scripts that pass it.
+            allow_missing_rng: go on with the random state as it is when the checkpoint has none for this rank.
+            kwargs: `strict=False` loads models as `load_state_dict(strict=False)` does.
+
         Returns:
             The folder that was loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is no such complete checkpoint, or none of this rank's state in it.
+            CorruptCheckpointError: a file is not what was written.
+            StateMismatchError: other objects are prepared or registered than were saved.
         """
-        return checkpoint.load_state(self, input_dir, load_kwargs, **kwargs)
+        return checkpoint.load_state(self, input_dir, load_kwargs, allow_missing_rng, **kwargs)
 
     # The object itself
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -202,6 +202,7 @@ def load_state(
     accelerator: Accelerator,
     input_dir: str | Path | None,
     load_kwargs: dict[str, Any] | None,
+    allow_missing_rng: bool,
     **kwargs: Any,
 ) -> Path:
     """See `Accelerator.load_state`."""
@@ -212,29 +213,59 @@ def load_state(
         raise OptionError(
             f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out."
         )
-    directory = _source(accelerator, input_dir)
-    checkpoint = accel_ckpt.open_training_state(directory)
+    found: list[_Saved] = []
+
+    def read() -> None:
+        found.append(_read(accelerator, _source(accelerator, input_dir), allow_missing_rng))
+
+    # Ranks agree that everything could be read before anything is changed on any of them.
+    accel_ckpt.run_together(read, accel_ckpt.default_coordinator(), doing="reading the training state")
+    [saved] = found
     models = list(accelerator._models)
     for hook in accelerator._hooks.load.values():
-        hook(models, str(directory))
-    _check_counts(accelerator, checkpoint, len(models), directory)
-    for index, model in enumerate(accelerator._models):
-        if any(model is kept for kept in models):
-            _load_model(model, checkpoint.models[index], strict)
+        hook(models, str(saved.directory))
+    _apply(accelerator, saved, models, strict)
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        numbers = [_number(path) for path in accel_ckpt.complete_checkpoints(_automatic_folder(accelerator))]
+        accelerator.project_configuration.iteration = max(numbers, default=-1) + 1
+    return saved.directory
+
+
+@dataclass
+class _Saved:
+    """What a checkpoint holds for this rank, read and verified."""
+
+    directory: Path
+    models: list[dict[str, Any]]
+    shared: dict[str, Any]
+    rng: dict[str, Any] | None
+
+
+def _read(accelerator: Accelerator, directory: Path, allow_missing_rng: bool) -> _Saved:
+    checkpoint = accel_ckpt.open_training_state(directory)
+    shared = dict(checkpoint.shared)
+    _check_parts(accelerator, set(shared), len(checkpoint.models), directory)
+    own = checkpoint.per_rank(accelerator.process_index, allow_missing=allow_missing_rng)
+    models = [checkpoint.models[index] for index in range(len(accelerator._models))]
+    return _Saved(directory, models, shared, None if own is None else own["rng"])
+
+
+def _apply(accelerator: Accelerator, saved: _Saved, models: list[nn.Module], strict: bool) -> None:
+    for model, weights in zip(accelerator._models, saved.models, strict=True):
+        if any(model is kept for kept in models):  # hooks take out what they loaded themselves
+            _load_model(model, weights, strict)
     for index, optimizer in enumerate(accelerator._optimizers):
-        accel_ckpt.load_optimizer_state(
-            optimizer.optimizer, checkpoint.shared[f"optimizer_{index}"], accelerator._models
-        )
+        tree = saved.shared[f"optimizer_{index}"]
+        accel_ckpt.load_optimizer_state(optimizer.optimizer, tree, accelerator._models)
     for key, item in _stateful(accelerator):
-        item.load_state_dict(checkpoint.shared[key])
-    accelerator.step = checkpoint.shared["step"]
-    own = checkpoint.per_rank(accelerator.process_index)
-    assert own is not None  # a rank without state has raised
-    set_rng_state(own["rng"])
-    number = re.fullmatch(r"checkpoint_(\d+)", directory.name)
-    if accelerator.project_configuration.automatic_checkpoint_naming and number:
-        accelerator.project_configuration.iteration = int(number[1]) + 1
-    return directory
+        item.load_state_dict(saved.shared[key])
+    accelerator.step = saved.shared["step"]
+    if saved.rng is not None:
+        set_rng_state(saved.rng)
+
+
+def _number(directory: Path) -> int:
+    return int(directory.name.rpartition("_")[2])
 
 
 def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
@@ -253,18 +284,18 @@ def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
     return complete[-1]
 
 
-def _check_counts(accelerator: Accelerator, checkpoint: Any, wanted_models: int, directory: Path) -> None:
-    """Say what does not match before anything is changed."""
+def _check_parts(accelerator: Accelerator, parts: set[str], models: int, directory: Path) -> None:
+    """Say what does not match, before anything is changed."""
     prepared = {f"optimizer_{index}" for index in range(len(accelerator._optimizers))}
     prepared |= {key for key, _ in _stateful(accelerator)}
-    saved = set(checkpoint.shared) - {"step"}
+    saved = parts - {"step"}
     problems = []
     if prepared - saved:
         problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
     if saved - prepared:
         problems.append(f"nothing was prepared or registered for its {', '.join(sorted(saved - prepared))}")
-    if wanted_models > len(checkpoint.models):
-        problems.append(f"it holds {len(checkpoint.models)} models, and {wanted_models} were prepared")
+    if models != len(accelerator._models):
+        problems.append(f"it holds {models} models, and {len(accelerator._models)} were prepared")
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
