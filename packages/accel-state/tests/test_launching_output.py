@@ -72,6 +72,14 @@ def test_another_ranks_line_takes_the_place_of_a_bar_on_a_terminal():
     assert written(bar) == b"[a] 50%\r\n[b] hello\n[a] 60%\r"
 
 
+def test_the_other_stream_of_the_same_rank_does_not_run_into_a_bar():
+    sink = Terminal(True)
+    console = Console(sink, sink)
+    for stream, piece in (("stderr", b"\r"), ("stderr", b"50%"), ("stdout", b"done\n"), ("stderr", b"\r")):
+        console.write(stream, "[a] ", piece)
+    assert sink.getvalue() == b"[a] 50%\r\x1b[2K[a] done\n"
+
+
 def test_messages_of_the_launcher_stand_on_their_own_line():
     sink = Terminal(True)
     console = Console(sink, sink)

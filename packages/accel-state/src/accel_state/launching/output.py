@@ -8,6 +8,7 @@ import select
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, Literal, Protocol, TextIO
 
@@ -50,7 +51,7 @@ class Console:
         one_cursor = all(sink.isatty() for sink in self._sinks.values())
         self._cursor = {name: "terminal" if one_cursor else name for name in self._sinks}
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
-        self._unfinished: dict[str, tuple[str, bytes]] = {}
+        self._lines: dict[str, _Line] = {}
         self._lock = threading.Lock()
 
     def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
@@ -58,35 +59,59 @@ class Console:
         line.
         """
         with self._lock:
-            cursor = self._cursor[stream]
-            owner, end = self._unfinished.pop(cursor, (None, b""))
+            sink, cursor = self._sinks[stream], self._cursor[stream]
+            line = self._lines.get(cursor)
             data = b""
-            if owner is not None and owner != prefix:
-                # Another rank's line stands unfinished: a bar on a terminal is redrawn, all else is ended.
-                data = b"\r\x1b[2K" if end == b"\r" and self._terminal[stream] else b"\n"
-                owner = None
-            continues = owner is not None and (end == b"" or piece == b"\n")
-            if piece == b"\r" and not continues:
-                # A bar's first return: the cursor is at the start of a line already.
-                self._keep(cursor, owner, end)
+            if line is not None and line.owner != (prefix, stream):
+                data = line.ending(on_terminal=self._terminal[stream])
+                line = None
+            line = line or _Line((prefix, stream))
+            data += line.extend(prefix.encode(), piece)
+            if piece.endswith(b"\n"):
+                self._lines.pop(cursor, None)
             else:
-                data += piece if continues else prefix.encode() + piece
-                self._keep(cursor, None if piece.endswith(b"\n") else prefix, piece[-1:])
-            sink = self._sinks[stream]
+                self._lines[cursor] = line
             sink.write(data)
             sink.flush()
-
-    def _keep(self, cursor: str, owner: str | None, end: bytes) -> None:
-        if owner is not None:
-            self._unfinished[cursor] = (owner, b"\r" if end == b"\r" else b"")
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, on a line of its own, to standard error."""
         with self._lock:
-            unfinished = self._unfinished.pop(self._cursor["stderr"], None)
+            line = self._lines.pop(self._cursor["stderr"], None)
+            ending = line.ending(on_terminal=self._terminal["stderr"], keep=True) if line is not None else b""
             sink = self._sinks["stderr"]
-            sink.write((b"\n" if unfinished else b"") + text.encode(errors="replace") + b"\n")
+            sink.write(ending + text.encode(errors="replace") + b"\n")
             sink.flush()
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line that is not finished: whose it is, and how the cursor stands in it."""
+
+    owner: tuple[str, StreamName]
+    empty: bool = True
+    at_start: bool = True
+    redrawn: bool = False
+
+    def extend(self, prefix: bytes, piece: bytes) -> bytes:
+        """What is written so that ``piece`` follows what stands there."""
+        if piece == b"\r":
+            self.redrawn = True
+            data = b"" if self.at_start else piece
+            self.at_start = True
+            return data
+        ends_bar = piece == b"\n" and not self.empty
+        data = prefix + piece if self.at_start and not ends_bar else piece
+        self.empty = False
+        self.at_start = piece.endswith(b"\r")
+        self.redrawn = self.redrawn or self.at_start
+        return data
+
+    def ending(self, *, on_terminal: bool, keep: bool = False) -> bytes:
+        """What makes room for another writer: a progress bar will be drawn again, all else stays."""
+        if self.empty:
+            return b""
+        return b"\r\x1b[2K" if self.redrawn and on_terminal and not keep else b"\n"
 
 
 class RankOutput:
