@@ -1,10 +1,13 @@
 """Launching from a running process. Each case has an interpreter of its own, as a notebook's kernel is."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
+import psutil
 import pytest
 
 from accel_state.errors import ConfigError, LaunchError
@@ -214,6 +217,37 @@ def test_an_interrupt_ends_the_ranks_and_comes_through(tmp_path):
         timeout=20,
     )
     assert done.stdout == "interrupted\n", done.stderr
+
+
+@forks
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
+def test_ranks_end_with_the_process_that_forked_them(tmp_path, how):
+    body = f"""
+        import signal, subprocess, threading
+        def sleep():
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # {tmp_path}"])
+            open("ready_" + os.environ["RANK"], "w").close()
+            time.sleep(60)
+        def end():
+            while len([name for name in os.listdir() if name.startswith("ready_")]) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.{how})
+        threading.Thread(target=end, daemon=True).start()
+        notebook_launcher(sleep, num_processes=2)
+    """
+    assert run(body, tmp_path, timeout=20).returncode == -getattr(signal, how)
+    until = time.monotonic() + 5
+    while found := [process for process in psutil.process_iter(["cmdline"]) if marked(process, tmp_path)]:
+        assert time.monotonic() < until, found
+        time.sleep(0.05)
+
+
+def marked(process, folder):
+    try:
+        alive = process.status() != "zombie"
+    except psutil.NoSuchProcess:
+        return False
+    return alive and any(str(folder) in word for word in process.info["cmdline"] or ())
 
 
 def test_more_processes_than_accelerators(tmp_path):

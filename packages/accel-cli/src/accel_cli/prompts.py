@@ -41,7 +41,6 @@ def ask_launch_config(ask: Asker, accelerators: int) -> LaunchConfig | None:
         if not values["use_cpu"] and accelerators > 1:
             values["gpu_ids"] = _answer(ask, "gpu_ids", "all")
         values["mixed_precision"] = _answer(ask, "mixed_precision", "no")
-        values["gradient_accumulation.num_steps"] = _answer(ask, "gradient_accumulation.num_steps", 1)
     except _GaveUpError:
         return None
     config: LaunchConfig = build(LaunchConfig, values)

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 
 from accel_state.environment import patch_environment
 from accel_state.launching.output import Console, RankOutput
-from accel_state.launching.processes import die_with_parent, end_group
+from accel_state.launching.processes import end_group
 from accel_state.launching.supervisor import Member
 
 __all__ = ["ForkedProcess", "ForkedRanks"]
@@ -129,7 +129,6 @@ class ForkedRanks:
     def _fork(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
         out_reader, out_writer = os.pipe()
         err_reader, err_writer = os.pipe()
-        arrange = die_with_parent(signal.SIGKILL)
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
@@ -137,23 +136,19 @@ class ForkedRanks:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._be_rank(out_writer, err_writer, arrange, environ)
+            self._be_rank(out_writer, err_writer, environ)
         os.close(out_writer)
         os.close(err_writer)
         pipes = (("stdout", os.fdopen(out_reader, "rb", 0)), ("stderr", os.fdopen(err_reader, "rb", 0)))
         return ForkedProcess(rank, pid, pipes)
 
-    def _be_rank(
-        self, out: int, err: int, arrange: Callable[[], None] | None, environ: Mapping[str, str]
-    ) -> NoReturn:
+    def _be_rank(self, out: int, err: int, environ: Mapping[str, str]) -> NoReturn:
         """The life of a rank; it leaves by ``_exit``, because what this process registered to do at exit is
         not its.
         """
         code = 1
         try:
             os.setsid()
-            if arrange is not None:
-                arrange()
             _reset_signals()
             os.dup2(out, 1)
             os.dup2(err, 2)
@@ -196,7 +191,10 @@ def _reset_signals() -> None:
 
 
 def _end_with(lifeline: int) -> None:
-    """End this rank and what it started when the process that forked it is gone."""
+    """End this rank and what it started when the process that forked it is gone.
+
+    The kernel's parent-death signal would come first, and would end the rank alone.
+    """
     os.read(lifeline, 1)
     os.killpg(0, signal.SIGKILL)
 
