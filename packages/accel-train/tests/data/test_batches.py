@@ -233,6 +233,20 @@ def test_t3_no_sample_of_an_irregular_batch_sampler_is_lost(sizes, ranks, has_si
     assert len(set(counts)) == 1
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_skipping_batch_sampler_is_shared_out(sampler):
+    base = SkipBatchSampler(BatchSampler(SAMPLERS[sampler](22), 3, False), 3)
+    ranks = [ShardedBatchSampler(base, 2, rank, even_batches=False) for rank in range(2)]
+    assert [list(rank) for rank in ranks] == [
+        [[9, 10, 11], [15, 16, 17], [21]],
+        [[12, 13, 14], [18, 19, 20]],
+    ]
+    assert [len(rank) for rank in ranks] == [3, 2]
+    even = [ShardedBatchSampler(base, 2, rank).open(Opening()) for rank in range(2)]
+    assert [len(list(stream)) for stream in even] == [3, 3]
+    assert even[0].valid_rows(2) == (1, 0)
+
+
 def test_even_batches_can_be_changed_between_epochs():
     share = shares(22, 3)[1]
     assert list(share)[-1] == [21, 0, 1]

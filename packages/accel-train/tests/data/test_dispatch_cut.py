@@ -5,8 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data.dispatch_cut import cut_round, pieces_of
+from accel_train.data import dispatch_cut
+from accel_train.data.dispatch_cut import pieces_of
 from accel_train.errors import DataError, DispatchError
+
+
+def cut_round(batches, first, ranks, **options):
+    return dispatch_cut.cut_round(batches, lambda: first, ranks, **options)
 
 
 def rows(*values):
@@ -35,6 +40,15 @@ def test_a_full_round_hands_out_whole_batches_of_any_shape():
     assert cut.parts[0] is batches[0]
     assert cut.parts[1] is batches[1]
     assert (list(cut.rows), cut.real, cut.valid) == ([2, 2], 4, None)
+
+
+def test_the_first_batch_is_only_asked_for_where_something_must_be_completed():
+    def first():
+        raise AssertionError("nothing to complete")
+
+    dispatch_cut.cut_round([rows(6, 7, 8), rows(9)], first, 2, split=False, last=True)
+    dispatch_cut.cut_round([rows(6, 7)], first, 2, split=True, last=False)
+    dispatch_cut.cut_round([rows(6, 7), rows(1)], first, 2, split=False, last=False)
 
 
 def test_the_tail_is_shared_out_evenly():

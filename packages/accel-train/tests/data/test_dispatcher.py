@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_state.process import PartialState
-from accel_train.data import DataLoaderDispatcher, prepare_data_loader
+from accel_train.data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from testkit import worlds
 
 
@@ -275,6 +275,35 @@ def test_t4_an_epoch_left_early_leaves_nothing_on_the_wire():
     first, second = worlds.run(left_early, 2)
     assert first == [[i, i + 1] for i in range(0, 20, 4)]
     assert second == [[i + 2, i + 3] for i in range(0, 20, 4)]
+
+
+def skipping():
+    found = []
+    for build in (Map, Numbers):
+        for options in ({}, {"split_batches": True}):
+            loader = prepare(DataLoader(build(26), batch_size=4), use_stateful_dataloader=True, **options)
+            whole = [batch.tolist() for batch in loader]
+            skipped = skip_first_batches(loader, 2)
+            rest = []
+            for count, batch in enumerate(skipped):
+                rest.append(batch.tolist())
+                if count == 0:
+                    state = loader.state_dict()
+            again = prepare(DataLoader(build(26), batch_size=4), use_stateful_dataloader=True, **options)
+            again.load_state_dict(state)
+            resumed = [batch.tolist() for batch in again]
+            length = len(skipped) if build is Map else len(rest)
+            found.append((whole, rest, resumed, state["batches_yielded"], length))
+    return found
+
+
+def test_skipping_and_resuming_count_steps():
+    for answers in worlds.run(skipping, 2):
+        for whole, rest, resumed, yielded, length in answers:
+            assert rest == whole[2:]
+            assert resumed == whole[3:]
+            assert yielded == 3
+            assert length == len(rest)
 
 
 def two_at_once():

@@ -223,12 +223,34 @@ def test_without_the_option_the_draw_is_restored_and_the_epoch_starts_anew(kind)
 
 def test_the_skipping_loader_tells_where_the_epoch_is():
     loader = make("shuffle", 1, 0)
+    list(loader)  # an epoch of its own before
     for count, _ in enumerate(skip_first_batches(loader, 3)):
         if count == 1:
             break
     state = loader.state_dict()
     assert state["batches_yielded"] == 5
     assert state["position"] == {"samples": 10}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["sequential", "custom batches", "stream"])
+def test_a_loader_that_always_skips_does_not_skip_twice(kind, ranks):
+    def build():
+        plain = skip_first_batches(LOADERS[kind](), 2 if kind != "stream" else 0)
+        options = {"num_processes": ranks, "process_index": 0, "use_stateful_dataloader": True}
+        loader = prepare_data_loader(plain, **options)
+        return skip_first_batches(loader, 2) if kind == "stream" else loader
+
+    torch.manual_seed(0)
+    loader = build()
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator]
+    fresh = build()
+    fresh.load_state_dict(state)
+    assert [batch.tolist() for batch in fresh] == rest
 
 
 def test_t9_another_number_of_ranks_goes_on_with_the_next_sample():

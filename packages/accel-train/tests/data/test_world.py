@@ -13,7 +13,7 @@ from torch.utils.data import (
 )
 
 from accel_state.process import PartialState
-from accel_train.data import prepare_data_loader
+from accel_train.data import prepare_data_loader, skip_first_batches
 from testkit import worlds
 
 
@@ -77,6 +77,7 @@ LOADERS = {
     "custom batch sampler": lambda n: DataLoader(
         range(n), batch_sampler=CustomBatches(RandomSampler(range(n)), 3, False)
     ),
+    "skipping": lambda n: skip_first_batches(DataLoader(range(-2, n), batch_size=2), 1),
     "varying batches": lambda n: DataLoader(range(n), batch_sampler=LengthBatches(n)),
     "stream": lambda n: DataLoader(Numbers(n), batch_size=2),
     "dispatched stream": lambda n: DataLoader(Numbers(n), batch_size=2),

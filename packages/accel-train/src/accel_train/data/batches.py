@@ -36,7 +36,8 @@ class Opening:
 
     Args:
         recorded: an earlier draw of the order, to be used again.
-        position: where to continue, as `IndexStream.consumed` said it.
+        position: where to continue, as `IndexStream.consumed` said it; counted from the beginning of the epoch, so
+            what is skipped anyway is part of it.
         sharing: makes draws the same on all ranks.
         in_flight: batches that workers may hold.
         skip: batches to leave out.
@@ -109,9 +110,13 @@ class ShardedBatchSampler(BatchSampler):
     def open(self, opening: Opening, skip: int = 0) -> IndexStream:
         """Begin an epoch, leaving out `skip` batches of each rank."""
         position = opening.position or {}
-        source = arithmetic_source(self.batch_sampler)
+        base, passed = self.batch_sampler, 0
+        while isinstance(base, SkipBatchSampler):
+            base, passed = base.batch_sampler, passed + base.skip_batches
+        source = _source_of(base)
         if source is not None:
-            start = _position(position, "samples") + skip * self.layout(0).stride
+            size = 1 if self.batch_size is None else self.batch_size
+            start = max(_position(position, "samples"), skip * self.layout(0).stride + passed * size)
             kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
             return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
         per_round = 1 if self.split_batches else self.num_processes
@@ -125,7 +130,7 @@ class ShardedBatchSampler(BatchSampler):
             drop_last=self.drop_last,
             even=self.even_batches,
             record=record,
-            skip_base=_position(position, "base_batches") + skip * per_round,
+            skip_base=max(_position(position, "base_batches"), skip * per_round),
             in_flight=opening.in_flight,
         )
 
@@ -194,14 +199,14 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
             batch=size,
             ranks=1,
             rank=0,
-            start=_position(position, "samples") + skip * size,
+            start=max(_position(position, "samples"), skip * size),
             drop_last=sampler.drop_last,
             even=False,
         )
         return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
     return SingleStream(
         iter(sampler),
-        skip=_position(position, "base_batches") + skip,
+        skip=max(_position(position, "base_batches"), skip),
         real_rows=padded_rows(sampler),
         in_flight=opening.in_flight,
     )
@@ -211,6 +216,10 @@ def arithmetic_source(sampler: Any) -> OrderSource | None:
     """How to draw the order below a batch sampler or a sampler of single indices at once, if possible."""
     while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
         sampler = sampler.batch_sampler
+    return _source_of(sampler)
+
+
+def _source_of(sampler: Any) -> OrderSource | None:
     if is_torch_batch_sampler(sampler):
         return order_source(sampler.sampler)
     return None if isinstance(sampler, BatchSampler) else order_source(sampler)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from accel_state.trees import TreeSpec, concatenate, flatten, ignorant_find_batch_size, unflatten
 from accel_train.data.layout import clip_rows
+from accel_train.data.streams import ALL_ROWS
 from accel_train.errors import DataError, DispatchError
 
 __all__ = ["Round", "cut_round", "pieces_of"]
@@ -37,7 +38,7 @@ class Round:
 
 def cut_round(
     batches: Sequence[Any],
-    first: Any,
+    first: Callable[[], Any],
     ranks: int,
     *,
     split: bool,
@@ -53,7 +54,7 @@ def cut_round(
 
     Args:
         batches: what was read, at most one batch per rank (exactly one batch when `split`).
-        first: the first batch of the epoch.
+        first: gives the first batch of the epoch; called when something must be completed.
         ranks: number of ranks.
         split: each batch is cut into one part per rank.
         last: whether nothing follows.
@@ -119,32 +120,34 @@ def pieces_of(rows: Sequence[int], ranks: int, first_rows: int) -> list[list[tup
     return parts
 
 
-def _by_rows(batches: Sequence[Any], rows: list[int], first: Any, ranks: int) -> Round:
+def _by_rows(batches: Sequence[Any], rows: list[int], first: Callable[[], Any], ranks: int) -> Round:
     total = sum(rows)
-    first_rows = _rows(first) or 0
-    if total == 0 or first_rows == 0:
-        raise DataError("Rank 0 read an empty batch; there are no rows to share out. Drop empty batches.")
     flat = {index: flatten(batch) for index, batch in enumerate(batches)}
-    sizes = dict(enumerate(rows)) | {-1: first_rows}
+    sizes = dict(enumerate(rows))
     if total % ranks:
-        flat[-1] = flatten(first)
+        completing = first()
+        flat[-1], sizes[-1] = flatten(completing), _rows(completing) or 0
+    if total == 0 or sizes.get(-1) == 0:
+        raise DataError("Rank 0 read an empty batch; there are no rows to share out. Drop empty batches.")
     parts = [
         _join([_cut(*flat[batch], sizes[batch], start, stop) for batch, start, stop in pieces])
-        for pieces in pieces_of(rows, ranks, first_rows)
+        for pieces in pieces_of(rows, ranks, sizes.get(-1, 0))
     ]
     each = -(-total // ranks)
     valid = None if total % ranks == 0 else clip_rows(total, each, ranks)
     return Round(parts, [each] * ranks, total, valid)
 
 
-def _whole(batches: Sequence[Any], counts: Sequence[int | None], first: Any, ranks: int) -> Round:
-    parts = [*batches, *[first] * (ranks - len(batches))]
-    valid = None
-    if len(batches) < ranks:
-        valid = tuple(2**62 if count is None else count for count in counts) + (0,) * (ranks - len(batches))
+def _whole(
+    batches: Sequence[Any], counts: Sequence[int | None], first: Callable[[], Any], ranks: int
+) -> Round:
+    missing = ranks - len(batches)
     real = None if None in counts else sum(count for count in counts if count is not None)
-    rows = [*counts, *[_rows(first)] * (ranks - len(batches))]
-    return Round(parts, rows, real, valid)
+    if not missing:
+        return Round(list(batches), counts, real)
+    repeated = first()
+    valid = tuple(ALL_ROWS if count is None else count for count in counts) + (0,) * missing
+    return Round([*batches, *[repeated] * missing], [*counts, *[_rows(repeated)] * missing], real, valid)
 
 
 def _by_user(batches: Sequence[Any], counts: list[int | None], ranks: int, slice_fn: SliceFunction) -> Round:

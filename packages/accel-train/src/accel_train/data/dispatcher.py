@@ -29,7 +29,7 @@ class DataLoaderDispatcher(PreparedLoader):
     Args:
         dataset: the dataset; only rank 0's is read.
         split_batches: each batch is cut into one part per rank; otherwise a step takes one batch per rank.
-        skip_batches: steps left out at the start of every iteration (iterable datasets).
+        skip_batches: steps left out at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         _drop_last: whether an incomplete last round is dropped.
         _non_blocking: whether the move to the device overlaps with the host.
@@ -42,6 +42,8 @@ class DataLoaderDispatcher(PreparedLoader):
 
     The other parameters are those of `PreparedLoader`.
     """
+
+    skips_steps = True
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class DataLoaderDispatcher(PreparedLoader):
         base = super().__len__()
         each = self.base_batches_per_step
         whole = base // each if self._drop_last else -(-base // each)
-        return whole if self.indexes is not None else max(whole - self.skip_batches, 0)
+        return max(whole - self.skip_batches, 0)
 
     # Answers
 
@@ -166,7 +168,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def _count_skipped(self, run: Run, resume: Restored | None) -> int:
         """Base batches to leave out; sets how many steps that is."""
         each = self.base_batches_per_step
-        base = self.skip_batches * each if resume is None else resume.position.get("base_batches", 0)
+        base = self.skip_batches * each
+        if resume is not None:
+            base = max(base, resume.position.get("base_batches", 0))
         run.skipped = -(-base // each)
         run.resumed = resume is not None and base > 0
         return base
@@ -248,6 +252,7 @@ class _Reader:
         self._drop_last = loader._drop_last
         self._slice_fn = loader.slice_fn
         self._first = first
+        self._passed = stream.first if stream is not None else 0
         self._read_first = loader._read_first
         self._taken = 0
         self._ahead: list[Any] = []
@@ -277,21 +282,23 @@ class _Reader:
             batches.append(self._ahead.pop(0))
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
-        if self._first is None and not (self._stream is not None and self._stream.first):
+        if self._first is None and not self._passed:
             self._first = batches[0]
         self._taken += len(batches)
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._scatterer is not None and not self.follows()
-        if last and self._first is None:
-            # What completes the tail is the epoch's first batch, also when this iteration began after it.
-            self._first = self._read_first(self._stream)
         cut: Round = cut_round(
-            batches, self._first, self._ranks, split=self._split, last=last, slice_fn=self._slice_fn
+            batches, self._first_batch, self._ranks, split=self._split, last=last, slice_fn=self._slice_fn
         )
         return [
             Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows)
             for part, rows in zip(cut.parts, cut.rows, strict=True)
         ]
+
+    def _first_batch(self) -> Any:
+        if self._first is None:
+            self._first = self._read_first(self._stream)
+        return self._first
 
     def follows(self) -> bool:
         """Whether another round follows. Counts where it can, and reads ahead where it must."""

@@ -82,6 +82,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         **kwargs: as for `torch.utils.data.DataLoader`.
     """
 
+    skips_steps: bool = False
+    """Whether `skip_batches` counts for map-style datasets, too; otherwise their batch sampler skips."""
     tagged: bool = False
     """Whether torch's iterator yields `Tagged` batches."""
     transfer: Transfer | None = None
@@ -256,7 +258,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
         The state counts the batches that were handed out. An epoch whose last batch is out counts as over.
         """
-        run = self._run
+        run = self.epoch_state.run  # which may be that of a loader that skips
         finished = run is not None and run.yielded > 0 and self._left_at_end(run)
         state = self.epoch_state.dump(self.num_processes, finished)
         sampler = self.get_sampler()
@@ -354,7 +356,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             return self.skip_batches
         batches = resume.position.get("local_batches", 0)
         if resume.ranks == self.num_processes:
-            return batches
+            return max(batches, self.skip_batches)
         total = batches * resume.ranks
         if total % self.num_processes:
             raise NotAvailableError(

@@ -114,7 +114,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
 def _skip_prepared(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     skipping = copy.copy(loader)
-    if loader.indexes is None:
+    if loader.indexes is None or loader.skips_steps:
         skipping.skip_batches = loader.skip_batches + num_batches
         return skipping
     # Torch forbids the assignment after construction because a running iterator would not see it; a copy
