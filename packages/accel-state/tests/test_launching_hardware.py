@@ -5,7 +5,7 @@ import os
 import pytest
 
 from accel_state.errors import ConfigError
-from accel_state.launching.hardware import Accelerators, find_accelerators, physical_cores
+from accel_state.launching.hardware import Accelerators, find_accelerators, peer_to_peer_works, physical_cores
 
 
 def make(root, *paths):
@@ -85,6 +85,20 @@ def test_the_count_can_be_overridden(tmp_path, no_darwin):
     assert find_accelerators({"ACCEL_DEVICE_COUNT": "0"}, tmp_path).kind == "none"
     with pytest.raises(ConfigError, match="ACCEL_DEVICE_COUNT is 'many'"):
         find_accelerators({"ACCEL_DEVICE_COUNT": "many"}, tmp_path)
+
+
+def test_the_drivers_tool_is_only_asked_where_it_matters(tmp_path, monkeypatch):
+    two = Accelerators("cuda", 2, 2)
+    monkeypatch.setattr("accel_state.nvidia.check_cuda_p2p_ib_support", lambda: False)
+    assert not peer_to_peer_works(two, tmp_path)
+    make(tmp_path, "proc/driver/nvidia/gpus/0/information")
+    information = tmp_path / "proc/driver/nvidia/gpus/0/information"
+    information.write_text("Model: NVIDIA H100")
+    assert peer_to_peer_works(two, tmp_path)
+    information.write_text("Model: NVIDIA GeForce RTX 4090")
+    assert not peer_to_peer_works(two, tmp_path)
+    assert peer_to_peer_works(Accelerators("cuda", 1, 1), tmp_path)
+    assert peer_to_peer_works(Accelerators("npu", 2, 2), tmp_path)
 
 
 def test_threads_of_one_core_count_once(tmp_path, monkeypatch):

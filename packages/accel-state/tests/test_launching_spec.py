@@ -134,6 +134,14 @@ def test_threads_are_shared_between_processes_of_a_machine():
     assert kept.environment({"OMP_NUM_THREADS": "3"})["OMP_NUM_THREADS"] == "3"
 
 
+def test_cards_without_direct_traffic_get_it_switched_off():
+    host = dataclasses.replace(gpus(2), peer_to_peer=False)
+    env = planned(host=host, environ={"NCCL_IB_DISABLE": "0"}).processes[0].env
+    assert env["NCCL_P2P_DISABLE"] == "1"
+    assert "NCCL_IB_DISABLE" not in env, "what the user has set stays"
+    assert "NCCL_P2P_DISABLE" not in planned(host=gpus(2)).processes[0].env
+
+
 def test_numbers_that_do_not_fit_together():
     with pytest.raises(ConfigError, match="--num_processes 3 cannot be divided among --num_machines 2"):
         planned("--cpu", "--num_processes", "3", "--num_machines", "2")

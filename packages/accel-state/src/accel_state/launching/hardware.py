@@ -17,7 +17,7 @@ from pathlib import Path
 
 from accel_state.errors import ConfigError
 
-__all__ = ["COUNT_VARIABLE", "Accelerators", "find_accelerators", "physical_cores"]
+__all__ = ["COUNT_VARIABLE", "Accelerators", "find_accelerators", "peer_to_peer_works", "physical_cores"]
 
 COUNT_VARIABLE = "ACCEL_DEVICE_COUNT"
 """Overrides the count (tests, and machines whose devices are found in no standard place)."""
@@ -142,6 +142,21 @@ _PROBES: tuple[tuple[str, str, Callable[[Path], int]], ...] = (
     ("sdaa", "SDAA_VISIBLE_DEVICES", lambda root: _count_names(root, "dev", r"tcaicard\d+")),
     ("xpu", "ZE_AFFINITY_MASK", _xpu),
 )
+
+
+def peer_to_peer_works(accelerators: Accelerators, root: Path = Path("/")) -> bool:
+    """Whether the accelerators can talk to each other directly, as far as is known.
+
+    The driver's tool takes its time, so it is only asked where the kernel does not say that it is not needed.
+    """
+    if accelerators.kind != "cuda" or accelerators.present < 2:
+        return True
+    models = [file.read_text(errors="replace") for file in root.glob("proc/driver/nvidia/gpus/*/information")]
+    if models and not any("RTX 40" in model for model in models):
+        return True
+    from accel_state.nvidia import check_cuda_p2p_ib_support
+
+    return check_cuda_p2p_ib_support()
 
 
 def physical_cores(root: Path = Path("/")) -> int:

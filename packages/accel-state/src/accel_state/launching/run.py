@@ -16,12 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching.hardware import Accelerators, find_accelerators, physical_cores
+from accel_state.launching.hardware import (
+    Accelerators,
+    find_accelerators,
+    peer_to_peer_works,
+    physical_cores,
+)
 from accel_state.launching.mpi import check_mpi
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.processes import RankProcess, start_command
-from accel_state.launching.spec import Host, LaunchPlan, ProcessSpec, plan, world
+from accel_state.launching.spec import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, plan, world
 from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
 from accel_state.launching.target import Target, check_target
 
@@ -179,7 +184,14 @@ def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -
     if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
         with reserve_port(config.main_process_port):
             pass  # another process on it would be met only after torch has been imported
-    return Host(accelerators, cores, open_mpi=open_mpi)
+    shape = world(config, accelerators)
+    direct = shape.local_size == 1 or peer_to_peer_works(accelerators)
+    if not direct and not config.quiet:
+        sys.stderr.write(
+            "accel: cards of the RTX 40 series lose direct traffic with this driver: "
+            f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
+        )
+    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct)
 
 
 def _port(config: LaunchConfig, host: Host) -> contextlib.AbstractContextManager[int | None]:

@@ -21,7 +21,10 @@ from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
 from accel_state.launching.target import Target
 
-__all__ = ["Host", "LaunchPlan", "ProcessSpec", "World", "plan", "world"]
+__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "world"]
+
+NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+"""What NCCL needs on GPUs that lose direct traffic."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -35,12 +38,14 @@ class Host:
         physical_cores: processor cores, hardware threads of one counted once.
         python: interpreter that runs scripts.
         open_mpi: whether ``mpirun`` is Open MPI's; other implementations take other flags.
+        peer_to_peer: whether the GPUs can talk to each other directly; NCCL must be told if not.
     """
 
     accelerators: Accelerators = field(default_factory=Accelerators)
     physical_cores: int = 1
     python: str = sys.executable
     open_mpi: bool = True
+    peer_to_peer: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +176,8 @@ def plan(
     changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
     drop = frozenset(environ) - frozenset(encoded)
     changes |= _devices(config, host.accelerators) | _threads(config, shape, environ, host)
+    if not host.peer_to_peer:
+        changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
     python_target = target.argv(host.python)
     if config.mpirun.hostfile is not None:
         changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
