@@ -104,6 +104,7 @@ class Accumulator:
         self.sync_gradients = True
         self._strategy: _Parallel = strategy
         self._precision = precision
+        self._scaled = precision.scaler is not None  # only a scaler asks which gradients wait
         self._ledger = ledger
         self._sum_over_ranks = sum_over_ranks
         self._all_models = all_models
@@ -214,7 +215,7 @@ class Accumulator:
             loss = self._weigh(window, loss, num_items)
         elif self.num_steps > 1:
             loss = self._average(window, loss)
-        outstanding = any(other.backwards for other in self._windows.values())
+        outstanding = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
         window.backwards_here += 1
         self._precision.backward(loss, outstanding, **kwargs)
@@ -222,6 +223,9 @@ class Accumulator:
     def _backward_outside(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """A backward without `accumulate()`: the user decides with `no_sync()` when gradients are reduced."""
         window = self._manual
+        if num_items is None and self.num_steps == 1 and not (self._held_back or window.backwards):
+            self._precision.backward(loss, False, **kwargs)
+            return
         window.synchronising = self._held_back == 0
         if num_items is not None or window.weighted:
             loss = self._weigh(window, loss, num_items)
