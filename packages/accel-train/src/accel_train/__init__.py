@@ -179,6 +179,10 @@ __getattr__, __dir__, __all__ = attach(
             "convert_dict_to_env_variables",
             "purge_accelerate_environment",
         ),
+        "accel_state.launching.inline": (
+            "debug_launcher",
+            "notebook_launcher",
+        ),
         "accel_state.launching.ports": ("is_port_in_use",),
         "accel_state.layers": ("get_module_children_bottom_up",),
         "accel_state.nvidia": (

@@ -162,6 +162,8 @@ from accel_state.collectives import reduce as reduce
 from accel_state.devices import get_current_device_type as get_current_device_type
 from accel_state.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environment import purge_accelerate_environment as purge_accelerate_environment
+from accel_state.launching.inline import debug_launcher as debug_launcher
+from accel_state.launching.inline import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.layers import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_state.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
