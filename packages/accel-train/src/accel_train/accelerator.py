@@ -294,6 +294,26 @@ class Accelerator:
         return self.project_configuration.iteration
 
     @property
+    def deepspeed_plugin(self) -> None:
+        """None: this version has no DeepSpeed."""
+        return self.state.deepspeed_plugin
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: this version has no parallelism besides data parallelism."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None, without a parallelism configuration."""
+        return self.state.device_mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether parameters are sharded with FSDP2."""
+        return self.state.is_fsdp2
+
+    @property
     def should_save_model(self) -> bool:
         """True on the process of each node that writes models."""
         return self._process.is_local_main_process

@@ -58,7 +58,7 @@ def prepare_model(
     plan = accelerator._plan
     if getattr(model, "_is_accelerate_prepared", False) or plan.strategy.is_wrapped(model):
         if not any(model is known for known in accelerator._prepared_models):
-            accelerator._register_model(_innermost(accelerator, model), model)
+            accelerator._register_model(accelerator.unwrap_model(model), model)
         return model
     _check_device_map(accelerator, model)
     plan.precision.wrap_forward(_plain(model))
@@ -73,10 +73,6 @@ def prepare_model(
 def _plain(model: nn.Module) -> nn.Module:
     """The module inside a model that the user compiled: its forward is the one to convert."""
     return getattr(model, "_orig_mod", model)
-
-
-def _innermost(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    return accelerator.unwrap_model(model)
 
 
 def _check_device_map(accelerator: Accelerator, model: nn.Module) -> None:
