@@ -90,9 +90,13 @@ def launcher(tmp_path):
 
 
 def wait_for(path: Path, count: int = 1, timeout: float = 20.0) -> None:
-    until = time.monotonic() + timeout
-    while len(list(path.parent.glob(path.name))) < count:
-        assert time.monotonic() < until, f"{path} did not appear"
+    until(lambda: len(list(path.parent.glob(path.name))) >= count, timeout)
+
+
+def until(holds, timeout: float = 10.0) -> None:
+    end = time.monotonic() + timeout
+    while not holds():
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
@@ -152,10 +156,14 @@ def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(lau
     # the # broken connection and is gone before.
     script = launcher.script("""
         import atexit
+        def tear_down():
+            open("link_lost", "w").close()
+            time.sleep(0.3)
         if rank == 0:
-            atexit.register(time.sleep, 0.3)
+            atexit.register(tear_down)
             raise RuntimeError("cause")
-        time.sleep(0.15)
+        while not os.path.exists("link_lost"):
+            time.sleep(0.01)
         raise RuntimeError("consequence")
     """)
     done = launcher.run("--num_processes", "2", script)
@@ -167,8 +175,11 @@ def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
     script = launcher.script("""
         if rank == 1:
             sys.stderr.write("[rank1]: Traceback (most recent call last):\\n[rank1]: ValueError: x\\n")
-            time.sleep(0.2)
+            open("link_lost", "w").close()
+            time.sleep(0.3)
             sys.exit(1)
+        while not os.path.exists("link_lost"):
+            time.sleep(0.01)
         time.sleep(0.1)
         sys.stderr.write("[rank0]: Traceback (most recent call last):\\n[rank0]: OSError: link lost\\n")
         sys.exit(1)
@@ -280,8 +291,8 @@ def test_a_closed_terminal_ends_the_ranks(launcher):
 @posix
 def test_ctrl_c_interrupts_the_ranks(launcher):
     script = launcher.script("""
-        open(f'ready_{rank}', 'w').close()
         try:
+            open(f'ready_{rank}', 'w').close()
             time.sleep(60)
         except KeyboardInterrupt:
             print("interrupted")
@@ -350,14 +361,10 @@ def test_a_stopped_launcher_stops_its_ranks(launcher):
     wait_for(launcher.folder / "ready_*", 2)
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGTSTP)
-    until = time.monotonic() + 5
-    while psutil.Process(process.pid).status() != "stopped":
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    assert [rank.status() for rank in ranks].count("stopped") == 2
+    until(lambda: psutil.Process(process.pid).status() == "stopped")
+    until(lambda: [rank.status() for rank in ranks].count("stopped") == 2)
     process.send_signal(signal.SIGCONT)
-    time.sleep(0.2)
-    assert "stopped" not in [rank.status() for rank in ranks]
+    until(lambda: "stopped" not in [rank.status() for rank in ranks])
     process.terminate()
     process.communicate(timeout=10)
 
