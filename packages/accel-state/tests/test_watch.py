@@ -75,7 +75,7 @@ def test_t21_a_late_rank_is_reported_with_its_stack_and_then_all_goes_on():
     assert results[1][1] == ""
     reports = re.findall(r"has been waiting for (\d\.\d) s", text)
     assert 1 <= len(reports) <= 2  # at 0.5 s, then at twice as long, by one rank for all
-    assert 0.5 <= float(reports[0]) < 1.2
+    assert 0.5 <= float(reports[0]) <= 1.6
     assert "collective #1, gather at " in text
     assert "arrived: rank 0: in gather (#1) at " in text
     assert "arrived: rank 2: in gather (#1) at " in text
@@ -102,7 +102,7 @@ def test_t21_reports_back_off():
         float(age)
         for age in re.findall(r"has been waiting for (\d\.\d) s in collective #1, wait_for_everyone", waiting)
     ]
-    assert 3 <= len(ages) <= 4
+    assert 2 <= len(ages) <= 4
     assert all(later >= 1.9 * sooner for sooner, later in itertools.pairwise(ages))
 
 
@@ -257,6 +257,52 @@ def test_without_reports_there_is_no_watch():
         return got, [thread.name for thread in threading.enumerate() if thread.name == "accel-watch"]
 
     assert worlds.run(body, 2, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "0"}) == [([1, 1], [])] * 2
+
+
+def test_reports_can_be_switched_on_later():
+    def body():
+        state = PartialState()
+        collectives.set_collective_checks(report_after=0.2)
+        with contextlib.redirect_stderr(io.StringIO()) as errors:
+            if state.process_index == 1:
+                time.sleep(1.2)
+            state.wait_for_everyone()
+        return errors.getvalue()
+
+    waiting, _ = worlds.run(body, 2, environ={"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT": "0"})
+    assert "not arrived: rank 1" in waiting
+
+
+def test_an_interrupted_rank_exits():
+    script = """
+        import signal, threading
+        from accel_state import collectives
+        state = PartialState()
+        state.wait_for_everyone()
+        if state.process_index == 0:
+            threading.Timer(0.5, lambda: signal.raise_signal(signal.SIGINT)).start()
+            collectives.gather_object([1])
+        time.sleep(3)
+    """
+    interrupted, sleeping = launch(script, 2)
+    assert interrupted[0] in (1, -signal.SIGINT, 130)
+    assert "KeyboardInterrupt" in interrupted[2]
+    assert interrupted[3] < sleeping[3]
+    assert sleeping[0] == 0
+
+
+def test_a_forked_child_does_not_say_goodbye():
+    def body():
+        state = PartialState()
+        state.wait_for_everyone()
+        if os.fork() == 0:
+            state.channels.close("a child's end")
+            os._exit(0)
+        os.wait()
+        time.sleep(0.3)
+        return collectives.gather_object([state.process_index])
+
+    assert worlds.run(body, 2, environ=QUICK) == [[0, 1]] * 2
 
 
 def test_without_a_watch_a_lost_rank_is_still_an_error():

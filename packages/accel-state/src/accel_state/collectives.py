@@ -140,10 +140,12 @@ def reduce(
         raise ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
     channel = PartialState().channel(group)
     if channel is None or reduction == "none":
-        return recursively_apply(
-            lambda leaf: _finish(_work(leaf, reduction, scale), leaf, "none", scale, 1), tensor,
-            error_on_other_type=True,
-        )  # fmt: skip
+
+        def alone(leaf: Tensor) -> Tensor:
+            return _finish(_work(leaf, reduction, scale).clone(), leaf, "none", scale, 1)
+
+        flatten(tensor, only_tensors=True)
+        return recursively_apply(alone, tensor)
     with channel.operation("reduce"):
         tree = _Tree.of(channel, tensor)
         try:
@@ -483,24 +485,30 @@ _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
-    """A contiguous copy of ``leaf`` in a dtype in which it can be reduced."""
+    """``leaf`` in a dtype in which it can be reduced; perhaps the same memory."""
     dtype = leaf.dtype
-    inexact = dtype.is_floating_point or dtype.is_complex
-    name = str(dtype).removeprefix("torch.")
-    if reduction == "mean" and not inexact:
-        raise ConfigError(
-            f"the mean of {name} tensors is not of that dtype; use 'sum', or convert to float first"
-        )
-    if reduction == "sum" and dtype is torch.bool:
-        raise ConfigError(
-            "the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first"
-        )
-    if reduction in ("max", "min") and dtype.is_complex:
-        raise ConfigError(f"{name} tensors have no order; {reduction!r} is not defined for them")
-    if scale != 1 and not inexact:
-        raise ConfigError(f"scale={scale} cannot be applied to a {name} tensor; convert it to float first")
-    copy = leaf.detach().to(_work_dtype(dtype), copy=True, memory_format=torch.contiguous_format)
-    return torch.view_as_real(copy) if dtype.is_complex else copy
+    if dtype.is_complex:
+        if reduction in ("max", "min"):
+            raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is not defined for them")
+        return torch.view_as_real(leaf.detach().resolve_conj())
+    if not dtype.is_floating_point:
+        if reduction == "mean":
+            raise ConfigError(
+                f"the mean of {_name(dtype)} tensors is not of that dtype; use 'sum', or convert to float first"
+            )
+        if reduction == "sum" and dtype is torch.bool:
+            raise ConfigError(
+                "the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first"
+            )
+        if scale != 1:
+            raise ConfigError(
+                f"scale={scale} cannot be applied to a {_name(dtype)} tensor; convert it to float first"
+            )
+    return leaf.detach().to(_work_dtype(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _work_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -530,7 +538,7 @@ def _reduce_work(
             alone = index if work[index].nbytes > _SMALL else None
             groups.setdefault((work[index].dtype, work[index].device, alone), []).append(index)
     for (_, device, _), members in groups.items():
-        flat = torch.cat([work[index].view(-1) for index in members]).to(channel.carrier(device))
+        flat = torch.cat([work[index].reshape(-1) for index in members]).to(channel.carrier(device))
         if flat.numel():
             channel.wait(
                 dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.group, async_op=True), flat

@@ -303,6 +303,9 @@ class Channel:
                     if self.watch is not None:
                         self.watch.settle(self)
                     raise self._give_up(self._condemned) from None
+            except BaseException:  # Ctrl-C, or what a signal handler raises: this rank will not come back
+                self._give_up(DistributedOperationException(f"{self._position[1]} was interrupted"))
+                raise
             else:
                 return
 
@@ -393,10 +396,15 @@ class Channels:
     ) -> None:
         self._device = device
         self._settings = CheckSettings.from_environment(debug)
-        seconds = self._settings.report_after
-        self._watch = Watch(store, rank, size, seconds) if store is not None and seconds > 0 else None
+        self._place = (store, rank, size)
+        self._watch = self._make_watch()
         self._by_name: dict[str, Channel] = {}
         self.of(None)
+
+    def _make_watch(self) -> Watch | None:
+        store, rank, size = self._place
+        seconds = self._settings.report_after
+        return Watch(store, rank, size, seconds) if store is not None and seconds > 0 else None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel | None:
         """The channel of ``group`` (None: all ranks), or None if there is nobody to talk to.
@@ -425,7 +433,12 @@ class Channels:
         self._settings = CheckSettings(
             now.mode if mode is None else mode, now.report_after if report_after is None else report_after
         )
+        if self._watch is None:
+            self._watch = self._make_watch()
         for channel in self._by_name.values():
+            if channel.watch is None and self._watch is not None:
+                channel.watch = self._watch
+                self._watch.add(channel)
             channel.apply(self._settings)
 
     def close(self, reason: str | None) -> None:

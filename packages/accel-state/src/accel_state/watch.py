@@ -191,7 +191,7 @@ class Watch:
     def leave(self, reason: str | None) -> None:
         """Stop, and tell the other ranks why this one is gone, if it is."""
         atexit.unregister(self._at_exit)
-        if self._stop.is_set():
+        if self._stop.is_set() or os.getpid() != self._identity["pid"]:  # a forked child is no rank
             return
         self._stop.set()
         with self._lock:

@@ -1,0 +1,169 @@
+"""What a collective costs with its checks, without them, and in plain torch.
+
+Everything runs in one world of gloo ranks, in turn, round after round: medians of a call in µs with the spread
+between rounds in brackets. Accelerate takes part where it is installed. Results are checked to be equal.
+
+    hatch run bench:collectives
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from testkit import worlds
+
+Call = Callable[[], Any]
+CONTENDERS = ("checks on", "checks off", "plain torch", "accelerate")
+
+
+def plain_gather(tensor: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.cat(parts)
+
+
+def plain_mean(tensor: torch.Tensor) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result)
+    return result / dist.get_world_size()
+
+
+def plain_broadcast(tensor: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(tensor, 0)
+    return tensor
+
+
+def plain_objects(items: list[Any]) -> list[Any]:
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, items)
+    return [item for part in parts for item in part]
+
+
+def cases() -> dict[str, tuple[Any, str]]:
+    """Name → (input, operation)."""
+    tree = {f"leaf {index}": torch.randn(4, 3) for index in range(8)}
+    return {
+        "gather 8 floats": (torch.randn(8), "gather"),
+        "gather dict of 8 tensors": (tree, "gather"),
+        "gather 64 KiB": (torch.randn(16_384), "gather"),
+        "gather 4 MiB": (torch.randn(1 << 20), "gather"),
+        "reduce 1 float": (torch.randn(1), "reduce"),
+        "reduce 4 MiB": (torch.randn(1 << 20), "reduce"),
+        "broadcast 8 floats": (torch.randn(8), "broadcast"),
+        "gather_object": ([{"loss": 0.5, "name": "a"}], "gather_object"),
+        "wait_for_everyone": (None, "wait_for_everyone"),
+    }
+
+
+def plain(operation: str, value: Any) -> Call:
+    if operation == "wait_for_everyone":
+        return dist.barrier
+    if isinstance(value, dict):
+        return lambda: {key: plain_gather(leaf) for key, leaf in value.items()}
+    function = {
+        "gather": plain_gather, "reduce": plain_mean, "broadcast": plain_broadcast, "gather_object": plain_objects,
+    }[operation]  # fmt: skip
+    return lambda: function(value)
+
+
+def calls(operation: str, value: Any) -> dict[str, tuple[str | None, Call]]:
+    """Contender → (mode of our checks, the call)."""
+    import accel_state
+
+    def of(module: Any) -> Call:
+        function = getattr(module, operation)
+        return function if value is None else lambda: function(value)
+
+    result: dict[str, tuple[str | None, Call]] = {
+        "checks on": ("on", of(accel_state)),
+        "checks off": ("off", of(accel_state)),
+        "plain torch": (None, plain(operation, value)),
+    }
+    if importlib.util.find_spec("accelerate") is not None:
+        import accelerate.utils
+
+        result["accelerate"] = (None, of(accelerate.utils))
+    return result
+
+
+def measure(rounds: int, repetitions: int) -> tuple[dict[str, dict[str, list[float]]], float]:
+    """On every rank: µs per call, by case and contender, one value per round; and ns of the watch per collective."""
+    import accel_state
+
+    state = accel_state.PartialState()
+    torch.manual_seed(state.process_index)
+    times: dict[str, dict[str, list[float]]] = {}
+    table = {name: calls(operation, value) for name, (value, operation) in cases().items()}
+    for turn in range(rounds + 1):
+        for name, contenders in table.items():
+            count = max(5, repetitions // 10) if "MiB" in name else repetitions
+            results = []
+            for contender, (mode, call) in contenders.items():
+                if mode is not None:
+                    accel_state.set_collective_checks(mode)
+                results.append(call())
+                dist.barrier()
+                began = time.perf_counter()
+                for _ in range(count):
+                    call()
+                spent = (time.perf_counter() - began) / count * 1e6
+                if turn:
+                    times.setdefault(name, {}).setdefault(contender, []).append(spent)
+            _require_equal(name, results)
+    return times, _place_cost(state.channel())
+
+
+def _require_equal(name: str, results: list[Any]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        if isinstance(first, torch.Tensor):
+            torch.testing.assert_close(other, first, msg=lambda text: f"{name}: {text}")
+        elif isinstance(first, dict):
+            for key in first:
+                torch.testing.assert_close(other[key], first[key])
+        elif other != first:
+            raise AssertionError(f"{name}: {other!r} is not {first!r}")
+
+
+def _place_cost(channel: Any) -> float:
+    """ns to say where this rank is, which is all that a collective does for the watch."""
+    rounds = 20_000
+    began = time.perf_counter()
+    for _ in range(rounds):
+        with channel.operation("gather"):
+            pass
+    return (time.perf_counter() - began) / rounds * 1e9
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repetitions", type=int, default=100)
+    arguments = parser.parse_args()
+    measured = worlds.run(measure, arguments.ranks, arguments.rounds, arguments.repetitions, timeout=600)
+    times, place = measured[0]
+    if importlib.util.find_spec("accelerate") is None:
+        print("accelerate: NOT RUN, the package is not installed")
+    present = [name for name in CONTENDERS if name in next(iter(times.values()))]
+    print(f"\n{arguments.ranks} gloo ranks, µs per call, median of {arguments.rounds} rounds [least, most]\n")
+    print("| case | " + " | ".join(present) + " | on / off |")
+    print("|---|" + "---|" * (len(present) + 1))
+    for case, row in times.items():
+        cells = [f"{statistics.median(row[n]):.0f} [{min(row[n]):.0f}, {max(row[n]):.0f}]" for n in present]
+        ratio = statistics.median([a / b for a, b in zip(row["checks on"], row["checks off"], strict=True)])
+        print(f"| {case} | {' | '.join(cells)} | {ratio:.2f} |")
+    print(f"\nThe watch: {place:.0f} ns per collective.")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
