@@ -15,7 +15,8 @@ PAGES = [
     *sorted((ROOT / "packages").glob("*/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-SKIPPED = [block for page in PAGES for block in blocks.parse(page) if blocks.skip_reason(block) is not None]
+CODE = [block for page in PAGES for block in blocks.parse(page) if block.runs]
+SKIPPED = [block for block in CODE if blocks.skip_reason(block) is not None]
 
 
 def _name(page: Path) -> str:
@@ -24,7 +25,7 @@ def _name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_page(page, tmp_path):
-    if any(block.language in {"python", "py", "diff", "bash", "sh"} for block in blocks.parse(page)):
+    if any(block.page == page and block not in SKIPPED for block in CODE):
         worlds.run(blocks.run_page, 1, str(page), str(tmp_path), timeout=280)
 
 

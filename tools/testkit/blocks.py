@@ -9,10 +9,11 @@ What happens to a block is told by its language, and by an HTML comment on the l
 
 A line ``--8<-- "path"`` stands for a file under ``docs/``, as in the built site.
 
-``<!-- test: skip=reason -->`` leaves a block out, and the reason is printed. ``<!-- test: file=name -->``
-writes the block like a title, without showing it. ``<!-- test: old=name -->`` writes the old side of a diff.
-``<!-- test: raises=Error -->`` expects Python to raise that exception, ``<!-- test: exits=2 -->`` a command
-to exit with that status. ``<!-- test: needs=package -->`` leaves a block out when that package is missing.
+``<!-- test: skip=reason -->`` leaves a block out, and the reason is printed; ``skip-page=`` on a line of its
+own leaves out the whole page. ``<!-- test: file=name -->`` writes the block like a title, without showing it.
+``<!-- test: old=name -->`` writes the old side of a diff. ``<!-- test: raises=Error -->`` expects Python to
+raise that exception, ``<!-- test: exits=2 -->`` a command to exit with that status. ``<!-- test:
+needs=package -->`` leaves a block out when that package is missing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
 _MARKER = re.compile(r"<!-- test: (?P<key>skip|file|old|raises|exits|needs)=(?P<value>.+?) -->")
+_PAGE_MARKER = re.compile(r"^<!-- test: skip-page=(.+) -->$", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _SNIPPET = re.compile(r'^--8<-- "([^"]+)"\n', re.MULTILINE)
 _DOCS = Path(__file__).parents[2] / "docs"
@@ -52,6 +54,11 @@ class Block:
         return f"{self.page}:{self.line}"
 
     @property
+    def runs(self) -> bool:
+        """Whether it is code, as opposed to text or data."""
+        return self.language in _PYTHON | _SHELL
+
+    @property
     def file(self) -> str | None:
         """The file that the block is written to, if it is."""
         return self.marks.get("file")
@@ -64,7 +71,9 @@ def parse(page: Path) -> list[Block]:
         ValueError: a fence is not closed, or a marker is misspelt.
     """
     blocks: list[Block] = []
-    lines = page.read_text(encoding="utf-8").splitlines()
+    content = page.read_text(encoding="utf-8")
+    whole = _PAGE_MARKER.search(content)
+    lines = content.splitlines()
     number = 0
     while number < len(lines):
         opening = _FENCE.match(lines[number])
@@ -76,6 +85,8 @@ def parse(page: Path) -> list[Block]:
         if end is None:
             raise ValueError(f"{page}:{number + 1}: the fence is not closed")
         marks = _marks(page, number, lines[number - 1] if number else "")
+        if whole is not None:
+            marks["skip"] = whole[1]
         title = _TITLE.search(opening["info"])
         if title is not None:
             marks.setdefault("file", title[1])
@@ -89,7 +100,7 @@ def parse(page: Path) -> list[Block]:
 
 def _marks(page: Path, number: int, before: str) -> dict[str, str]:
     marks = {match["key"]: match["value"] for match in _MARKER.finditer(before)}
-    if "<!-- test:" in before and not marks:
+    if "<!-- test:" in before and not marks and not _PAGE_MARKER.match(before):
         raise ValueError(f"{page}:{number}: marker not understood: {before.strip()}")
     return marks
 

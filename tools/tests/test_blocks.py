@@ -82,6 +82,14 @@ def test_skipped_blocks_do_not_run(page):
     assert _run(page("<!-- test: needs=pytest -->\n~~~bash\ntouch a\n~~~\n")) == ["a"]
 
 
+def test_a_page_can_be_left_out_as_a_whole(page):
+    file = page(
+        "# Title\n\n<!-- test: skip-page=sketches -->\n\n~~~bash\ntouch a\n~~~\n~~~bash\ntouch b\n~~~\n"
+    )
+    assert {blocks.skip_reason(block) for block in blocks.parse(file)} == {"sketches"}
+    assert _run(file) == []
+
+
 def test_commands_are_those_under_test(page):
     assert _run(page('~~~bash\npython -c \'import accel_state, sys; open("a", "w")\'\n~~~\n')) == ["a"]
 
