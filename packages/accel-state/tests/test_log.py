@@ -161,6 +161,7 @@ def what_ranks_log():
     logger.info("all", main_process_only=False)
     state.wait_for_everyone()
     begin = state.store.add("lines", 0)
+    state.wait_for_everyone()  # all have counted before rank 0 logs on
     logger.info("ordered", in_order=True, main_process_only=True)
     ordered = [state.store.get(f"line {begin + 1 + rank}").decode() for rank in range(state.num_processes)]
     if state.is_last_process:
