@@ -213,7 +213,7 @@ def report(mode: str, times: dict[str, list[float]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--only", nargs="*", default=list(CONTENDERS))
     parser.add_argument("--modes", nargs="*", default=list(MODES))
     arguments = parser.parse_args()

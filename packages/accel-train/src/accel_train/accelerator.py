@@ -523,7 +523,7 @@ class Accelerator:
             AccumulationError: `num_items` is given for a part of a window only.
         """
         try:
-            self._accumulator.backward(loss, num_items, **kwargs)
+            self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):
             if not isinstance(loss, Tensor):
                 raise ArgumentTypeError(

@@ -100,10 +100,11 @@ class Accumulator:
     ) -> None:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
-        self.sync_each_batch = sync_each_batch
         self.sync_gradients = True
         self._strategy: _Parallel = strategy
         self._precision = precision
+        # Whether micro-batches before the last hold back a reduction; without one, no model need be told.
+        self._holds_back = strategy.gradient_averaging_ranks > 1 and not sync_each_batch
         self._scaled = precision.scaler is not None  # only a scaler asks which gradients wait
         self._ledger = ledger
         self._sum_over_ranks = sum_over_ranks
@@ -153,7 +154,7 @@ class Accumulator:
         window.backwards_here = 0
         window.synchronising = self.sync_gradients = synchronise
         self._current = window
-        if not synchronise and not self.sync_each_batch:
+        if not synchronise and self._holds_back:
             for model in window.models or self._all_models:
                 self._strategy.set_gradient_sync(model, False)
 
@@ -161,7 +162,7 @@ class Accumulator:
         self._current = None
         if window.synchronising:
             window.reset()
-        elif not self.sync_each_batch:
+        elif self._holds_back:
             for model in window.models or self._all_models:
                 self._strategy.set_gradient_sync(model, True)
 
@@ -205,11 +206,15 @@ class Accumulator:
 
     # Backward
 
-    def backward(self, loss: Tensor, num_items: int | Tensor | None, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
         window = self._current
         if window is None:
-            self._backward_outside(loss, num_items, kwargs)
+            manual = self._manual
+            if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
+                self._precision.backward(loss, False, kwargs)
+            else:
+                self._backward_outside(manual, loss, num_items, kwargs)
             return
         if num_items is not None or window.weighted:
             loss = self._weigh(window, loss, num_items)
@@ -218,14 +223,12 @@ class Accumulator:
         outstanding = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
         window.backwards_here += 1
-        self._precision.backward(loss, outstanding, **kwargs)
+        self._precision.backward(loss, outstanding, kwargs)
 
-    def _backward_outside(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
+    def _backward_outside(
+        self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
         """A backward without `accumulate()`: the user decides with `no_sync()` when gradients are reduced."""
-        window = self._manual
-        if num_items is None and self.num_steps == 1 and not (self._held_back or window.backwards):
-            self._precision.backward(loss, False, **kwargs)
-            return
         window.synchronising = self._held_back == 0
         if num_items is not None or window.weighted:
             loss = self._weigh(window, loss, num_items)
@@ -234,7 +237,7 @@ class Accumulator:
         outstanding = window.backwards > 0
         window.backwards += 1
         try:
-            self._precision.backward(loss, outstanding, **kwargs)
+            self._precision.backward(loss, outstanding, kwargs)
         finally:
             if window.synchronising:
                 window.reset()

@@ -69,13 +69,13 @@ class AcceleratedScheduler(LRScheduler):
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        self._advance(args, kwargs)
+        if self._steps_per_call == 1:
+            self.scheduler.step(*args, **kwargs)
+        else:
+            self._advance(args, kwargs)
 
     def _advance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scheduler = self.scheduler
-        if self._steps_per_call == 1:
-            scheduler.step(*args, **kwargs)
-            return
         for _ in range(self._steps_per_call):
             # A schedule of fixed length (OneCycleLR) raises past its end; the last call of N steps may overshoot it.
             total = getattr(scheduler, "total_steps", None)

@@ -108,8 +108,11 @@ def test_a_sampler_that_draws_late_is_not_asked_ahead():
     assert isinstance(iter(recorded(DataLoader(range(4), batch_size=2))), AheadIterator)
 
 
-def test_the_way_is_chosen_by_device_and_workers():
+def test_the_way_is_chosen_by_device_and_workers(monkeypatch):
     assert choose_transfer(None, non_blocking=False, background_workers=True) is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert choose_transfer(CPU, non_blocking=False, background_workers=True) is None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     on_cpu = choose_transfer(CPU, non_blocking=False, background_workers=True)
     assert isinstance(on_cpu, DirectTransfer)
     assert not on_cpu.ahead

@@ -84,6 +84,7 @@ class ArithmeticStream(IndexStream):
         self._rounds_cut = 0
         self._full = layout.full
         self._tail_span = layout.tail_span()
+        self._batches = layout.batches
         self._done = False
 
     def __next__(self) -> list[int]:
@@ -129,7 +130,7 @@ class ArithmeticStream(IndexStream):
 
     def ends_at(self, yielded: int) -> bool:
         """Whether there are exactly `yielded` batches."""
-        return yielded >= self.layout.batches
+        return yielded >= self._batches
 
     def rows(self, batch_index: int) -> int | None:
         """Rows of a batch."""

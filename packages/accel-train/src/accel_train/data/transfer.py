@@ -101,8 +101,8 @@ def choose_transfer(
     The next batch is fetched ahead only when worker processes load: fetching ahead in this process would
     change the order in which the dataset and the training step draw random numbers.
     """
-    if device is None:
-        return None
+    if device is None or (device.type == "cpu" and not torch.accelerator.is_available()):
+        return None  # without an accelerator there is no other place that a batch could be in
     if device.type == "cpu" or not background_workers or not _has_streams(device):
         return DirectTransfer(device, non_blocking)
     return StreamTransfer(device)

@@ -59,7 +59,7 @@ class Precision:
     def unwrap_forward(self, model: nn.Module) -> None:
         """Give `model` its own forward back, if this precision had replaced it."""
 
-    def backward(self, loss: Tensor, outstanding: bool, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, outstanding: bool, kwargs: dict[str, Any]) -> None:
         """Run backward.
 
         Args:

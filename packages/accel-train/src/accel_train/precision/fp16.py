@@ -37,7 +37,7 @@ class FP16Precision(AutocastPrecision):
         self._update_due = False
         self._stepped: set[int] = set()
 
-    def backward(self, loss: Tensor, outstanding: bool, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, outstanding: bool, kwargs: dict[str, Any]) -> None:
         """Scale the loss and run backward.
 
         Raises:
