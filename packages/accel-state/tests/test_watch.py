@@ -14,6 +14,7 @@ import time
 import types
 from pathlib import Path
 
+import pytest
 import torch
 
 from accel_state import collectives
@@ -185,7 +186,7 @@ def test_t21_another_collective_is_proof_without_fingerprints():
         assert "CollectiveMismatchError" in err
         assert "rank 1 entered scatter instead" in err or "entered gather instead" in err
         assert "rank 1: in scatter (#1) at <string>:" in err
-        assert "rank 2: in gather (#1) at <string>:" in err
+        assert re.search(r"rank [02]: in gather \(#1\) at <string>:", err)
         assert float(out) < 3
 
 
@@ -367,6 +368,41 @@ def test_call_site_is_the_users_line():
     assert site is not None
     assert site.startswith(f"{__file__}:")
     assert call_site(None) is None
+
+
+@pytest.mark.parametrize("size", [8, 100_000])
+def test_a_backends_thread_is_never_the_last_to_hold_a_tensor(size):
+    """It would need the interpreter's lock to let go of it, and abort a process that is just ending."""
+
+    def body():
+        import torch.distributed as dist
+
+        from accel_state import exchange
+
+        seen = []
+        plain = {"all_reduce": dist.all_reduce, "broadcast": dist.broadcast}
+
+        def spy(function):
+            def call(*tensors, **kwargs):
+                work = function(*tensors, **kwargs)
+                seen.extend(tensor for tensor in tensors if isinstance(tensor, torch.Tensor))
+                return work
+
+            return call
+
+        exchange._all_gather_single = spy(exchange._all_gather_single)
+        for name, function in plain.items():
+            setattr(dist, name, spy(function))
+        PartialState()
+        x = torch.ones(size)
+        for call in (collectives.gather, collectives.reduce, collectives.broadcast):
+            del seen[:]
+            call(x)
+            time.sleep(0.1)  # for the thread to let go
+            owners = [tensor._use_count() for tensor in seen[-2:]]
+            assert min(owners) >= 2, (call, owners)
+
+    worlds.run(body, 2)
 
 
 class Work:

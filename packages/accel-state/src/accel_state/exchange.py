@@ -146,7 +146,10 @@ class Channel:
         self._out = bytearray(block)
         self._in = bytearray(block * self.size)
         self._out_block = torch.frombuffer(self._out, dtype=torch.uint8)
-        self._in_table = torch.frombuffer(self._in, dtype=torch.uint8).view(self.size, block)
+        self._in_block = torch.frombuffer(self._in, dtype=torch.uint8)
+        self._in_table = self._in_block.view(self.size, block)
+        self._kept_blocks = _kept_outside_python(self._in_block, self._out_block)
+        self._kept = self._kept_blocks
         self.watch = watch
         self._patience = timedelta(seconds=0.2)
         self.apply(settings)
@@ -245,7 +248,7 @@ class Channel:
         _HEADER.pack_into(self._out, 0, fingerprint(key), size, _REFUSED if refusal is not None else 0, 0)
         if payload is not None and 0 < size <= self.capacity:
             self._out_block[_HEADER.size : _HEADER.size + size] = payload
-        self._all_gather(self._in_table, self._out_block)
+        self._all_gather_blocks()
         block = self._in_table.shape[1]
         headers = [_HEADER.unpack_from(self._in, index * block) for index in range(self.size)]
         first = headers[0][0]
@@ -268,8 +271,15 @@ class Channel:
         self.all_gather_into(table, mine)
         return table
 
-    def _all_gather(self, table: Tensor, row: Tensor) -> None:
-        """All-gather blocks that stand in host memory."""
+    def _all_gather_blocks(self) -> None:
+        if self.device.type == "cpu":
+            work = _all_gather_single(self._in_block, self._out_block, group=self.group, async_op=True)
+            self._wait(work)
+            return
+        self._all_gather_on_device(self._in_table, self._out_block)
+
+    def _all_gather_on_device(self, table: Tensor, row: Tensor) -> None:
+        """All-gather what stands in host memory, by way of the device if need be."""
         if self.device.type == "cpu":
             self.all_gather_into(table, row)
             return
@@ -281,22 +291,28 @@ class Channel:
 
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
         """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
-        self.wait(_all_gather_single(table.view(-1), row.view(-1), group=self.group, async_op=True), row)
+        everything, mine = table.view(-1), row.view(-1)
+        work = _all_gather_single(everything, mine, group=self.group, async_op=True)
+        self.wait(work, mine, everything)
 
     # --- waiting and failing ---
 
-    def wait(self, work: dist.Work, tensor: Tensor) -> None:
-        """Wait for ``work`` on ``tensor``; on a device, let the stream wait."""
-        if tensor.device.type != "cpu":
+    def wait(self, work: dist.Work, *tensors: Tensor) -> None:
+        """Wait for ``work`` on ``tensors``; on a device, let the stream wait."""
+        if tensors[0].device.type != "cpu":
             work.wait()
             self._pending.append((self._position[0], self._position[1] or "", work))
-            return
+        else:
+            self._kept = _kept_outside_python(*tensors)
+            self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
         while True:
             try:
                 work.wait(self._patience)
             except RuntimeError as error:
                 if work.is_completed():
-                    if work.is_success():
+                    if self._succeeded(work):
                         return
                     raise self._broken(error) from error
                 if self._condemned is not None:
@@ -308,6 +324,15 @@ class Channel:
                 raise
             else:
                 return
+
+    @staticmethod
+    def _succeeded(work: dist.Work) -> bool:
+        """Whether a completed work, which may have completed just after a timeout, has not failed."""
+        try:
+            work.wait()
+        except RuntimeError:
+            return False
+        return True
 
     def wait_message(self, work: dist.Work, tensor: Tensor) -> None:
         """Wait for a message from or to one rank.
@@ -365,7 +390,7 @@ class Channel:
         mine = torch.zeros(_TEXT, dtype=torch.uint8)
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         table = torch.empty((self.size, _TEXT), dtype=torch.uint8)
-        self._all_gather(table, mine)
+        self._all_gather_on_device(table, mine)
         if refusal is not None:
             raise refusal
         lines = [
@@ -472,6 +497,16 @@ def _spell(key: Any) -> str:
     if key is None or isinstance(key, str | float | bytes | torch.dtype):
         return repr(key)
     return f"{type(key).__module__}.{type(key).__qualname__}"
+
+
+def _kept_outside_python(*tensors: Tensor) -> Any:
+    """One more owner of ``tensors``, to be held while a thread of the backend may have them.
+
+    Gloo's thread drops its tensors some time after it has completed a work. When that leaves a tensor to Python alone,
+    the thread takes the interpreter's lock; if the interpreter is ending just then, the process aborts (one exit in
+    ten that follows a collective closely, with torch 2.13).
+    """
+    return torch._C.ScriptList(list(tensors))
 
 
 def _frame(thread: int) -> FrameType | None:
