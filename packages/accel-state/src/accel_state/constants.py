@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from accel_state.versions import STR_OPERATION_TO_FUNC
-
 __all__ = [
     "BETA_CP_AVAILABLE_PYTORCH_VERSION",
     "BETA_SP_AVAILABLE_DEEPSPEED_VERSION",
@@ -29,7 +27,6 @@ __all__ = [
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
-    "STR_OPERATION_TO_FUNC",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",

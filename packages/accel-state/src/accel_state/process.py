@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -439,6 +438,8 @@ def _share_cores(topology: Topology) -> None:
     """Give each process of this node its share of the cores, unless OMP_NUM_THREADS is set."""
     if environment.get_int_from_env(["OMP_NUM_THREADS"], 0) > 0 or topology.world_size == 1:
         return
+    import psutil  # takes a third of the import time of this package, and only ranks on the CPU need it
+
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     threads = max(1, cores // topology.local_world_size)
     torch.set_num_threads(threads)
