@@ -90,6 +90,8 @@ def calls(operation: str, value: Any) -> dict[str, tuple[str | None, Call]]:
     if importlib.util.find_spec("accelerate") is not None:
         import accelerate.utils
 
+        accelerate.PartialState(cpu=True)
+
         result["accelerate"] = (None, of(accelerate.utils))
     return result
 
