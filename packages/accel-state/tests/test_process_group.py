@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_state import process_group
 from accel_state.clusters.base import Topology
 from accel_state.errors import ConfigError, LaunchError, StateError
 from accel_state.process import PartialState
@@ -110,6 +111,18 @@ def by_file(path):
     state.store.set(f"rank {state.process_index}", "here")
     state.store.wait([f"rank {rank}" for rank in range(2)])
     return total.item()
+
+
+def test_a_host_that_cannot_be_looked_up_is_named_in_seconds(monkeypatch):
+    def unknown(host, port):
+        tried.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    tried = []
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(LaunchError, match=r"MASTER_ADDR is 'node7'.*Name or service not known"):
+        process_group._wait_until_known("node7", 0.05)
+    assert len(tried) > 1
 
 
 def test_ranks_can_meet_through_a_file(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +28,7 @@ __all__ = ["OPTIONS", "Membership", "adopt", "join"]
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
 _JOIN_TIMEOUT = timedelta(minutes=10)
 _CLONE_TIMEOUT = 60.0
+_NAMES = 10.0  # seconds that the name of rank 0's machine may take to appear
 _GRACE = 5.0  # seconds after which a connection is given up that ignores its own timeout
 
 
@@ -186,7 +189,28 @@ def _address(topology: Topology) -> str:
         )
     host = topology.master_addr
     assert host is not None
+    _wait_until_known(host)
     return f"tcp://{f'[{host}]' if ':' in host else host}:{topology.master_port}"
+
+
+def _wait_until_known(host: str, seconds: float = _NAMES) -> None:
+    """Wait until the name of rank 0's host can be looked up; that of a machine just started may take a moment.
+
+    torch would go on looking for as long as a collective may take, half an hour by default.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR is {host!r}, which this machine cannot look up ({error}). Set MASTER_ADDR to a name "
+                    "or address of rank 0's machine that all ranks can reach"
+                ) from error
+            time.sleep(min(0.5, seconds))
+        else:
+            return
 
 
 def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
