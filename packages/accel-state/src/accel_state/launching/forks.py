@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import signal
@@ -143,10 +144,11 @@ class ForkedRanks:
         return ForkedProcess(rank, pid, pipes)
 
     def _be_rank(self, out: int, err: int, environ: Mapping[str, str]) -> NoReturn:
-        """The life of a rank; it leaves by ``_exit``, because what this process registered to do at exit is
-        not its.
+        """The life of a rank; at its end it does what it registered itself to do at exit, and nothing of what
+        this process had registered.
         """
         code = 1
+        atexit._clear()
         try:
             os.setsid()
             _reset_signals()
@@ -161,6 +163,8 @@ class ForkedRanks:
             with patch_environment(**environ):
                 _use_one_thread()
                 code = _exit_code_of(self.function, self.args)
+                # Leaving the world takes the other ranks into account: rank 0 keeps the store they still read.
+                atexit._run_exitfuncs()
         finally:
             os._exit(code)
 
