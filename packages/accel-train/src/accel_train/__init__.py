@@ -224,7 +224,6 @@ __getattr__, __dir__, __all__ = attach(
             "AmbiguousLoaderError",
             "ArgumentTypeError",
             "DataError",
-            "DataTypeError",
             "DispatchError",
             "IncompatibleOptionsError",
             "MetricsShapeError",

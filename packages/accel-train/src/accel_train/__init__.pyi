@@ -199,7 +199,6 @@ from accel_train.errors import AccumulationError as AccumulationError
 from accel_train.errors import AmbiguousLoaderError as AmbiguousLoaderError
 from accel_train.errors import ArgumentTypeError as ArgumentTypeError
 from accel_train.errors import DataError as DataError
-from accel_train.errors import DataTypeError as DataTypeError
 from accel_train.errors import DispatchError as DispatchError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
 from accel_train.errors import MetricsShapeError as MetricsShapeError

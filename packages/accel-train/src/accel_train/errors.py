@@ -9,7 +9,6 @@ AccelError
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
-├── DataTypeError (TypeError)           something else than a data loader was given
 └── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
 """
 
@@ -22,7 +21,6 @@ __all__ = [
     "AmbiguousLoaderError",
     "ArgumentTypeError",
     "DataError",
-    "DataTypeError",
     "DispatchError",
     "IncompatibleOptionsError",
     "MetricsShapeError",
@@ -61,10 +59,6 @@ class MetricsShapeError(AccelError, ValueError):
 
 class DataError(AccelError, ValueError):
     """A data loader cannot be sharded as asked."""
-
-
-class DataTypeError(AccelError, TypeError):
-    """Something else than a data loader was given where one is needed."""
 
 
 class DispatchError(AccelError, RuntimeError):

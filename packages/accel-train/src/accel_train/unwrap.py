@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -79,7 +80,5 @@ def _compiled_in_place(module: nn.Module) -> bool:
 
 
 def _dynamo_loaded() -> bool:
-    import sys
-
     # Importing torch._dynamo takes a second; nothing is compiled before it has been imported.
     return "torch._dynamo" in sys.modules

@@ -24,7 +24,7 @@ from accel_train.data import (
     get_sampler,
     prepare_data_loader,
 )
-from accel_train.errors import DataError, DataTypeError
+from accel_train.errors import ArgumentTypeError, DataError
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def test_a_prepared_loader_is_returned_and_joins_the_ledger():
 
 @pytest.mark.parametrize("wrong", [None, [1, 2], iter([1]), "loader"])
 def test_something_else_than_a_loader_is_refused(wrong):
-    with pytest.raises(DataTypeError, match=type(wrong).__name__):
+    with pytest.raises(ArgumentTypeError, match=type(wrong).__name__):
         prepare(wrong)
 
 

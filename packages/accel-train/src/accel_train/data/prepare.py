@@ -29,7 +29,7 @@ from accel_train.data.lookup import innermost_sampler, samplers_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import loader_options
-from accel_train.errors import DataError, DataTypeError
+from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["prepare_data_loader"]
 
@@ -106,7 +106,7 @@ def prepare_data_loader(
 
     Raises:
         NotAvailableError: dispatch on a mesh with tensor or context parallelism.
-        DataTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
+        ArgumentTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
         DataError: options that exclude each other, or a batch size that cannot be split.
     """
     if isinstance(dataloader, PreparedLoader):
@@ -114,7 +114,7 @@ def prepare_data_loader(
             dataloader.ledger = ledger
         return dataloader
     if not isinstance(dataloader, DataLoader):
-        raise DataTypeError(
+        raise ArgumentTypeError(
             f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "
             "Wrap the dataset in a DataLoader first."
         )
