@@ -21,6 +21,10 @@ DRIVER = Path(__file__).with_name("launching_driver.py")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups of POSIX systems")
 
 
+def _heed_hangups():
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Launcher:
     """Starts the launcher on scripts, and finds what it left running."""
 
@@ -45,6 +49,8 @@ class Launcher:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "stdin": subprocess.DEVNULL,
+            # Ignored signals are inherited: a suite that was started by nohup must not change what is tested.
+            "preexec_fn": _heed_hangups if os.name == "posix" else None,
         } | options
         return subprocess.Popen(
             [sys.executable, str(DRIVER), "--cpu", *words],
