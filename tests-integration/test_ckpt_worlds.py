@@ -208,3 +208,87 @@ def test_a_broadcast_of_what_does_not_fit_fails_everywhere(tmp_path):
 
     worlds.run(work, 2, str(tmp_path), "weight")
     worlds.run(work, 2, str(tmp_path / "nothing"), "nothing")
+
+
+def optimizer_like(**changes):
+    return {f"t{i}": torch.full((200, 200), float(i + changes.get(f"t{i}", 0))) for i in range(6)}
+
+
+def save_divided(folder, changes=None, **options):
+    from accel_ckpt import save_training_state
+    from accel_state import PartialState
+
+    rank = PartialState().process_index
+    return save_training_state(
+        pathlib.Path(folder) / "c",
+        models=[weights(1)] if rank == 0 else [],
+        shared={
+            "optimizer": optimizer_like(**(changes or {}) if rank else {}),
+            "custom": torch.ones(200, 200) * rank,
+        },
+        per_rank={"rng": torch.tensor([rank])},
+        replicated=["optimizer"],
+        **options,
+    )
+
+
+def saved_tensors(folder):
+    from safetensors import safe_open
+
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("state*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found[path.name] = set(file.keys())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_all_ranks_hold_alike_is_written_once_divided_among_them(tmp_path, ranks):
+    worlds.run(save_divided, ranks, str(tmp_path))
+    files = saved_tensors(tmp_path / "c")
+    assert set(files) == {"state.safetensors", *(f"state-{rank:05d}.safetensors" for rank in range(1, ranks))}
+    names = [name for part in files.values() for name in part]
+    assert sorted(names) == sorted(["custom", *(f"optimizer.t{i}" for i in range(6))])
+    assert max(len(part) for part in files.values()) <= -(-7 // ranks) + 1
+    from accel_ckpt import open_training_state
+
+    checkpoint = open_training_state(tmp_path / "c")
+    checkpoint.verify()
+    shared = checkpoint.shared
+    assert all(torch.equal(shared["optimizer"][name], value) for name, value in optimizer_like().items())
+    assert torch.equal(shared["custom"], torch.zeros(200, 200))  # not said to be alike: the leading rank's
+
+
+def test_a_tensor_that_differs_after_all_is_the_leading_rank_s(tmp_path):
+    worlds.run(save_divided, 2, str(tmp_path), {"t3": 0.5, "t4": 0.5})
+    files = saved_tensors(tmp_path / "c")
+    assert {"optimizer.t3", "optimizer.t4"} <= files["state.safetensors"]
+    from accel_ckpt import open_training_state
+
+    shared = open_training_state(tmp_path / "c").shared
+    assert all(torch.equal(shared["optimizer"][name], value) for name, value in optimizer_like().items())
+
+
+def test_every_node_saves_all_of_it(tmp_path):
+    def work(folder):
+        from accel_ckpt.coordination import WorldCoordinator
+        from accel_state import PartialState
+
+        rank = PartialState().process_index
+        node = pathlib.Path(folder) / f"node{rank // 2}"
+        save_divided(node, each_node=True, coordinator=WorldCoordinator(rank, 4, rank % 2))
+
+    worlds.run(work, 4, str(tmp_path))
+    from accel_ckpt import open_training_state
+
+    for node in (0, 1):
+        folder = tmp_path / f"node{node}" / "c"
+        assert len(saved_tensors(folder)) == 2
+        shared = open_training_state(folder).shared
+        assert all(torch.equal(shared["optimizer"][name], value) for name, value in optimizer_like().items())
+
+
+def test_t8_a_new_save_by_fewer_ranks_leaves_no_file_of_the_old(tmp_path):
+    worlds.run(save_divided, 3, str(tmp_path))
+    worlds.run(save_divided, 1, str(tmp_path))
+    assert list(saved_tensors(tmp_path / "c")) == ["state.safetensors"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, divide, plan_shards, shard_file_names
 
 tensors = st.lists(st.tuples(st.integers(0, 200), st.none() | st.integers(0, 3))).map(
     lambda items: [PlannedTensor(f"t{i}", size, group) for i, (size, group) in enumerate(items)]
@@ -72,3 +72,22 @@ def test_sizes(size, expected):
 def test_bad_sizes(size):
     with pytest.raises(ValueError, match="size"):
         convert_file_size_to_int(size)
+
+
+@given(
+    st.dictionaries(st.text(max_size=3), st.integers(0, 100)),
+    st.lists(st.integers(0, 200), min_size=1, max_size=5),
+)
+def test_each_thing_goes_to_one_worker_and_the_load_is_even(sizes, loads):
+    shares = divide(sizes, loads)
+    assert sorted(name for share in shares for name in share) == sorted(sizes)
+    total = [load + sum(sizes[name] for name in share) for load, share in zip(loads, shares, strict=True)]
+    busy = [t for t, share in zip(total, shares, strict=True) if share]
+    # Whoever got something had least before its last, smallest piece came.
+    assert all(
+        t - min(sizes[n] for n in share) <= min(total)
+        for t, share in zip(total, shares, strict=True)
+        if share
+    )
+    assert not busy or max(busy) <= min(total) + max(sizes.values())
+    assert divide(dict(reversed(sizes.items())), loads) == shares

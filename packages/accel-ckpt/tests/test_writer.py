@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.tensors import DTYPE_NAMES
-from accel_ckpt.writer import replace_file, write_json, write_safetensors, write_torch
+from accel_ckpt.writer import json_bytes, replace_file, write_bytes, write_safetensors, write_torch
 
 
 def sample(dtype, shape):
@@ -94,11 +94,11 @@ def test_torch_reads_it(tmp_path):
 
 def test_a_replaced_file_keeps_its_old_content_for_who_has_it_open(tmp_path):
     path = tmp_path / "x"
-    write_json(path, {"old": 1})
+    write_bytes(path, json_bytes({"old": 1}))
     with open(path) as opened:
-        replace_file(path, lambda to: write_json(to, {"new": 2}))
+        replace_file(path, lambda to: write_bytes(to, json_bytes({"new": 2})))
         assert json.load(opened) == {"old": 1}
     assert json.loads(path.read_text()) == {"new": 2}
     with pytest.raises(ValueError, match="JSON compliant"):
-        replace_file(path, lambda to: write_json(to, float("nan")))
+        replace_file(path, lambda to: write_bytes(to, json_bytes(float("nan"))))
     assert os.listdir(tmp_path) == ["x"]

@@ -52,7 +52,8 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.optimizers": ["load_optimizer_state", "optimizer_state_by_name"],
         "accel_ckpt.plan": ["convert_file_size_to_int"],
         "accel_ckpt.reader": ["TensorEntry", "read_header"],
-        "accel_ckpt.state": ["TrainingCheckpoint", "Tree", "open_training_state", "save_training_state"],
+        "accel_ckpt.saving": ["Tree", "save_training_state"],
+        "accel_ckpt.state": ["TrainingCheckpoint", "open_training_state"],
         "accel_ckpt.tensors": ["clean_state_dict_for_safetensors", "id_tensor_storage"],
     },
 )

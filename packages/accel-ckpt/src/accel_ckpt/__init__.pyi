@@ -48,10 +48,10 @@ from accel_ckpt.optimizers import optimizer_state_by_name as optimizer_state_by_
 from accel_ckpt.plan import convert_file_size_to_int as convert_file_size_to_int
 from accel_ckpt.reader import TensorEntry as TensorEntry
 from accel_ckpt.reader import read_header as read_header
+from accel_ckpt.saving import Tree as Tree
+from accel_ckpt.saving import save_training_state as save_training_state
 from accel_ckpt.state import TrainingCheckpoint as TrainingCheckpoint
-from accel_ckpt.state import Tree as Tree
 from accel_ckpt.state import open_training_state as open_training_state
-from accel_ckpt.state import save_training_state as save_training_state
 from accel_ckpt.tensors import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensors import id_tensor_storage as id_tensor_storage
 

@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
@@ -40,9 +40,11 @@ from accel_ckpt.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.reader import file_digest
 from accel_ckpt.writer import FileRecord
 
-__all__ = ["Contribution", "commit", "complete_checkpoints", "prune_checkpoints"]
+__all__ = ["Contribution", "Transaction", "commit", "complete_checkpoints", "prune_checkpoints"]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +81,80 @@ def commit(
     Raises:
         CheckpointSaveError: this rank or another one failed; what was there before is unchanged.
     """
-    directory = Path(os.path.abspath(Path(directory).expanduser()))
-    if directory.is_symlink():
-        directory = directory.resolve()
-    doing = f"saving the checkpoint {directory}"
-    agreed = coordinator.exchange((str(directory), host_token(secrets.token_hex(6))))
-    if not each_node and len({name for name, _ in agreed}) > 1:
-        raise CheckpointSaveError(f"ranks save to different folders: {sorted({name for name, _ in agreed})}")
-    temporary = temporary_name(directory, agreed[0][1])
-    leader = coordinator.local_rank == 0 if each_node else coordinator.rank == 0
-    job = _Commit(directory, temporary, leader, disk)
-    try:
-        run_together(job.begin, coordinator, doing=doing)
-        parts = run_together(lambda: job.contribute(write), coordinator, doing=doing)
-        run_together(lambda: job.finish(parts, coordinator), coordinator, doing=doing)
-    finally:
-        job.close()
-    return directory
+    return Transaction.begin(directory, coordinator=coordinator, each_node=each_node, disk=disk).complete(
+        write
+    )
 
 
-class _Commit:
-    """One rank's part in a commit."""
+class Transaction:
+    """One rank's part in a commit: begun, then completed or aborted, perhaps in another thread.
 
-    def __init__(self, directory: Path, temporary: Path, leader: bool, disk: Disk) -> None:
+    Every method is collective; one that raises has aborted the transaction, on all ranks.
+    """
+
+    def __init__(
+        self, directory: Path, temporary: Path, leader: bool, coordinator: Coordinator, disk: Disk
+    ) -> None:
         self.directory = directory
         self.temporary = temporary
+        """Where files are written until the checkpoint is complete."""
         self.leader = leader
+        self.coordinator = coordinator
+        """The ranks; a background thread may put one here that does not need the training group."""
         self.disk = disk
-        self.folder: TemporaryFolder | None = None
-        self.keep = False
-        self.own = Contribution({})
+        self._folder: TemporaryFolder | None = None
+        self._keep = False
+        self._own = Contribution({})
+
+    @classmethod
+    def begin(
+        cls, directory: Path, *, coordinator: Coordinator, each_node: bool = False, disk: Disk = LOCAL
+    ) -> Transaction:
+        """Check the destination, clean up after dead saves, make the temporary folder. As :func:`commit`."""
+        directory = Path(os.path.abspath(Path(directory).expanduser()))
+        if directory.is_symlink():
+            directory = directory.resolve()
+        agreed = coordinator.exchange((str(directory), host_token(secrets.token_hex(6))))
+        if not each_node and len({name for name, _ in agreed}) > 1:
+            raise CheckpointSaveError(
+                f"ranks save to different folders: {sorted({name for name, _ in agreed})}"
+            )
+        temporary = temporary_name(directory, agreed[0][1])
+        leader = coordinator.local_rank == 0 if each_node else coordinator.rank == 0
+        transaction = cls(directory, temporary, leader, coordinator, disk)
+        transaction.together(transaction._open)
+        return transaction
+
+    def together(self, step: Callable[[], T]) -> list[T]:
+        """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
+        try:
+            return run_together(step, self.coordinator, doing=f"saving the checkpoint {self.directory}")
+        except BaseException:  # also when the user interrupts
+            self.abort()
+            raise
+
+    def complete(self, write: Callable[[Path], Contribution]) -> Path:
+        """Write this rank's files; when all ranks have, give the folder its name, which is returned."""
+        try:
+            parts = self.together(lambda: self._contribute(write))
+            self.together(lambda: self._finish(parts))
+        finally:
+            self.abort()  # after a success nothing is left to remove, and the lock is released
+        return self.directory
+
+    def abort(self) -> None:
+        """Remove the temporary folder, if it still has that name, and release its lock. Not collective."""
+        if self._folder is None:
+            return
+        if self.temporary.exists() and not self._keep:
+            try:
+                self.disk.remove_tree(self.temporary)
+            except OSError as error:
+                warnings.warn(
+                    f"{self.temporary} could not be removed, the next save will: {error}", stacklevel=2
+                )
+        self._folder.release()
+        self._folder = None
 
     @contextlib.contextmanager
     def _naming_the_cause(self) -> Iterator[None]:
@@ -121,8 +167,7 @@ class _Commit:
                 f"saving the checkpoint {self.directory} failed: {error}; what was there before is unchanged"
             ) from error
 
-    def begin(self) -> None:
-        """Leader: check the destination, clean up after dead saves, make the temporary folder."""
+    def _open(self) -> None:
         if not self.leader:
             return
         with self._naming_the_cause():
@@ -130,7 +175,7 @@ class _Commit:
             restore_interrupted_swaps(self.directory.parent, self.disk)
             _check_destination(self.directory)
             try:
-                self.folder = TemporaryFolder(self.temporary, self.disk)
+                self._folder = TemporaryFolder(self.temporary, self.disk)
             except FileExistsError as error:
                 raise CheckpointSaveError(
                     f"{self.temporary} was made by another rank of this save: the nodes share this file "
@@ -139,8 +184,7 @@ class _Commit:
                 ) from error
             clean_leftovers(self.directory.parent, self.temporary.stat().st_mtime, self.disk)
 
-    def contribute(self, write: Callable[[Path], Contribution]) -> Contribution:
-        """Every rank: write its files."""
+    def _contribute(self, write: Callable[[Path], Contribution]) -> Contribution:
         if not self.temporary.is_dir():
             raise CheckpointSaveError(
                 f"the folder {self.temporary} that the main process made is not visible here; save to a file "
@@ -152,18 +196,17 @@ class _Commit:
         if not self.leader:
             return written
         # The others need no index of the leader's tensors, which can be large.
-        self.own = written
+        self._own = written
         return replace(written, files={name: replace(r, tensors={}) for name, r in written.files.items()})
 
-    def finish(self, parts: list[Contribution], coordinator: Coordinator) -> None:
-        """Leader: write the manifest and give the folder its name."""
+    def _finish(self, parts: list[Contribution]) -> None:
         if not self.leader:
             return
         with self._naming_the_cause():
-            files = {**_visible_files(self.temporary, parts), **self.own.files}
+            files = {**_visible_files(self.temporary, parts), **self._own.files}
             files |= _unreported_files(self.temporary, files, self.disk)
             ranks = tuple(r for r, part in enumerate(parts) if part.files and set(part.files) <= set(files))
-            manifest = Manifest(coordinator.world_size, ranks, self.own.models, files)
+            manifest = Manifest(self.coordinator.world_size, ranks, self._own.models, files)
             manifest.write(self.temporary, self.disk)
             carried = (
                 _carry_over(self.directory, self.temporary, self.disk) if self.directory.exists() else set()
@@ -198,24 +241,11 @@ class _Commit:
             _rescue(old, self.directory, carried, self.disk)
             self.disk.remove_tree(old)
         except OSError as error:
-            self.keep = old.exists()
+            self._keep = old.exists()
             warnings.warn(
                 f"the checkpoint is saved, but the old one could not be removed from {old}: {error}",
                 stacklevel=2,
             )
-
-    def close(self) -> None:
-        """Release the lock; after a failure also remove the temporary folder."""
-        if self.folder is None:
-            return
-        if self.temporary.exists() and not self.keep:
-            try:
-                self.disk.remove_tree(self.temporary)
-            except OSError as error:
-                warnings.warn(
-                    f"{self.temporary} could not be removed, the next save will: {error}", stacklevel=2
-                )
-        self.folder.release()
 
 
 def _make_folders(folder: Path, disk: Disk) -> None:

@@ -26,7 +26,7 @@ from accel_ckpt.manifest import MANIFEST_NAME
 from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.tensors import clean_state_dict_for_safetensors, id_tensor_storage, tied_aliases
-from accel_ckpt.writer import FileRecord, FileWriter, replace_file, write_safetensors, write_torch
+from accel_ckpt.writer import FileRecord, replace_file, write_bytes, write_safetensors, write_torch
 
 __all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
 
@@ -109,7 +109,7 @@ def save_model(
     written = [*files.shards]
     if files.index is not None:
         text = files.index.encode()
-        replace_file(directory / index, lambda path: _write_bytes(path, text, disk), disk)
+        replace_file(directory / index, lambda path: write_bytes(path, text, disk), disk)
         written.append(index)
     now = (directory / written[0]).stat().st_mtime
     for path in directory.iterdir():
@@ -215,12 +215,6 @@ def _compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         plain = tensor.detach().cpu()
         result[name] = plain if whole else plain.clone(memory_format=torch.contiguous_format)
     return result
-
-
-def _write_bytes(path: Path, data: bytes, disk: Disk) -> FileRecord:
-    with FileWriter(path, disk) as file:
-        file.write(data)
-        return file.finish()
 
 
 def save(

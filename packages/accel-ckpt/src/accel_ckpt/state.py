@@ -1,106 +1,23 @@
-"""The training state of a run: model weights, shared trees, and the trees of each rank, in one committed
-folder.
-
-A *tree* is nested dictionaries and lists of tensors and plain data. Its tensors go to a safetensors file
-under names that say where in the tree they stand, everything else to tagged JSON (:mod:`accel_ckpt.tags`).
-"""
+"""Reading the training state of a run, which :mod:`accel_ckpt.saving` wrote."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from accel_ckpt import tags
-from accel_ckpt.commit import Contribution, commit
-from accel_ckpt.coordination import Coordinator, default_coordinator
-from accel_ckpt.disk import LOCAL, Disk
-from accel_ckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MissingPartError,
-    UnsupportedValueError,
-)
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
 from accel_ckpt.index import inside
 from accel_ckpt.leftovers import restore_interrupted_swaps
 from accel_ckpt.manifest import Manifest
-from accel_ckpt.model import plan_model_files
-from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.plan import convert_file_size_to_int
 from accel_ckpt.reader import check_digest, file_digest, read_json, read_pickled, read_tensors
-from accel_ckpt.writer import FileRecord, FileWriter, write_json, write_safetensors
+from accel_ckpt.saving import EXTRA, Tree, is_tensor_file, rank_stem
 
-__all__ = ["RankState", "TrainingCheckpoint", "Tree", "open_training_state", "save_training_state"]
-
-Tree: TypeAlias = Any
-"""Nested dictionaries and lists of tensors and plain data."""
-
-_EXTRA = "model_{}.extra"
-
-
-def save_training_state(
-    directory: str | os.PathLike[str],
-    *,
-    models: Sequence[Mapping[str, Any]],
-    shared: Mapping[str, Tree],
-    per_rank: Mapping[str, Tree],
-    safe_serialization: bool = True,
-    each_node: bool = False,
-    before_write: Callable[[Path], None] | None = None,
-    max_shard_size: int | str = "10GB",
-    coordinator: Coordinator | None = None,
-    disk: Disk = LOCAL,
-) -> Path:
-    """Save a training state so that it exists completely or not at all. Collective.
-
-    Args:
-        directory: the checkpoint's folder. One that exists is replaced as a whole, in one step; files in it
-            that no save of a training state wrote are carried over.
-        models: full state dicts with canonical names, read on the writing rank only. Entries that are not
-            tensors (``get_extra_state``) are kept with the shared trees.
-        shared: name → tree; read on the writing rank only.
-        per_rank: name → tree, this rank's own; such as its random number generators.
-        safe_serialization: weights as safetensors, or as ``.bin`` of ``torch.save``.
-        each_node: the first rank of every node writes a folder of its own, for file systems that nodes do not
-            share.
-        before_write: called on every rank with the temporary folder, before anything is written or `models` is
-            read; files that it adds become part of the checkpoint, and it may change `models` in place.
-        max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
-        coordinator: the ranks; those of the process group by default.
-        disk: where.
-
-    Returns:
-        The folder, absolute.
-
-    Raises:
-        CheckpointSaveError: writing failed, here or on another rank. On every rank; what was there before is
-            unchanged.
-        UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
-    """
-    limit = convert_file_size_to_int(max_shard_size)
-    ranks = coordinator or default_coordinator()
-    writer = ranks.local_rank == 0 if each_node else ranks.rank == 0
-
-    def write(folder: Path) -> Contribution:
-        if before_write is not None:
-            before_write(folder)
-        files: dict[str, FileRecord] = {}
-        homes: tuple[tuple[str, ...], ...] = ()
-        # Trees first: what cannot be saved is found before the large files are written.
-        files |= _write_trees(folder, _rank_stem(ranks.rank), per_rank, disk)
-        if writer:
-            weights, extra = _split_models(models)
-            files |= _write_trees(folder, "state", {**shared, **extra}, disk)
-            for index, state_dict in enumerate(weights):
-                records = _write_model(folder, index, state_dict, limit, safe_serialization, disk)
-                files |= records
-                homes = (*homes, tuple(name for name in records if not name.endswith(".json")))
-        return Contribution(files, homes)
-
-    return commit(Path(directory), write, coordinator=ranks, each_node=each_node, disk=disk)
+__all__ = ["RankState", "TrainingCheckpoint", "open_training_state"]
 
 
 def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
@@ -141,7 +58,7 @@ class TrainingCheckpoint:
     def shared(self) -> Mapping[str, Tree]:
         """The shared trees by name."""
         trees = self._read_trees("state")
-        extra = {_EXTRA.format(i) for i in range(len(self.manifest.models))}
+        extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
         return RankState(
             "the shared state", {name: tree for name, tree in trees.items() if name not in extra}
         )
@@ -165,7 +82,7 @@ class TrainingCheckpoint:
                 f"holds {list(self.manifest.ranks)}. Load with as many ranks, or allow the state to be "
                 f"missing"
             )
-        return RankState(f"the state of rank {rank}", self._read_trees(_rank_stem(rank)))
+        return RankState(f"the state of rank {rank}", self._read_trees(rank_stem(rank)))
 
     def verify(self) -> None:
         """Read every file and check its checksum.
@@ -184,9 +101,9 @@ class TrainingCheckpoint:
 
     def _read_trees(self, stem: str) -> dict[str, Tree]:
         tensors: dict[str, torch.Tensor] = {}
-        if f"{stem}.safetensors" in self.manifest.files:
-            path = inside(self.directory, f"{stem}.safetensors")
-            _, tensors = read_tensors(path, self._checksum(path.name))
+        for name in self.manifest.files:
+            if is_tensor_file(name, stem):
+                tensors |= read_tensors(inside(self.directory, name), self._checksum(name))[1]
         path = inside(self.directory, f"{stem}.json")
         content = read_json(path, self._checksum(path.name))
 
@@ -215,7 +132,7 @@ class TrainingCheckpoint:
                 if checksum is not None:
                     check_digest(path, file_digest(path), checksum)
                 result |= read_pickled(path, mapped=False)
-        result.update(self._read_trees("state").get(_EXTRA.format(index), {}))
+        result.update(self._read_trees("state").get(EXTRA.format(index), {}))
         return result
 
 
@@ -257,66 +174,3 @@ class RankState(Mapping[str, Tree]):
 
     def __len__(self) -> int:
         return len(self._trees)
-
-
-def _rank_stem(rank: int) -> str:
-    return f"rank-{rank:05d}"
-
-
-def _write_trees(folder: Path, stem: str, trees: Mapping[str, Tree], disk: Disk) -> dict[str, FileRecord]:
-    tensors: dict[str, torch.Tensor] = {}
-
-    def sink(path: tuple[Any, ...], tensor: torch.Tensor) -> str:
-        name = base = ".".join(str(part) for part in path)
-        number = 1
-        while name in tensors:  # {"a.b": x, "a": {"b": y}}
-            number += 1
-            name = f"{base}~{number}"
-        tensors[name] = tensor
-        return name
-
-    encoded = {}
-    encoder = tags.Encoder(sink)
-    for name, tree in trees.items():
-        if not isinstance(name, str):
-            raise UnsupportedValueError(
-                f"parts of a training state have names; {name!r} is a {type(name).__name__}"
-            )
-        encoded[name] = encoder.encode(tree, (name,))
-    files = {f"{stem}.json": write_json(folder / f"{stem}.json", encoded, disk)}
-    if tensors:
-        files[f"{stem}.safetensors"] = write_safetensors(
-            folder / f"{stem}.safetensors", tensors, {"format": "pt"}, disk
-        )
-    return files
-
-
-def _split_models(
-    models: Sequence[Mapping[str, Any]],
-) -> tuple[list[dict[str, torch.Tensor]], dict[str, Tree]]:
-    weights, extra = [], {}
-    for index, state_dict in enumerate(models):
-        named = canonical_state_dict(state_dict)
-        weights.append({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
-        if rest := {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}:
-            extra[_EXTRA.format(index)] = rest
-    return weights, extra
-
-
-def _write_model(
-    folder: Path,
-    index: int,
-    state_dict: Mapping[str, torch.Tensor],
-    limit: int,
-    safe_serialization: bool,
-    disk: Disk,
-) -> dict[str, FileRecord]:
-    stem = ("model" if safe_serialization else "pytorch_model") + (f"_{index}" if index else "")
-    files = plan_model_files(state_dict, limit, safe_serialization, stem)
-    records = {name: files.write(folder / name, part, disk) for name, part in files.shards.items()}
-    if files.index is not None:
-        name = f"{stem}.{'safetensors' if safe_serialization else 'bin'}.index.json"
-        with FileWriter(folder / name, disk) as file:
-            file.write(files.index.encode())
-            records[name] = file.finish()
-    return records

@@ -17,7 +17,15 @@ from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
 
-__all__ = ["FileRecord", "FileWriter", "replace_file", "write_json", "write_safetensors", "write_torch"]
+__all__ = [
+    "FileRecord",
+    "FileWriter",
+    "json_bytes",
+    "replace_file",
+    "write_bytes",
+    "write_safetensors",
+    "write_torch",
+]
 
 # Bytes per write: enough for the disk's full rate, and little enough to be in the cache still for the hash.
 _CHUNK = 1 << 24
@@ -75,11 +83,15 @@ class FileWriter(io.RawIOBase):
         super().close()
 
 
-def write_json(path: Path, data: Any, disk: Disk = LOCAL) -> FileRecord:
-    """Write JSON in UTF-8: two spaces of indent, keys in the order given, a newline at the end."""
-    text = json.dumps(data, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+def json_bytes(data: Any) -> bytes:
+    """JSON in UTF-8: two spaces of indent, keys in the order given, a newline at the end."""
+    return f"{json.dumps(data, indent=2, ensure_ascii=True, allow_nan=False)}\n".encode()
+
+
+def write_bytes(path: Path, content: bytes, disk: Disk = LOCAL) -> FileRecord:
+    """Write a small file."""
     with FileWriter(path, disk) as file:
-        file.write(text.encode())
+        file.write(content)
         return file.finish()
 
 

@@ -138,6 +138,7 @@ def save_state(
         models=weights,
         shared=_shared(accelerator),
         per_rank={"rng": get_rng_state()},
+        replicated=_replicated(accelerator),
         safe_serialization=safe_serialization,
         each_node=config.save_on_each_node,
         before_write=run_hooks,
@@ -196,6 +197,18 @@ def _shared(accelerator: Accelerator) -> dict[str, Any]:
     for key, item in _stateful(accelerator):
         shared[key] = item.state_dict()
     return shared
+
+
+def _replicated(accelerator: Accelerator) -> list[str]:
+    """The optimizers of which every rank holds the same."""
+    strategy = accelerator._plan.strategy
+    models = [model for model in accelerator._prepared_models if strategy.keeps_replicas(model)]
+    alike = {id(parameter) for model in models for parameter in model.parameters()}
+    return [
+        f"optimizer_{index}"
+        for index, optimizer in enumerate(accelerator._optimizers)
+        if all(id(p) in alike for group in optimizer.optimizer.param_groups for p in group["params"])
+    ]
 
 
 def load_state(

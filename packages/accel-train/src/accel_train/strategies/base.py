@@ -69,6 +69,10 @@ class Strategy:
         """Whether `model` is already this strategy's wrapper."""
         return False
 
+    def keeps_replicas(self, model: nn.Module) -> bool:
+        """Whether all ranks hold the parameters of a prepared model, and what optimizers derive from them, alike."""
+        return False
+
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Say whether the next backward passes of `model` reduce gradients across ranks."""
 

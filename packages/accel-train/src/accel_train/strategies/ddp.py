@@ -52,6 +52,10 @@ class DDPStrategy(Strategy):
         """Whether `model` is a DDP wrapper."""
         return isinstance(model, DistributedDataParallel)
 
+    def keeps_replicas(self, model: nn.Module) -> bool:
+        """True of a model whose gradients it averages."""
+        return isinstance(_ddp_of(model), DistributedDataParallel)
+
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Switch the reduction of the next backward passes, as DDP's own `no_sync` does."""
         if isinstance(inner := _ddp_of(model), DistributedDataParallel):

@@ -1,0 +1,357 @@
+"""Saving the training state of a run: model weights, shared trees, and the trees of each rank, in one folder.
+
+A *tree* is nested dictionaries and lists of tensors and plain data. Its tensors go to safetensors files under
+names that say where in the tree they stand, everything else to tagged JSON (:mod:`accel_ckpt.tags`).
+
+A save has three steps. A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the
+tensors that it holds like all others; from all offers each rank computes the same *plan*, the files that it
+writes. Between plan and writing the tensors may be copied (staged), so that training can go on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+
+from accel_ckpt import tags
+from accel_ckpt.commit import Contribution, Transaction
+from accel_ckpt.coordination import Coordinator, default_coordinator
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.model import plan_model_files
+from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.plan import convert_file_size_to_int, divide
+from accel_ckpt.tensors import as_bytes
+from accel_ckpt.writer import FileRecord, json_bytes, write_bytes, write_safetensors
+
+__all__ = ["PlannedFile", "StateDraft", "StatePlan", "Tree", "save_training_state"]
+
+Tree: TypeAlias = Any
+"""Nested dictionaries and lists of tensors and plain data."""
+
+Offer: TypeAlias = tuple[int, dict[str, tuple[int, str]]]
+"""How many bytes a rank writes anyway, and the tensors it holds like all others: name to bytes and a fingerprint."""
+
+EXTRA = "model_{}.extra"
+
+# Bytes. Dividing smaller tensors among ranks is not worth a name in every rank's offer.
+_WORTH_DIVIDING = 1 << 16
+
+# Elements of a tensor that are compared before ranks rely on each other's copies.
+_SAMPLES = 256
+
+
+def save_training_state(
+    directory: str | os.PathLike[str],
+    *,
+    models: Sequence[Mapping[str, Any]],
+    shared: Mapping[str, Tree],
+    per_rank: Mapping[str, Tree],
+    replicated: Collection[str] = (),
+    safe_serialization: bool = True,
+    each_node: bool = False,
+    before_write: Callable[[Path], None] | None = None,
+    max_shard_size: int | str = "10GB",
+    coordinator: Coordinator | None = None,
+    disk: Disk = LOCAL,
+) -> Path:
+    """Save a training state so that it exists completely or not at all. Collective.
+
+    Args:
+        directory: the checkpoint's folder. One that exists is replaced as a whole, in one step; files in it
+            that no save of a training state wrote are carried over.
+        models: full state dicts with canonical names, written by the leading rank. Entries that are not
+            tensors (``get_extra_state``) are kept with the shared trees.
+        shared: name → tree; those of the leading rank count.
+        per_rank: name → tree, this rank's own; such as its random number generators.
+        replicated: names in ``shared`` whose large tensors every rank holds alike, so that each writes a part of
+            them. Samples are compared; a tensor that differs is written by the leading rank.
+        safe_serialization: weights as safetensors, or as ``.bin`` of ``torch.save``.
+        each_node: the first rank of every node leads the save of a folder of its own, for file systems that
+            nodes do not share.
+        before_write: called on every rank with the temporary folder, before anything is written or `models` is
+            read; files that it adds become part of the checkpoint, and it may change `models` in place.
+        max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
+        coordinator: the ranks; those of the process group by default.
+        disk: where.
+
+    Returns:
+        The folder, absolute.
+
+    Raises:
+        CheckpointSaveError: writing failed, here or on another rank. On every rank; what was there before is
+            unchanged.
+        UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
+    """
+    transaction, plan = begin_save(
+        directory,
+        models=models,
+        shared=shared,
+        per_rank=per_rank,
+        replicated=replicated,
+        safe_serialization=safe_serialization,
+        each_node=each_node,
+        before_write=before_write,
+        max_shard_size=max_shard_size,
+        coordinator=coordinator,
+        disk=disk,
+    )
+    return transaction.complete(lambda folder: plan.write(folder, disk))
+
+
+def begin_save(
+    directory: str | os.PathLike[str],
+    *,
+    models: Sequence[Mapping[str, Any]],
+    shared: Mapping[str, Tree],
+    per_rank: Mapping[str, Tree],
+    replicated: Collection[str] = (),
+    safe_serialization: bool = True,
+    each_node: bool = False,
+    before_write: Callable[[Path], None] | None = None,
+    max_shard_size: int | str = "10GB",
+    coordinator: Coordinator | None = None,
+    disk: Disk = LOCAL,
+) -> tuple[Transaction, StatePlan]:
+    """Everything of :func:`save_training_state` but the writing, which ``transaction.complete(plan.write)`` does."""
+    limit = convert_file_size_to_int(max_shard_size)
+    ranks = coordinator or default_coordinator()
+    transaction = Transaction.begin(Path(directory), coordinator=ranks, each_node=each_node, disk=disk)
+    drafts: list[StateDraft] = []
+
+    def draft() -> tuple[int, Offer]:
+        if before_write is not None:
+            before_write(transaction.temporary)
+        drafts.append(
+            StateDraft.make(
+                models,
+                shared,
+                per_rank,
+                rank=ranks.rank,
+                leads=transaction.leader,
+                replicated=replicated if ranks.world_size > 1 else (),
+                safe_serialization=safe_serialization,
+                max_shard_size=limit,
+            )
+        )
+        return ranks.local_rank, drafts[0].offer()
+
+    answers = transaction.together(draft)
+    first, last = _own_group([local for local, _ in answers], ranks.rank) if each_node else (0, len(answers))
+    return transaction, drafts[0].plan([offer for _, offer in answers[first:last]], ranks.rank - first)
+
+
+def _own_group(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:
+    """The ranks of this rank's node, which are consecutive and begin with local rank 0."""
+    first = max(r for r in range(rank + 1) if local_ranks[r] == 0)
+    return first, next(
+        (r for r in range(rank + 1, len(local_ranks)) if local_ranks[r] == 0), len(local_ranks)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """One file of tensors that this rank writes."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    write_to: Callable[[Path, Mapping[str, torch.Tensor], Disk], FileRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The files that this rank writes."""
+
+    texts: Mapping[str, bytes]
+    """Files that are complete already."""
+    files: tuple[PlannedFile, ...]
+    models: tuple[tuple[str, ...], ...] = ()
+    """Per model, the files of its tensors; on leading ranks."""
+
+    def with_tensors(self, substitute: Callable[[torch.Tensor], torch.Tensor]) -> StatePlan:
+        """The same plan for other tensors of the same shapes and dtypes, such as copies."""
+        files = (
+            replace(file, tensors={name: substitute(tensor) for name, tensor in file.tensors.items()})
+            for file in self.files
+        )
+        return replace(self, files=tuple(files))
+
+    def write(self, folder: Path, disk: Disk = LOCAL) -> Contribution:
+        """Write the files and put them on the disk."""
+        records = {name: write_bytes(folder / name, text, disk) for name, text in self.texts.items()}
+        for file in self.files:
+            records[file.name] = file.write_to(folder / file.name, file.tensors, disk)
+        return Contribution(records, self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDraft:
+    """What this rank holds, encoded; see :func:`save_training_state` for the parts."""
+
+    rank: int
+    leads: bool
+    texts: Mapping[str, bytes]
+    model_files: tuple[PlannedFile, ...]
+    models: tuple[tuple[str, ...], ...]
+    shared: Mapping[str, torch.Tensor]
+    """Tensors of the shared trees by name."""
+    replicated: frozenset[str]
+    """Those of them that every rank holds alike, if samples agree."""
+    own: Mapping[str, torch.Tensor]
+    """Tensors of this rank's own trees by name."""
+
+    @classmethod
+    def make(
+        cls,
+        models: Sequence[Mapping[str, Any]],
+        shared: Mapping[str, Tree],
+        per_rank: Mapping[str, Tree],
+        *,
+        rank: int,
+        leads: bool,
+        replicated: Collection[str],
+        safe_serialization: bool,
+        max_shard_size: int,
+    ) -> StateDraft:
+        """Encode the parts.
+
+        Raises:
+            UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
+        """
+        own_text, own = _encode(per_rank)
+        texts = {f"{rank_stem(rank)}.json": own_text}
+        parts, extra = _split_models(models if leads else ())
+        files: list[PlannedFile] = []
+        homes: list[tuple[str, ...]] = []
+        named = {**shared, **extra} if leads else {name: shared[name] for name in replicated}
+        text, tensors = _encode(named)
+        if leads:
+            texts["state.json"] = text
+        for index, state_dict in enumerate(parts):
+            stem = ("model" if safe_serialization else "pytorch_model") + (f"_{index}" if index else "")
+            model = plan_model_files(state_dict, max_shard_size, safe_serialization, stem)
+            files += [PlannedFile(name, part, model.write) for name, part in model.shards.items()]
+            homes.append(tuple(model.shards))
+            if model.index is not None:
+                suffix = "safetensors" if safe_serialization else "bin"
+                texts[f"{stem}.{suffix}.index.json"] = model.index.encode()
+        prefixes = tuple(f"{name}." for name in replicated)
+        alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
+        return cls(rank, leads, texts, tuple(files), tuple(homes), tensors, alike, own)
+
+    def offer(self) -> Offer:
+        """What the other ranks must know to compute the plan."""
+        alone = [t for file in self.model_files for t in file.tensors.values()] + [*self.own.values()]
+        if self.leads:
+            alone += [t for name, t in self.shared.items() if name not in self.replicated]
+        alike = {name: self.shared[name] for name in sorted(self.replicated)}
+        marks = fingerprints(list(alike.values()))
+        offered = {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)}
+        return sum(tensor.nbytes for tensor in alone), offered
+
+    def plan(self, offers: Sequence[Offer], position: int) -> StatePlan:
+        """The files of this rank.
+
+        Args:
+            offers: of all ranks that save together, the leading one first.
+            position: of this rank among them.
+        """
+        _, leading = offers[0]
+        alike = {
+            name: nbytes
+            for name, (nbytes, mark) in leading.items()
+            if all(offered.get(name) == (nbytes, mark) for _, offered in offers)
+        }
+        mine = divide(alike, [load for load, _ in offers])[position]
+        names = [name for name in self.shared if name in mine or (self.leads and name not in alike)]
+        files = [*self.model_files]
+        if names:
+            stem = "state" if self.leads else f"state-{self.rank:05d}"
+            files.append(_state_file(stem, {name: self.shared[name] for name in names}))
+        if self.own:
+            files.append(_state_file(rank_stem(self.rank), self.own))
+        return StatePlan(self.texts, tuple(files), self.models)
+
+
+def rank_stem(rank: int) -> str:
+    """The name, without its extension, of the files of one rank's own trees."""
+    return f"rank-{rank:05d}"
+
+
+def is_tensor_file(name: str, stem: str) -> bool:
+    """Whether a file holds tensors of the trees that ``<stem>.json`` describes: all of them, or one rank's share."""
+    return re.fullmatch(re.escape(stem) + r"(-\d{5})?\.safetensors", name) is not None
+
+
+def _state_file(stem: str, tensors: Mapping[str, torch.Tensor]) -> PlannedFile:
+    return PlannedFile(f"{stem}.safetensors", tensors, _write_state_file)
+
+
+def _write_state_file(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk) -> FileRecord:
+    return write_safetensors(path, tensors, {"format": "pt"}, disk)
+
+
+def _divisible(tensor: torch.Tensor) -> bool:
+    plain = tensor.layout == torch.strided and not hasattr(tensor, "full_tensor") and tensor.is_contiguous()
+    return plain and tensor.device.type != "meta" and tensor.nbytes >= _WORTH_DIVIDING
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """For each contiguous tensor what tells it from another: dtype, shape, and a hash of elements all over it."""
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().view(torch.uint8)
+        samples.setdefault(tensor.device, []).append(sample)
+    # One copy per device, not one per tensor.
+    copied = {
+        device: iter(torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts]))
+        for device, parts in samples.items()
+    }
+    return [
+        f"{tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_64_hexdigest(as_bytes(next(copied[tensor.device])))}"
+        for tensor in tensors
+    ]
+
+
+def _encode(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """The JSON of some trees, and their tensors by the names that it uses."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def sink(path: tuple[Any, ...], tensor: torch.Tensor) -> str:
+        name = base = ".".join(str(part) for part in path)
+        number = 1
+        while name in tensors:  # {"a.b": x, "a": {"b": y}}
+            number += 1
+            name = f"{base}~{number}"
+        tensors[name] = tensor
+        return name
+
+    encoded = {}
+    encoder = tags.Encoder(sink)
+    for name, tree in trees.items():
+        if not isinstance(name, str):
+            raise UnsupportedValueError(
+                f"parts of a training state have names; {name!r} is a {type(name).__name__}"
+            )
+        encoded[name] = encoder.encode(tree, (name,))
+    return json_bytes(encoded), tensors
+
+
+def _split_models(
+    models: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, torch.Tensor]], dict[str, Tree]]:
+    weights, extra = [], {}
+    for index, state_dict in enumerate(models):
+        named = canonical_state_dict(state_dict)
+        weights.append({name: value for name, value in named.items() if isinstance(value, torch.Tensor)})
+        if rest := {name: value for name, value in named.items() if not isinstance(value, torch.Tensor)}:
+            extra[EXTRA.format(index)] = rest
+    return weights, extra
