@@ -292,3 +292,48 @@ def test_t8_a_new_save_by_fewer_ranks_leaves_no_file_of_the_old(tmp_path):
     worlds.run(save_divided, 3, str(tmp_path))
     worlds.run(save_divided, 1, str(tmp_path))
     assert list(saved_tensors(tmp_path / "c")) == ["state.safetensors"]
+
+
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_checkpointer_over_ranks(tmp_path, after):
+    def state_of(rank, fill):
+        from torch.nn.parallel import DistributedDataParallel
+
+        model = nn.Linear(300, 200)
+        nn.init.constant_(model.weight, fill)
+        optimizer = torch.optim.AdamW(model.parameters())
+        wrapped = DistributedDataParallel(model)
+        wrapped(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+        return {"model": wrapped, "optimizer": optimizer}
+
+    def save(folder):
+        from accel_ckpt import Checkpointer
+        from accel_state import PartialState
+
+        rank = PartialState().process_index
+        Checkpointer(folder).save(4, state_of(rank, 1.0), per_rank={"rank": rank})
+        return sorted(path.name for path in (pathlib.Path(folder) / "step_4").glob("state*"))
+
+    def load(folder):
+        from accel_ckpt import Checkpointer
+        from accel_state import PartialState
+
+        rank = PartialState().process_index
+        state, own = state_of(rank, 2.0), {"rank": -1}
+        assert Checkpointer(folder).load(state, per_rank=own, allow_new_ranks=True) == 4
+        expected = state_of(rank, 1.0)
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(
+                state["optimizer"].state_dict()["state"][0].values(),
+                expected["optimizer"].state_dict()["state"][0].values(),
+                strict=True,
+            )
+        )
+        return own["rank"], state["model"].module.weight.flatten()[0].item()
+
+    files = worlds.run(save, 2, str(tmp_path))
+    assert files[0] == ["state-00001.safetensors", "state.json", "state.safetensors"]
+    loaded = worlds.run(load, after, str(tmp_path))
+    assert [rank for rank, _ in loaded] == [rank if rank < 2 else -1 for rank in range(after)]

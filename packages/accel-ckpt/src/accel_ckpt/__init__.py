@@ -6,6 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
         "accel_ckpt.commit": ["complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.coordination": ["Coordinator", "SingleProcess", "default_coordinator", "run_together"],
         "accel_ckpt.errors": [
@@ -49,7 +50,7 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "accel_ckpt.modules.ties": ["find_tied_parameters", "retie_parameters"],
         "accel_ckpt.names": ["canonical_name", "canonical_names", "canonical_state_dict"],
-        "accel_ckpt.optimizers": ["load_optimizer_state", "optimizer_state_by_name"],
+        "accel_ckpt.optimizers": ["check_optimizer_state", "load_optimizer_state", "optimizer_state_by_name"],
         "accel_ckpt.plan": ["convert_file_size_to_int"],
         "accel_ckpt.reader": ["TensorEntry", "read_header"],
         "accel_ckpt.saving": ["Tree", "save_training_state"],

@@ -1,4 +1,7 @@
 from accel_ckpt.__about__ import __version__ as __version__
+from accel_ckpt.checkpointer import Checkpointer as Checkpointer
+from accel_ckpt.checkpointer import RandomState as RandomState
+from accel_ckpt.checkpointer import Stateful as Stateful
 from accel_ckpt.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.commit import prune_checkpoints as prune_checkpoints
 from accel_ckpt.coordination import Coordinator as Coordinator
@@ -43,6 +46,7 @@ from accel_ckpt.modules.ties import retie_parameters as retie_parameters
 from accel_ckpt.names import canonical_name as canonical_name
 from accel_ckpt.names import canonical_names as canonical_names
 from accel_ckpt.names import canonical_state_dict as canonical_state_dict
+from accel_ckpt.optimizers import check_optimizer_state as check_optimizer_state
 from accel_ckpt.optimizers import load_optimizer_state as load_optimizer_state
 from accel_ckpt.optimizers import optimizer_state_by_name as optimizer_state_by_name
 from accel_ckpt.plan import convert_file_size_to_int as convert_file_size_to_int

@@ -15,7 +15,7 @@ from torch import nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.names import canonical_state_dict
 
-__all__ = ["load_optimizer_state", "optimizer_state_by_name"]
+__all__ = ["check_optimizer_state", "load_optimizer_state", "optimizer_state_by_name"]
 
 
 def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
@@ -48,6 +48,23 @@ def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[n
     return tree
 
 
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
+) -> None:
+    """Check that :func:`load_optimizer_state` can load a state; changes nothing.
+
+    Raises:
+        StateMismatchError: parameters are missing, unexpected or grouped differently.
+    """
+    names = _parameter_names(optimizer, models)
+    _check_parameters(names, {frozenset(group["params"]): group for group in tree["param_groups"]})
+    known = {name for group in names for name in group}
+    if unknown := sorted(set(tree["state"]) - known):
+        raise StateMismatchError(
+            f"the saved optimizer holds state for {', '.join(unknown)}, which are in none of its groups"
+        )
+
+
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
 ) -> None:
@@ -64,19 +81,15 @@ def load_optimizer_state(
     Raises:
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
     """
+    check_optimizer_state(optimizer, tree, models)
     names = _parameter_names(optimizer, models)
     saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
-    _check_parameters(names, saved)
     current = optimizer.state_dict()["param_groups"]
     groups = [
         {**saved[frozenset(group_names)], "params": list(group["params"])}
         for group_names, group in zip(names, current, strict=True)
     ]
     positions = _positions(names, current)
-    if unknown := sorted(set(tree["state"]) - set(positions)):
-        raise StateMismatchError(
-            f"the saved optimizer holds state for {', '.join(unknown)}, which are in none of its groups"
-        )
     state = {positions[name]: value for name, value in tree["state"].items()}
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
     optimizer.load_state_dict(

@@ -1,0 +1,368 @@
+"""Numbered checkpoints of one training in one folder, for training loops of any kind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from accel_ckpt.commit import complete_checkpoints, prune_checkpoints
+from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    StateMismatchError,
+    UnsupportedValueError,
+)
+from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.optimizers import check_optimizer_state, load_optimizer_state, optimizer_state_by_name
+from accel_ckpt.saving import save_training_state
+from accel_ckpt.state import TrainingCheckpoint, open_training_state
+
+__all__ = ["Checkpointer", "RandomState", "Stateful"]
+
+_PREFIX = "step_"
+_ABOUT = "."  # the part that says what the others are; no path can have this name
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What most objects of a training are."""
+
+    def state_dict(self) -> Any:
+        """The state, as nested plain data and tensors."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go back to a state."""
+
+
+class RandomState:
+    """The global random number generators of this process: Python's, NumPy's, torch's and the devices'."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Their states."""
+        from accel_state.seeding import get_rng_state
+
+        return get_rng_state()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set them."""
+        from accel_state.seeding import set_rng_state
+
+        set_rng_state(state_dict)
+
+
+class Checkpointer:
+    """Saves and loads the state of one training under the number of its step.
+
+    A *state* is a dictionary of named parts: modules, optimizers, other objects with ``state_dict()`` and
+    ``load_state_dict()``, tensors, plain data, and dictionaries of all these. Loading restores objects in place
+    and puts tensors and plain data into the dictionaries. A checkpoint is ``<directory>/step_<number>``: atomic,
+    verified, and a training state like any other (:func:`accel_ckpt.open_training_state`).
+
+    All ranks call the methods alike. Modules and the rest of a state are those of rank 0; what each rank has of
+    its own, such as :class:`RandomState`, goes into ``per_rank``.
+
+    Args:
+        directory: the folder of the checkpoints; made by the first save.
+        keep: how many of the newest stay, after a save; ``None`` keeps all.
+        max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
+        coordinator: the ranks; those of the process group by default.
+
+    Raises:
+        ValueError: ``keep`` is less than one.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        keep: int | None = None,
+        max_shard_size: int | str = "10GB",
+        coordinator: Coordinator | None = None,
+    ) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep is {keep}; at least one checkpoint must stay, or None for all")
+        self.directory = Path(os.path.abspath(Path(directory).expanduser()))
+        self.keep = keep
+        self.max_shard_size = max_shard_size
+        self._coordinator = coordinator
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in rising order."""
+        return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
+
+    def save(self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None) -> Path:
+        """Save a state. Collective; returns when the checkpoint is complete and on the disk.
+
+        Args:
+            step: its number. One that exists is refused: an older run would be mixed into this one.
+            state: see :class:`Checkpointer`.
+            per_rank: a state of which every rank has its own.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            CheckpointSaveError: the step exists, or writing failed, on this or another rank.
+            UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
+        """
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise ValueError(f"step is {step!r}; a checkpoint is numbered by an integer from 0 on")
+        ranks = self._ranks()
+        target = self.directory / f"{_PREFIX}{step}"
+        collected: list[tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], list[str]]] = []
+
+        def collect() -> None:
+            if target.exists():
+                raise CheckpointSaveError(
+                    f"{target} exists. Continue with the step after load(), remove the folder, or use another one"
+                )
+            leaves = _Leaves.of(state)
+            own = _Leaves.of(per_rank or {})
+            if own.modules:
+                raise UnsupportedValueError(
+                    f"{', '.join(own.modules)}: a module is no part of per_rank; its weights belong to the state"
+                )
+            models = [canonical_state_dict(module.state_dict(), module) for module in leaves.modules.values()]
+            collected.append((models, leaves.dump(), own.dump(), leaves.replicated()))
+
+        run_together(collect, ranks, doing=f"saving step {step} to {self.directory}")
+        models, shared, own, replicated = collected[0]
+        saved = save_training_state(
+            target,
+            models=models,
+            shared=shared,
+            per_rank=own,
+            replicated=replicated,
+            max_shard_size=self.max_shard_size,
+            coordinator=ranks,
+        )
+        if self.keep is not None and ranks.rank == 0:
+            prune_checkpoints(self.directory, self.keep, _PREFIX)
+        return saved
+
+    def load(
+        self,
+        state: MutableMapping[str, Any],
+        step: int | Literal["latest"] = "latest",
+        *,
+        per_rank: MutableMapping[str, Any] | None = None,
+        allow_new_ranks: bool = False,
+    ) -> int:
+        """Restore a state. Collective. All of it is read and compared, on all ranks, before anything changes.
+
+        Args:
+            state: like the one that was saved; changed in place.
+            step: which checkpoint; ``"latest"`` is the complete one with the highest number.
+            per_rank: like the one that this rank saved; changed in place.
+            allow_new_ranks: leave ``per_rank`` as it is on ranks that there were not when it was saved.
+
+        Returns:
+            The step that was loaded.
+
+        Raises:
+            CheckpointNotFoundError: there is no such complete checkpoint, or nothing of this rank in it.
+            CorruptCheckpointError: a file is not what was written.
+            StateMismatchError: the state has other parts, names or shapes than the one saved.
+        """
+        ranks = self._ranks()
+        found: list[tuple[int, list[Callable[[], object]]]] = []
+
+        def read() -> int:
+            chosen = self._choose(step)
+            checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
+            changes = _Leaves.of(state).restore(dict(checkpoint.shared), checkpoint)
+            if per_rank is not None:
+                own = checkpoint.per_rank(ranks.rank, allow_missing=allow_new_ranks)
+                if own is not None:
+                    changes += _Leaves.of(per_rank).restore(dict(own), checkpoint)
+            found.append((chosen, changes))
+            return chosen
+
+        read_by = run_together(read, ranks, doing=f"loading from {self.directory}")
+        if len(set(read_by)) > 1:
+            raise StateMismatchError(
+                f"ranks found different newest checkpoints in {self.directory}: {read_by}. Use a folder that all of "
+                "them see, and let no other training write to it"
+            )
+        chosen, changes = found[0]
+        for change in changes:
+            change()
+        return chosen
+
+    def verify(self, step: int | Literal["latest"] = "latest") -> None:
+        """Read every file of a checkpoint and compare its checksum.
+
+        Raises:
+            CheckpointNotFoundError: there is no such complete checkpoint.
+            CorruptCheckpointError: names the file that has changed.
+        """
+        open_training_state(self.directory / f"{_PREFIX}{self._choose(step)}").verify()
+
+    def _choose(self, step: int | Literal["latest"]) -> int:
+        if step != "latest":
+            return step
+        steps = self.steps()
+        if not steps:
+            raise CheckpointNotFoundError(
+                f"there is no complete checkpoint in {self.directory}; save() makes one, and steps() lists them"
+            )
+        return steps[-1]
+
+    def _ranks(self) -> Coordinator:
+        return self._coordinator or default_coordinator()
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix(_PREFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaves:
+    """The leaves of a state, by their dotted path."""
+
+    modules: Mapping[str, nn.Module]
+    optimizers: Mapping[str, torch.optim.Optimizer]
+    objects: Mapping[str, Stateful]
+    values: Mapping[str, tuple[Any, Any]]
+    """Tensors and plain data: the dictionary that holds each, and its key there."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Leaves:
+        if not isinstance(state, Mapping):
+            raise UnsupportedValueError(
+                f"a state is a dictionary of named parts, got {type(state).__name__}; give {{'model': model, …}}"
+            )
+        modules: dict[str, nn.Module] = {}
+        optimizers: dict[str, torch.optim.Optimizer] = {}
+        objects: dict[str, Stateful] = {}
+        values: dict[str, tuple[Any, Any]] = {}
+        for path, holder, key in _walk(state, ""):
+            leaf = holder[key]
+            if isinstance(leaf, nn.Module):
+                modules[path] = leaf
+            elif isinstance(leaf, torch.optim.Optimizer):
+                optimizers[path] = leaf
+            elif _has_state(leaf):
+                objects[path] = leaf
+            else:
+                values[path] = holder, key
+        return cls(modules, optimizers, objects, values)
+
+    def dump(self) -> dict[str, Any]:
+        """The parts to be saved by name."""
+        models = list(self.modules.values())
+        parts = {path: optimizer_state_by_name(o, models) for path, o in self.optimizers.items()}
+        parts |= {path: item.state_dict() for path, item in self.objects.items()}
+        values = {path: holder[key] for path, (holder, key) in self.values.items()}
+        return {_ABOUT: {"modules": list(self.modules), "values": values}, **parts}
+
+    def replicated(self) -> list[str]:
+        """Optimizers of which all ranks hold the same, because DDP averages all their gradients."""
+        wrapped = [m for m in self.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
+        alike = {id(parameter) for module in wrapped for parameter in module.parameters()}
+        return [
+            path
+            for path, optimizer in self.optimizers.items()
+            if all(id(p) in alike for group in optimizer.param_groups for p in group["params"])
+        ]
+
+    def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Callable[[], object]]:
+        """What to call to go back to the saved state; everything is read and compared here."""
+        about = parts.pop(_ABOUT, None)
+        if about is None:
+            raise StateMismatchError(
+                f"{checkpoint.directory} is a training state that no Checkpointer saved; open it with "
+                "open_training_state()"
+            )
+        objects = {**self.optimizers, **self.objects}
+        problems = _difference("objects", set(objects), set(parts))
+        problems += _difference("modules", set(self.modules), set(about["modules"]))
+        problems += _difference("values", set(self.values), set(about["values"]))
+        if problems:
+            raise StateMismatchError(
+                f"{checkpoint.directory} does not fit the state to be loaded: {'; '.join(problems)}. Pass a state with "
+                "the same parts as the one that was saved"
+            )
+        models = list(self.modules.values())
+        changes: list[Callable[[], object]] = []
+        for path, module in self.modules.items():
+            weights = checkpoint.models[about["modules"].index(path)]
+            changes.append(_module_change(path, module, weights))
+        for path, optimizer in self.optimizers.items():
+            check_optimizer_state(optimizer, parts[path], models)
+            changes.append(_call(load_optimizer_state, optimizer, parts[path], models))
+        changes += [_call(item.load_state_dict, parts[path]) for path, item in self.objects.items()]
+        changes += [_call(_put, *place, about["values"][path]) for path, place in self.values.items()]
+        return changes
+
+
+def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
+    for key, value in state.items():
+        if not isinstance(key, str) or not key or "." in key or "/" in key:
+            raise UnsupportedValueError(
+                f"the key {key!r} at {prefix or 'the top'} cannot name a part of a state; use a non-empty string "
+                "without '.' and '/'"
+            )
+        if _holds_objects(value):
+            yield from _walk(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", state, key
+
+
+def _holds_objects(value: Any) -> bool:
+    """Whether a dictionary has objects below it; one of nothing but data is data."""
+    return isinstance(value, dict) and any(_has_state(v) or _holds_objects(v) for v in value.values())
+
+
+def _has_state(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+
+
+def _difference(kind: str, here: set[str], saved: set[str]) -> list[str]:
+    problems = []
+    if here - saved:
+        problems.append(f"it lacks the {kind} {', '.join(sorted(here - saved))}")
+    if saved - here:
+        problems.append(f"the state lacks its {kind} {', '.join(sorted(saved - here))}")
+    return problems
+
+
+def _module_change(path: str, module: nn.Module, weights: Mapping[str, Any]) -> Callable[[], object]:
+    own = module.state_dict()
+    names = canonical_state_dict({name: name for name in own}, module)
+    problems = _difference("tensors", set(names), set(weights))
+    for name, original in names.items():
+        here, there = own[original], weights.get(name)
+        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape != there.shape:
+            problems.append(f"{name} is {list(there.shape)} there and {list(here.shape)} here")
+    if problems:
+        raise StateMismatchError(f"the module {path!r} is not the one that was saved: {'; '.join(problems)}")
+    return _call(module.load_state_dict, {original: weights[name] for name, original in names.items()})
+
+
+def _call(function: Callable[..., object], *args: Any) -> Callable[[], object]:
+    return lambda: function(*args)
+
+
+def _put(holder: Any, key: str, value: Any) -> None:
+    """Replace a value; a dictionary keeps its identity, a tensor its device."""
+    before = holder[key]
+    if isinstance(before, dict) and isinstance(value, dict):
+        placed = {name: _like(before.get(name), item) for name, item in value.items()}
+        before.clear()
+        before.update(placed)
+    else:
+        holder[key] = _like(before, value)
+
+
+def _like(before: Any, value: Any) -> Any:
+    if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
+        return value.to(before.device)
+    return value
