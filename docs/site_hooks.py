@@ -1,18 +1,27 @@
-"""Pages that are made from the packages when the site is built: the import table and the API reference."""
+"""What is made when the site is built: the import table, the API reference, and whole scripts beside diffs."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
+    from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
+# Those with an API; accel-cli is a command, and has a page of its own.
+PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
+NOTHING = "\nThis version has no public functions in it yet.\n"
+_DIFF = re.compile(
+    r'^(?:<!-- test: old=(?P<old>\S+) -->\n)?```diff title="(?P<new>[^"]+)"\n(?P<text>.*?)^```$',
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,6 +41,30 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn each diff of a script into tabs, so that the script can be read and copied whole."""
+    return _DIFF.sub(lambda match: tabs(match["text"], match["new"], match["old"]), markdown)
+
+
+def tabs(diff: str, new: str, old: str | None) -> str:
+    """A diff, its new side and, if it has a name, its old side.
+
+    Args:
+        diff: lines after ``+``, ``-`` or a space.
+        new: file name of the new side.
+        old: file name of the old side.
+    """
+    from testkit.blocks import side
+
+    sides = [("What changes", "diff", diff), (new, "python", side(diff, new=True))]
+    if old is not None:
+        sides.append((old, "python", side(diff, new=False)))
+    return "\n".join(
+        f'=== "{title}"\n\n' + textwrap.indent(f"```{language}\n{text}```\n", "    ")
+        for title, language, text in sides
+    )
+
+
 def reference(package: str) -> str:
     """The reference page of a package: its public names, under the module that defines them."""
     name = package.replace("-", "_")
@@ -49,4 +82,4 @@ def reference(package: str) -> str:
             continue  # a re-export: its page is that of its home
         parts.append(f"\n## `{home}`\n")
         parts += [f"\n::: {home}.{public}\n" for public in homes[home]]
-    return "".join(parts)
+    return "".join(parts) if homes else parts[0] + NOTHING

@@ -26,6 +26,7 @@ from accel_state.config import (  # noqa: E402 - the path above comes first
     SageMakerConfig,
     schema_of,
 )
+from accel_state.launching.engines import MISSING_SECTIONS  # noqa: E402 - the same
 
 INTRODUCTION = """\
 # Configuration options
@@ -34,10 +35,13 @@ Every option of a run, with its name in Python, in a file, on the command line a
 page is made from the schema by `tools/gen_config_docs.py`; how the four are merged is told in
 [Configuration](../guides/configuration.md).
 
-An option without a variable is acted on by the launcher; it does not reach the program. A flag in which
-dashes and underscores are exchanged is the same flag. Choices are found in any case. Where a default is
-*unset*, the value after the arrow is what `accel launch` fills in when the section is used.
+The last column names the option in the three places outside Python: first its key in a file, then its flags
+(`--…`), then its variable (in capitals); *launcher* stands in place of a variable where the launcher acts on the
+option and the program does not see it. A flag in which dashes and underscores are exchanged is the same flag.
+Choices are found in any case. Where a default is *unset*, the value after the arrow is what `accel launch` fills in
+when the section is used.
 """
+NOT_YET = "Not available yet: files with these options load, and a run that asks for one is refused.\n"
 SAGEMAKER = """
 ## SageMaker
 
@@ -61,7 +65,8 @@ def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for bounds in _sections(LaunchConfig).values():
-        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_table(bounds)]
+        missing = [NOT_YET] if bounds[0].section in MISSING_SECTIONS else []
+        parts += [f"\n## {bounds[0].title}\n", *missing, _place(bounds[0]), *_table(bounds)]
     parts.append(SAGEMAKER)
     parts += _table([bound for bound in schema_of(SageMakerConfig).options if not bound.section])
     parts.append(PUBLISHED_INTRODUCTION)
@@ -90,8 +95,8 @@ def _place(bound: BoundOption) -> str:
 
 def _table(bounds: list[BoundOption]) -> list[str]:
     return [
-        "| option | meaning | values | default | key | flag | variable |",
-        "|---|---|---|---|---|---|---|",
+        "| option | meaning | values and default | key, flag, variable |",
+        "|---|---|---|---|",
         *(_row(bound) for bound in bounds),
     ]
 
@@ -105,11 +110,8 @@ def _row(bound: BoundOption) -> str:
     cells = [
         f"`{bound.path}`",
         about.help,
-        _values(bound),
-        _default(bound),
-        _codes(bound.keys),
-        _codes(flags),
-        _codes(variables),
+        f"{_values(bound)}<br>default: {_default(bound)}",
+        _codes([*bound.keys, *flags, *variables]),
     ]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -137,7 +139,7 @@ def _shown(bound: BoundOption, value: Any) -> str:
 
 
 def _codes(names: Any) -> str:
-    return " ".join(name if name.startswith("*") else f"`{name}`" for name in names) or "—"
+    return "<br>".join(name if name.startswith("*") else f"`{name}`" for name in names) or "—"
 
 
 def _pairs(left: str, right: str, pairs: Any) -> list[str]:

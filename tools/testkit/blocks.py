@@ -7,7 +7,8 @@ What happens to a block is told by its language, and by an HTML comment on the l
 - ``bash``: run by bash in the page's folder, where ``accel`` and ``python`` are those under test.
 - other languages are text, unless they have a title: then they are written to that file.
 
-A line ``--8<-- "path"`` stands for a file under ``docs/``, as in the built site.
+A path between two lines ``--8<--`` stands for a file under ``docs/``, as in the built site. (Its other form, a line
+``--8<-- "path"``, is valid Python, which a formatter takes apart.)
 
 ``<!-- test: skip=reason -->`` leaves a block out, and the reason is printed; ``skip-page=`` on a line of its
 own leaves out the whole page. ``<!-- test: file=name -->`` writes the block like a title, without showing it.
@@ -32,7 +33,7 @@ _FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^`\n]*)$")
 _MARKER = re.compile(r"<!-- test: (?P<key>skip|file|old|raises|exits|needs)=(?P<value>.+?) -->")
 _PAGE_MARKER = re.compile(r"^<!-- test: skip-page=(.+) -->$", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
-_SNIPPET = re.compile(r'^--8<-- "([^"]+)"\n', re.MULTILINE)
+_SNIPPET = re.compile(r"^--8<--\n(\S+)\n--8<--\n", re.MULTILINE)
 _DOCS = Path(__file__).parents[2] / "docs"
 _PYTHON = {"python", "py", "diff"}
 _SHELL = {"bash", "sh"}

@@ -95,5 +95,5 @@ def test_commands_are_those_under_test(page):
 
 
 def test_a_snippet_line_stands_for_the_file_in_docs(page):
-    block = blocks.parse(page('~~~python\n--8<-- "examples/digits.py"\n~~~\n'))[0]
+    block = blocks.parse(page("~~~python\n--8<--\nexamples/digits.py\n--8<--\n~~~\n"))[0]
     assert block.text == (Path(__file__).parents[2] / "docs" / "examples" / "digits.py").read_text()
