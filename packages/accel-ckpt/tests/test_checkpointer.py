@@ -103,13 +103,21 @@ def test_nested_parts_values_and_their_places(tmp_path):
 
 def test_steps_are_ordered_by_number_and_the_oldest_go(tmp_path):
     checkpointer = Checkpointer(tmp_path, keep=2)
-    for step in (9, 10, 2, 30):
+    for step in (2, 9, 10, 30):
         checkpointer.save(step, {"n": step})
     assert checkpointer.steps() == [10, 30]
     state = {"n": None}
     assert checkpointer.load(state) == 30
     assert checkpointer.load(state, 10) == 10
     assert state == {"n": 10}
+
+
+def test_a_step_below_one_that_exists_is_refused(tmp_path):
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    checkpointer.save(5, {"n": 5})
+    with pytest.raises(CheckpointSaveError, match="step_5 exists"):
+        checkpointer.save(3, {"n": 3})  # it would be the oldest: removed at once, and never the latest
+    assert checkpointer.steps() == [5]
 
 
 def test_wrapped_and_compiled_modules_have_the_same_names(tmp_path):

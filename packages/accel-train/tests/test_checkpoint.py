@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
-from accel_train import Accelerator, ProjectConfiguration
+from accel_train import Accelerator, OptionError, ProjectConfiguration
 
 
 def build(accelerator, seed=0, width=4):
@@ -73,6 +73,30 @@ def test_automatic_names_a_limit_and_the_newest(tmp_path):
     assert accelerator.save_iteration == 11
     accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_9")
     assert accelerator.save_state().name == "checkpoint_11"
+
+
+def test_a_run_does_not_mix_its_checkpoints_with_those_of_a_longer_one_before(tmp_path):
+    def begin(**options):
+        project = ProjectConfiguration(
+            str(tmp_path), automatic_checkpoint_naming=True, total_limit=2, **options
+        )
+        accelerator = Accelerator(project_config=project)
+        build(accelerator)
+        return accelerator
+
+    first = begin()
+    for _ in range(4):
+        first.save_state()
+    folder = tmp_path / "checkpoints"
+    kept = ["checkpoint_2", "checkpoint_3"]
+    assert sorted(path.name for path in folder.iterdir()) == kept
+    again = begin()  # checkpoint_0 is free, but would be the oldest: removed at once, and never loaded
+    with pytest.raises(OptionError, match=r"checkpoint_2, checkpoint_3.*checkpoint_0"):
+        again.save_state()
+    assert sorted(path.name for path in folder.iterdir()) == kept
+    again.load_state()
+    assert again.save_state().is_dir()
+    assert begin(iteration=5).save_state() == folder / "checkpoint_5"
 
 
 def test_t6_an_unfinished_checkpoint_is_not_the_newest(tmp_path):

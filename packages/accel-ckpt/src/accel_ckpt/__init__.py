@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
-        "accel_ckpt.commit": ["complete_checkpoints", "prune_checkpoints"],
+        "accel_ckpt.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.coordination": ["Coordinator", "SingleProcess", "default_coordinator", "run_together"],
         "accel_ckpt.errors": [
             "CheckpointError",

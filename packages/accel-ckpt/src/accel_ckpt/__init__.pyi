@@ -2,6 +2,7 @@ from accel_ckpt.__about__ import __version__ as __version__
 from accel_ckpt.checkpointer import Checkpointer as Checkpointer
 from accel_ckpt.checkpointer import RandomState as RandomState
 from accel_ckpt.checkpointer import Stateful as Stateful
+from accel_ckpt.commit import checkpoints_from as checkpoints_from
 from accel_ckpt.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.commit import prune_checkpoints as prune_checkpoints
 from accel_ckpt.coordination import Coordinator as Coordinator

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from accel_ckpt.commit import complete_checkpoints, prune_checkpoints
+from accel_ckpt.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.errors import (
     CheckpointNotFoundError,
@@ -101,7 +101,8 @@ class Checkpointer:
         """Save a state. Collective; returns when the checkpoint is complete and on the disk.
 
         Args:
-            step: its number. One that exists is refused: an older run would be mixed into this one.
+            step: its number. One that exists, or is below one that exists, is refused: an older run would be mixed
+                into this one.
             state: see :class:`Checkpointer`.
             per_rank: a state of which every rank has its own.
 
@@ -109,7 +110,7 @@ class Checkpointer:
             The checkpoint's folder.
 
         Raises:
-            CheckpointSaveError: the step exists, or writing failed, on this or another rank.
+            CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank.
             UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -119,9 +120,11 @@ class Checkpointer:
         collected: list[tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], list[str]]] = []
 
         def collect() -> None:
-            if target.exists():
+            taken = checkpoints_from(self.directory, step, _PREFIX)
+            if taken:
                 raise CheckpointSaveError(
-                    f"{target} exists. Continue with the step after load(), remove the folder, or use another one"
+                    f"{taken[-1]} exists, so step {step} cannot be the newest. Continue with the step after load(), "
+                    "remove the folder, or use another one"
                 )
             leaves = _Leaves.of(state)
             own = _Leaves.of(per_rank or {})

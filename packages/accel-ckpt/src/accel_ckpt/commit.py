@@ -40,7 +40,14 @@ from accel_ckpt.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.reader import file_digest
 from accel_ckpt.writer import FileRecord
 
-__all__ = ["Contribution", "Transaction", "commit", "complete_checkpoints", "prune_checkpoints"]
+__all__ = [
+    "Contribution",
+    "Transaction",
+    "checkpoints_from",
+    "commit",
+    "complete_checkpoints",
+    "prune_checkpoints",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -381,11 +388,25 @@ def complete_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path]:
     if not base.is_dir():
         return []
     restore_interrupted_swaps(base)
+    return [path for _, path in _numbered(base, prefix) if is_complete(path)]
+
+
+def checkpoints_from(base: Path, number: int, prefix: str = "checkpoint_") -> list[Path]:
+    """Whatever is called ``<prefix><n>`` with n of at least ``number``, complete or not, in rising order.
+
+    A new checkpoint ``number`` beside one of these would be taken for the older one: pruned first, never the newest.
+    """
+    return [path for found, path in _numbered(base, prefix) if found >= number]
+
+
+def _numbered(base: Path, prefix: str) -> list[tuple[int, Path]]:
+    base = Path(base)
+    if not base.is_dir():
+        return []
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
-    found = [
+    return sorted(
         (int(match.group(1)), path) for path in base.iterdir() if (match := pattern.fullmatch(path.name))
-    ]
-    return [path for _, path in sorted(found) if is_complete(path)]
+    )
 
 
 def is_complete(directory: Path) -> bool:

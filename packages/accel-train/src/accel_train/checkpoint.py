@@ -152,13 +152,15 @@ def save_state(
 def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
-        directory = _automatic_folder(accelerator) / f"checkpoint_{config.iteration}"
-        if directory.exists():
+        folder = _automatic_folder(accelerator)
+        taken = accel_ckpt.checkpoints_from(folder, config.iteration)
+        if taken:
             raise OptionError(
-                f"{directory} already exists. Set ProjectConfiguration(iteration=…) to the number to go on with, or "
-                "load_state() first, which sets it."
+                f"{folder} already holds {', '.join(path.name for path in taken)}, and this save would be "
+                f"checkpoint_{config.iteration}: two runs would mix. load_state() first, to go on after the newest; or set "
+                "ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
             )
-        return directory
+        return folder / f"checkpoint_{config.iteration}"
     if output_dir is None:
         raise OptionError(
             "save_state() needs a folder, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
