@@ -313,6 +313,17 @@ def test_objects():
     assert [row[4][0] for row in found] == ["TypeError"] * 3
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_padding_refuses_what_is_no_tensor_on_any_number_of_ranks(world):
+    def body():
+        start()
+        return errors_of(collectives.pad_across_processes, {"x": torch.zeros(2), "name": "a"})
+
+    for name, text in worlds.run(body, world):
+        assert name == "TypeError"
+        assert "found str at ['name']" in text
+
+
 def test_pad_across_processes():
     def body():
         rank, _ = start()

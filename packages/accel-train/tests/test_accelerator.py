@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_state.errors import StateError
 from accel_train import (
     Accelerator,
     AutocastKwargs,
@@ -113,6 +114,21 @@ def test_calls_without_arguments_give_the_newest_live_accelerator():
         AcceleratorState()
 
 
+@pytest.mark.parametrize("arguments", [{"mixed_precision": "bf16"}, {"cpu": True}])
+def test_a_state_is_made_by_an_accelerator_only(arguments):
+    with pytest.raises(StateError, match=rf"Accelerator\({next(iter(arguments))}=…\)"):
+        AcceleratorState(**arguments)
+
+
+def test_everything_prepared_is_marked():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    prepared = Accelerator().prepare(model, optimizer, DataLoader(torch.arange(4)), scheduler)
+    # accelerate 1.15 puts the same mark on all four
+    assert all(item._is_accelerate_prepared for item in prepared)
+
+
 def test_t26_no_argument_is_dead():
     with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
         accelerator = Accelerator(split_batches=True)
@@ -180,7 +196,7 @@ def test_regional_compilation_compiles_each_kind_of_block_once():
     x = torch.randn(3, 4)
     expected = model(x)
     names = list(model.state_dict())
-    compiled = compile_regions(model, backend=backend)
+    compiled = compile_regions(module=model, backend=backend)  # the name that accelerate gives it
     torch.testing.assert_close(compiled(x), expected)
     compiled(x)
     assert len(graphs) == 2

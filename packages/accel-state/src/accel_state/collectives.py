@@ -20,7 +20,7 @@ from accel_state.errors import CollectiveMismatchError, ConfigError
 from accel_state.exchange import Channel, CheckSettings, Rows
 from accel_state.messages import aligned, as_bytes, bytes_of, int64_bytes, pack, pickled, unpack
 from accel_state.process import PartialState
-from accel_state.trees import TreeSpec, flatten, recursively_apply
+from accel_state.trees import TreeSpec, flatten, recursively_apply, tensor_leaves
 
 __all__ = [
     "CannotPadNestedTensorWarning",
@@ -272,6 +272,7 @@ def pad_across_processes(
     """
     channel = PartialState().channel(group)
     if channel is None:
+        tensor_leaves(tensor)  # refuses now what several ranks would refuse
         return tensor
     with channel.operation("pad_across_processes"):
         tree = _Tree.of(channel, tensor, dense=False)

@@ -31,13 +31,23 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """All modules of ``model``, deepest first and ``model`` itself last; one that occurs twice is listed
-    once.
+    """All modules of ``model``, each after those inside it and siblings in the order in which they are registered; one
+    that occurs twice is listed once.
 
     Args:
         model: the root.
         return_fqns: return pairs of qualified name and module instead.
     """
-    # named_modules() lists parents before their children, and breadth is not promised; depth decides.
-    named = sorted(model.named_modules(), key=lambda pair: pair[0].count(".") + bool(pair[0]), reverse=True)
-    return named if return_fqns else [module for _, module in named]
+    names = {module: name for name, module in model.named_modules()}
+    ordered: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                visit(child)
+        ordered.append((names[module], module))
+
+    visit(model)
+    return ordered if return_fqns else [module for _, module in ordered]

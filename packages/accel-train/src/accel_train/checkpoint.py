@@ -157,8 +157,8 @@ def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
         if taken:
             raise OptionError(
                 f"{folder} already holds {', '.join(path.name for path in taken)}, and this save would be "
-                f"checkpoint_{config.iteration}: two runs would mix. load_state() first, to go on after the newest; or set "
-                "ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
+                f"checkpoint_{config.iteration}: two runs would mix. load_state() first, to go on after the newest; or "
+                "set ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
             )
         return folder / f"checkpoint_{config.iteration}"
     if output_dir is None:

@@ -29,7 +29,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     return cast(nn.Module, torch.compile(model, **kwargs))
 
 
-def compile_regions(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile the repeated blocks of a model in place.
 
     The blocks of a `ModuleList` of one class share their code, so the compiler translates each kind once however often
@@ -37,16 +37,16 @@ def compile_regions(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
     repeated blocks is compiled whole, in place.
 
     Args:
-        model: the model to change.
+        module: the model to change.
         compile_kwargs: arguments of `torch.compile`.
 
     Returns:
         The same model.
     """
-    blocks = repeated_blocks(model)
+    blocks = repeated_blocks(module)
     if not blocks:
-        model.compile(**compile_kwargs)
-        return model
+        module.compile(**compile_kwargs)
+        return module
     compiled: dict[type[nn.Module], Callable[..., Any]] = {}
     for block in blocks:
         kind = type(block)
@@ -54,7 +54,7 @@ def compile_regions(model: nn.Module, **compile_kwargs: Any) -> nn.Module:
             compiled[kind] = torch.compile(_call_of(kind), **compile_kwargs)
         # nn.Module.__call__ runs this in place of _call_impl; one compiled function per kind is one cache per kind.
         block._compiled_call_impl = _Bound(compiled[kind], block)
-    return model
+    return module
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

@@ -111,6 +111,7 @@ def prepare_loader(
         ledger=accelerator._ledger,
         pre_sharded=config.pre_sharded,
     )
+    prepared._is_accelerate_prepared = True
     accelerator._dataloaders.append(prepared)
     return prepared
 

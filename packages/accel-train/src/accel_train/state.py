@@ -44,7 +44,7 @@ class AcceleratorState:
     """What an `Accelerator` decided; the process's own facts are passed through from `PartialState`.
 
     Raises:
-        StateError: called without arguments while no `Accelerator` is alive.
+        StateError: called without arguments while no `Accelerator` is alive, or with options of one.
     """
 
     mixed_precision: str
@@ -58,9 +58,9 @@ class AcceleratorState:
     parallelism_config: None = None
     device_mesh: None = None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> AcceleratorState:
+    def __new__(cls, process_state: PartialState | None = None, **decided: Any) -> AcceleratorState:
         """A new state, or without arguments the newest accelerator's."""
-        if not args and not kwargs:
+        if process_state is None and not decided:
             newest = _newest_alive()
             if newest is None:
                 raise StateError(
@@ -68,6 +68,12 @@ class AcceleratorState:
                     "`Accelerator()` first; for ranks and devices alone use `PartialState()`."
                 )
             return newest.state
+        if not isinstance(process_state, PartialState):
+            option = next(iter(decided), "mixed_precision")
+            raise StateError(
+                f"AcceleratorState takes no options of its own, got {option}. Create Accelerator({option}=…); its "
+                "state is then AcceleratorState()."
+            )
         return super().__new__(cls)
 
     def __init__(self, process_state: PartialState | None = None, **decided: Any) -> None:

@@ -82,6 +82,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         **kwargs: as for `torch.utils.data.DataLoader`.
     """
 
+    _is_accelerate_prepared: bool = False
+    """The mark of everything that an `Accelerator` prepared, for other libraries' code that looks for it."""
     skips_steps: bool = False
     """Whether `skip_batches` counts for map-style datasets, too; otherwise their batch sampler skips."""
     tagged: bool = False
