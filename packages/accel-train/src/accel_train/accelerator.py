@@ -603,10 +603,16 @@ class Accelerator:
         """Gather results of a batch, one row per sample: rows that only pad the last round are dropped.
 
         Args:
-            input_data: nested tensors whose first dimension is the batch's (0-d tensors: one per rank), or objects,
-                one per sample.
-            use_gather_object: gather tensors as objects (different shapes).
+            input_data: nested tensors whose first dimension is the batch's (0-d tensors: one per rank), or objects: a
+                list, tuple or array of one per sample; anything else is gathered as one per rank. In mappings,
+                named tuples, lists that hold tensors, and tuples that hold tensors or lists, each value is gathered for
+                itself.
+            use_gather_object: gather tensors as lists of their rows, whose shapes may differ between ranks.
             dataloader: the loader the batch came from; None: the one that yielded last.
+
+        Returns:
+            nested tensors, lists and tuples as `input_data`, on every rank; mappings with objects as dictionaries. In
+            a world of one, `input_data` itself.
 
         Raises:
             MetricsShapeError: a value does not have one row per sample.

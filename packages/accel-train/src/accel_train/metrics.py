@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from accel_state.collectives import gather, gather_object
-from accel_state.trees import recursively_apply
+from accel_state.trees import honor_type, is_namedtuple, recursively_apply
 from accel_train.data.ledger import LoaderLedger
 from accel_train.errors import AmbiguousLoaderError, MetricsShapeError
 
@@ -29,15 +31,16 @@ def gather_for_metrics(
     source = loader if loader is not None else _source(ledger)
     valid: tuple[int, ...] | None = source.valid_rows() if source is not None else None
     rows: int | None = source.batch_rows if source is not None and source.may_pad else None
-    if use_gather_object or not _all_tensors(data):
-        return _gather_objects(data, valid, rows, rank)
-    if rows is not None:
-        recursively_apply(lambda leaf: _check_rows(leaf, rows), data)
-    if valid is not None:
-        mine = valid[rank]
-        data = recursively_apply(lambda leaf: leaf[:mine] if leaf.dim() else leaf, data)
+    real = _Real(rows, None if valid is None else valid[rank])
     # Rows may differ between ranks not only where padding was dropped: batch samplers choose their own sizes.
-    return gather(data, ragged=source is not None)
+    ragged = source is not None
+    if not use_gather_object and _all_tensors(data):
+        return gather(recursively_apply(real.tensor, data), ragged=ragged)
+    tensors: list[Tensor] = []
+    objects: list[Sequence[Any]] = []
+    build = _take_apart(data, real, use_gather_object, tensors, objects)
+    gathered = gather(tensors, ragged=ragged) if tensors else []
+    return build(gathered, gather_object([objects]) if objects else [])
 
 
 def _source(ledger: LoaderLedger) -> Any:
@@ -66,23 +69,82 @@ def _all_tensors(data: Any) -> bool:
     return True
 
 
-def _check_rows(leaf: Tensor, rows: int) -> Tensor:
-    if leaf.dim() and leaf.shape[0] != rows:
-        raise MetricsShapeError(
-            f"gather_for_metrics() got a tensor of shape {tuple(leaf.shape)}, but this rank's batch has {rows} rows. "
-            "Padding can only be dropped from values with one row per sample. Gather per-sample values, or use "
-            "gather() for everything else."
-        )
-    return leaf
+@dataclass(frozen=True, slots=True)
+class _Real:
+    """Leaves out the rows of this rank's batch that are padding.
 
+    Args:
+        rows: rows of the batch; None when they are not known.
+        count: how many leading ones are real; None when all are.
+    """
 
-def _gather_objects(data: Any, valid: tuple[int, ...] | None, rows: int | None, rank: int) -> Any:
-    """Objects are gathered as lists with one entry per sample, or as one entry per rank."""
-    if isinstance(data, list):
-        if rows is not None and len(data) != rows:
+    rows: int | None
+    count: int | None
+
+    def tensor(self, leaf: Tensor) -> Tensor:
+        """The real rows of a tensor; one without dimensions passes."""
+        if not leaf.dim():
+            return leaf
+        self._check(leaf.shape[0], f"a tensor of shape {tuple(leaf.shape)}")
+        return leaf if self.count is None else leaf[: self.count]
+
+    def objects(self, items: Any) -> list[Any]:
+        """The real ones of a sequence, or array, with one object per sample."""
+        self._check(len(items), f"{len(items)} objects in a {type(items).__name__}")
+        return list(items if self.count is None else items[: self.count])
+
+    def _check(self, rows: int, found: str) -> None:
+        if self.rows is not None and rows != self.rows:
             raise MetricsShapeError(
-                f"gather_for_metrics() got a list of {len(data)} objects, but this rank's batch has {rows} rows. "
-                "Give one object per sample, or use gather_object()."
+                f"gather_for_metrics() got {found}, but this rank's batch has {self.rows} rows. Padding can only be "
+                "dropped from values with one row per sample. Gather per-sample values, or use gather() or "
+                "gather_object() for everything else."
             )
-        return gather_object(data if valid is None else data[: valid[rank]])
-    return gather_object([data])
+
+
+_Build = Callable[[list[Tensor], list[Any]], Any]
+"""From the gathered tensors, and from each rank's objects, to the gathered value."""
+
+
+def _take_apart(
+    node: Any, real: _Real, only_objects: bool, tensors: list[Tensor], objects: list[Sequence[Any]]
+) -> _Build:
+    """Collect the real rows of what is in `node`; the result puts together what was gathered."""
+    if node is None:
+        return lambda gathered, told: None
+    if isinstance(node, Tensor) and not only_objects:
+        place = len(tensors)
+        tensors.append(real.tensor(node))
+        return lambda gathered, told: gathered[place]
+    if isinstance(node, Mapping) or is_namedtuple(node) or (not only_objects and _is_structure(node)):
+        values = node.values() if isinstance(node, Mapping) else node
+        parts = [_take_apart(value, real, only_objects, tensors, objects) for value in values]
+        return lambda gathered, told: _like(node, [part(gathered, told) for part in parts])
+    place = len(objects)
+    objects.append(recursively_apply(_compact, real.objects(node) if _per_sample(node) else [node]))
+    kind = tuple if type(node) is tuple else list
+    return lambda gathered, told: kind(item for theirs in told for item in theirs[place])
+
+
+def _compact(leaf: Tensor) -> Tensor:
+    """A tensor that owns its memory: pickled, a row of a batch would take all of the batch along."""
+    return leaf.clone() if leaf.untyped_storage().nbytes() > leaf.nbytes else leaf
+
+
+def _is_structure(node: Any) -> bool:
+    """A list or tuple of values for all samples, as opposed to one of an object per sample."""
+    if not isinstance(node, list | tuple):
+        return False
+    parts = (Tensor, Mapping, list) if isinstance(node, tuple) else Tensor
+    return any(isinstance(item, parts) for item in node)
+
+
+def _per_sample(node: Any) -> bool:
+    """Whether `node` holds one object per sample: a list or tuple, or an array or tensor with dimensions."""
+    return isinstance(node, list | tuple) or bool(getattr(node, "shape", ()))
+
+
+def _like(node: Any, values: list[Any]) -> Any:
+    if isinstance(node, Mapping):
+        return dict(zip(node, values, strict=True))
+    return honor_type(node, values)

@@ -329,3 +329,49 @@ def test_t29_cost_of_a_batch_does_not_grow_with_the_world():
         assert next(iter(share)) == [4, 5, 6, 7]
     finally:
         SequentialSampler.__iter__ = original
+
+
+class Oversized:
+    """Says that batches have two samples, and yields more at times."""
+
+    batch_size = 2
+
+    def __init__(self, *sizes):
+        self.sizes = sizes
+
+    def __iter__(self):
+        start = 0
+        for size in self.sizes:
+            yield list(range(start, start + size))
+            start += size
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 2, 5), (2, 2, 2, 5), (5,), (2, 2, 1, 4)])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("even", [True, False])
+def test_t3_batches_larger_than_their_batch_size_lose_nothing(sizes, ranks, even):
+    seen = []
+    for rank in range(ranks):
+        share = ShardedBatchSampler(Oversized(*sizes), ranks, rank, even_batches=even)
+        stream = share.open(Opening())
+        for count, batch in enumerate(stream):
+            valid = stream.valid_rows(count)
+            seen += batch if valid is None else batch[: valid[rank]]
+    assert sorted(seen) == list(range(sum(sizes)))
+
+
+def test_split_batches_refuse_what_is_larger_than_their_batch_size():
+    with pytest.raises(DataError, match=r"cuts batches of 2 samples.*one of 3"):
+        list(ShardedBatchSampler(Oversized(2, 3), 2, 1, split_batches=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_t3_a_rank_that_gets_nothing_of_a_batch_does_not_end_before_the_others(rank):
+    class Short(Oversized):
+        batch_size = 4
+
+    uneven = {"split_batches": True, "even_batches": False}
+    with pytest.raises(DataError, match=r"nothing of a batch of 2 samples"):
+        list(ShardedBatchSampler(Short(4, 2, 4), 2, rank, **uneven))
+    batches = list(ShardedBatchSampler(Short(4, 3, 4, 2), 2, rank, **uneven))
+    assert batches == [[[0, 1], [4, 5], [7, 8], [11, 12]], [[2, 3], [6], [9, 10]]][rank]

@@ -136,3 +136,60 @@ def test_the_users_way_of_cutting():
     cut = cut_round([rows(0, 1), rows(2, 3)], rows(0, 1), 2, split=False, last=False, slice_fn=slice_fn)
     assert [part.tolist() for part in cut.parts] == [[0, 10], [20, 30]]
     assert calls == [([0, 1, 2, 3], slice(0, 2), 0, 2), ([0, 1, 2, 3], slice(2, 4), 1, 2)]
+
+
+def test_a_tail_with_a_tensor_that_has_not_one_row_per_sample_is_handed_out_whole():
+    batch = {"x": rows(6, 7), "mask": torch.arange(5)}
+    cut = cut_round([batch], {"x": rows(0, 1), "mask": torch.arange(5)}, 2, split=False, last=True)
+    assert [part["x"].tolist() for part in cut.parts] == [[6, 7], [0, 1]]
+    assert all(part["mask"].tolist() == [0, 1, 2, 3, 4] for part in cut.parts)
+    assert cut.valid == (2, 0)
+    # Whole batches are not joined along such a tensor, either.
+    tail = [{"x": rows(6, 7), "mask": torch.arange(5)}, {"x": rows(8), "mask": torch.arange(5)}]
+    cut = cut_round(tail, tail[0], 3, split=False, last=True)
+    assert [part["mask"].tolist() for part in cut.parts] == [[0, 1, 2, 3, 4]] * 3
+    assert cut.valid == (2, 1, 0)
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [("a", "b"), (torch.tensor(1.0), torch.tensor(2.0)), (["p", "q", "r", "s"], ["p", "q", "r", "t"])],
+)
+def test_values_that_differ_between_batches_are_not_lost_in_the_tail(shared):
+    tail = [{"x": rows(0, 1, 2), "shared": shared[0]}, {"x": rows(3), "shared": shared[1]}]
+    cut = cut_round(tail, tail[0], 2, split=False, last=True)
+    assert [part["x"].tolist() for part in cut.parts] == [[0, 1, 2], [3]]
+    assert [part["shared"] for part in cut.parts] == list(shared)
+
+
+def test_what_a_whole_batch_shares_is_that_of_the_real_rows():
+    first, last = {"x": rows(0, 1), "name": "first"}, {"x": rows(4, 5, 6), "name": "last"}
+    cut = cut_round([last], first, 2, split=False, last=True)
+    assert [(part["x"].tolist(), part["name"]) for part in cut.parts] == [([4, 5], "last"), ([6, 0], "last")]
+
+
+def test_lists_are_joined_by_rows_only():
+    tail = [{"x": rows(0, 1, 2), "classes": ["p", "q"]}, {"x": rows(3), "classes": ["p", "q"]}]
+    cut = cut_round(tail, tail[0], 2, split=False, last=True)
+    assert [(part["x"].tolist(), part["classes"]) for part in cut.parts] == [
+        ([0, 1], ["p", "q"]),
+        ([2, 3], ["p", "q"]),
+    ]
+
+
+def test_the_users_way_of_cutting_gets_a_completed_tail():
+    def slice_fn(data, part, process_index=None, num_processes=None):
+        return {"x": data["x"][part], "text": data["text"][part]}
+
+    first = {"x": rows(0, 1), "text": ["a", "b"]}
+    tail = [{"x": rows(8, 9), "text": ["i", "j"]}, {"x": rows(10), "text": ["k"]}]
+    cut = cut_round(tail, first, 2, split=False, last=True, slice_fn=slice_fn)
+    assert [(part["x"].tolist(), part["text"]) for part in cut.parts] == [
+        ([8, 9], ["i", "j"]),
+        ([10, 0], ["k", "a"]),
+    ]
+    assert (list(cut.rows), cut.real, cut.valid) == ([2, 2], 3, (2, 1))
+    with pytest.raises(DispatchError, match="cannot be joined: tensors of different shapes"):
+        cut_round([torch.ones(1, 2), torch.ones(1, 3)], None, 2, split=False, last=True, slice_fn=slice_fn)
+    with pytest.raises(DataError, match="empty batch"):
+        cut_round([rows(1)], torch.ones(0), 2, split=False, last=True, slice_fn=slice_fn)

@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from accel_state.process import PartialState
 from accel_train.data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
+from accel_train.errors import DataError
 from testkit import worlds
 
 
@@ -349,3 +350,41 @@ def test_workers_read_on_rank_zero_only():
     assert [batch for both in zip(first, second, strict=True) for batch in both] == [
         [0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12], [0],
     ] * 2  # fmt: skip
+
+
+class Unreadable(IterableDataset):
+    def __iter__(self):
+        raise FileNotFoundError("no files")
+
+
+class Stopping(Map):
+    def __getitem__(self, index):
+        if index == 5:
+            raise StopIteration
+        return index
+
+
+def caught(build):
+    loader = prepare(build())
+    seen = []
+    try:
+        seen.extend(batch.tolist() for batch in loader)
+    except (FileNotFoundError, DataError) as error:
+        return seen, type(error).__name__, str(error), loader.ledger.live
+    return seen
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_cannot_be_opened_is_an_error_on_all_ranks(workers):
+    options = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    for seen, name, text, live in worlds.run(caught, 2, lambda: DataLoader(Unreadable(), **options)):
+        assert (seen, name, live) == ([], "FileNotFoundError", [])
+        assert "no files" in text
+
+
+def test_a_dataset_that_raises_stop_iteration_does_not_end_the_epoch_silently():
+    for rank, (seen, name, text, live) in enumerate(
+        worlds.run(caught, 2, lambda: DataLoader(Stopping(12), batch_size=2))
+    ):
+        assert (seen, name, live) == ([[2 * rank, 2 * rank + 1]], "DataError", [])
+        assert "Reading batch 2 " in text

@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accel_train.data import DataLoaderShard, LoaderLedger, prepare_data_loader
 from accel_train.data.batches import ShardedBatchSampler
+from accel_train.errors import DataError
 
 
 class Numbers(IterableDataset):
@@ -357,3 +358,62 @@ def test_a_custom_batch_sampler_stays_inside():
     loader = prepare(DataLoader(range(10), batch_sampler=custom), 2, 0)
     assert isinstance(loader.batch_sampler, ShardedBatchSampler)
     assert loader.batch_sampler.batch_sampler is custom
+
+
+def test_a_loop_within_a_loop_over_one_loader(make):
+    """What a loader says is about the batch that the asking loop holds."""
+    loader = make()
+    alone = [(loader.valid_rows(), loader.batch_rows) for _ in loader]
+    said = []
+    for outer, _ in enumerate(loader):
+        for inner, _ in enumerate(loader):
+            if inner == outer:
+                break
+        said.append((loader.valid_rows(), loader.batch_rows))
+    assert said == alone
+    said = []
+    for _ in loader:
+        list(loader)
+        said.append((loader.valid_rows(), loader.batch_rows))
+        assert loader.end_of_dataloader == (len(said) == len(alone))
+    assert said == alone
+    assert loader.end_of_dataloader
+    assert loader.ledger.live == []
+
+
+def test_iterators_in_turn_over_one_loader():
+    loader = prepare(DataLoader(range(7), batch_size=2), ranks=2)
+    one, two = iter(loader), iter(loader)
+    next(one), next(one), next(two)
+    assert loader.valid_rows() is None
+    assert loader.end_of_dataloader is False
+    list(one)
+    assert loader.valid_rows() is None  # two is at its first batch still
+    next(two)
+    assert loader.valid_rows() == (2, 1)
+
+
+def test_a_device_can_be_named():
+    loader = prepare(DataLoader(range(4), batch_size=2), device="cpu", put_on_device=True)
+    assert loader.device == torch.device("cpu")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert DataLoaderShard(range(4), device="cpu").device == torch.device("cpu")
+
+
+def test_a_dataset_that_raises_stop_iteration_on_one_of_several_ranks():
+    class Stopping(Failing):
+        def __getitem__(self, index):
+            if index == 3:
+                raise StopIteration
+            return index
+
+    def seen(ranks):
+        return [
+            batch.tolist()
+            for batch in prepare(DataLoader(Stopping(), batch_size=1), ranks=ranks, rank=ranks - 1)
+        ]
+
+    plain = [batch.tolist() for batch in DataLoader(Stopping(), batch_size=1)]
+    assert seen(1) == plain == [[0], [1], [2]]
+    with pytest.raises(DataError, match=r"Reading batch 1 .* raised StopIteration"):
+        seen(2)

@@ -1,4 +1,5 @@
 import multiprocessing
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from accel_train.data import (
     get_sampler,
     prepare_data_loader,
 )
+from accel_train.data.iterable import IterableDatasetShard
 from accel_train.errors import ArgumentTypeError, DataError
 
 CPU = torch.device("cpu")
@@ -286,3 +288,57 @@ def test_length_is_the_number_of_batches(n, size, ranks, split, even, drop_last)
         )
         batches = list(loader)
         assert len(loader) == len(batches)
+
+
+def test_t23_a_part_of_another_number_of_parts_is_warned_about():
+    sampler = DistributedSampler(range(12), 4, 1, shuffle=False)
+    with pytest.warns(UserWarning, match="DistributedSampler yields one of 4 parts.*among 2 ranks"):
+        prepare(DataLoader(range(12), sampler=sampler))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(DataLoader(range(12), sampler=DistributedSampler(range(12), 1, 0)))
+        prepare(DataLoader(range(12), sampler=sampler), pre_sharded=False)
+        mine = prepare(DataLoader(range(12), sampler=sampler), pre_sharded=True)
+    assert [batch.item() for batch in mine] == [1, 5, 9]
+
+
+def test_t23_shards_of_other_libraries_are_not_shared_out_again():
+    shards = pytest.importorskip("transformers.trainer_pt_utils")
+    seen = []
+    for rank in range(2):
+        dataset = shards.IterableDatasetShard(Stream(), batch_size=2, num_processes=2, process_index=rank)
+        loader = prepare(DataLoader(dataset, batch_size=2), 2, rank)
+        assert loader.may_be_uneven
+        seen.append([batch.tolist() for batch in loader])
+    expected = [
+        list(
+            DataLoader(
+                shards.IterableDatasetShard(Stream(), 2, num_processes=2, process_index=rank), batch_size=2
+            )
+        )
+        for rank in range(2)
+    ]
+    assert seen == [[batch.tolist() for batch in batches] for batches in expected]
+
+
+def test_a_shard_made_by_hand_wants_its_own_batch_size():
+    shard = IterableDatasetShard(Stream(), batch_size=4, num_processes=2, process_index=0)
+    with pytest.raises(DataError, match=r"4 samples to a rank at a time.*batch_size is 2"):
+        prepare(DataLoader(shard, batch_size=2))
+    assert prepare(DataLoader(shard, batch_size=4)).total_batch_size == 8
+
+
+def test_what_a_loader_of_another_class_overrides_is_not_lost_silently():
+    class Doubling(DataLoader):
+        def __iter__(self):
+            return (2 * batch for batch in super().__iter__())
+
+    class Named(DataLoader):
+        def __init__(self, data, **options):
+            super().__init__(data, **options)
+
+    with pytest.warns(UserWarning, match=r"Doubling overrides __iter__.*collate_fn"):
+        prepare(Doubling(range(4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare(Named(range(4)))

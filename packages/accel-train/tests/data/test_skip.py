@@ -180,3 +180,36 @@ def test_what_cannot_be_skipped():
 def test_skipping_loaders_keep_a_random_sampler_in_reach():
     loader = prepare(DataLoader(range(8), batch_size=2, shuffle=True), 2, 0)
     assert isinstance(skip_first_batches(loader, 1).get_sampler(), RandomSampler)
+
+
+def test_lengths_count_what_is_left_of_a_stream():
+    class Sized(Numbers):
+        def __len__(self):
+            return self.n
+
+    for dispatch in (False, None):
+        loader = prepare(
+            DataLoader(Sized(11), batch_size=2),
+            device=torch.device("cpu"),
+            put_on_device=True,
+            dispatch_batches=dispatch,
+        )
+        skipped = skip_first_batches(loader, 2)
+        assert (len(loader), len(skipped), len(lists(skipped))) == (6, 4, 4)
+        assert len(skip_first_batches(skipped, 9)) == 0
+
+
+@pytest.mark.parametrize("kind", [DataLoaderShard, DataLoaderDispatcher])
+@pytest.mark.parametrize("dataset", [range(10), Numbers(10)])
+def test_loaders_made_by_hand_skip_what_they_are_told(kind, dataset):
+    loader = kind(dataset, skip_batches=3, batch_size=2)
+    assert lists(loader) == [[6, 7], [8, 9]]
+    if isinstance(dataset, range):
+        assert len(loader) == 2
+
+
+def test_a_skipping_stream_is_prepared_as_it_is_or_not_at_all():
+    stream = skip_first_batches(DataLoader(Numbers(9), batch_size=2), 2)
+    assert lists(prepare(stream)) == lists(stream) == [[4, 5], [6, 7], [8]]
+    with pytest.raises(DataError, match=r"leaves out 2 batches.*skip_first_batches\(prepared"):
+        prepare(stream, 2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accel_state.trees import TreeSpec, concatenate, flatten, ignorant_find_batch_size, unflatten
+from accel_state.trees import TreeSpec, flatten, ignorant_find_batch_size, unflatten
 from accel_train.data.layout import clip_rows
 from accel_train.data.streams import ALL_ROWS
 from accel_train.errors import DataError, DispatchError
@@ -49,8 +49,8 @@ def cut_round(
 
     A full round hands one whole batch to each rank, so batches may be ragged. The tail of an epoch is
     shared out evenly, and completed with the first samples to a multiple of the number of ranks; if its
-    batches cannot be joined because their shapes differ, they are handed out whole, and ranks without one
-    repeat the first batch as padding.
+    batches cannot be cut and joined, because their shapes differ or they hold more than one row per sample,
+    they are handed out whole, and ranks without one repeat the first batch as padding.
 
     Args:
         batches: what was read, at most one batch per rank (exactly one batch when `split`).
@@ -61,12 +61,12 @@ def cut_round(
         slice_fn: the user's way of cutting a joined batch.
 
     Raises:
-        DispatchError: a tensor has not one row per sample and would have to be cut.
+        DispatchError: a batch that must be cut holds a tensor without one row per sample.
         DataError: a batch without rows would have to be cut.
     """
     counts = [_rows(batch) for batch in batches]
     if slice_fn is not None:
-        return _by_user(batches, counts, ranks, slice_fn)
+        return _by_user(batches, counts, first, ranks, slice_fn)
     if not split and len(batches) == ranks and (not last or len(set(counts)) == 1):
         return _whole(batches, counts, first, ranks)
     if None in counts:
@@ -74,17 +74,17 @@ def cut_round(
     rows = [count for count in counts if count is not None]
     try:
         return _by_rows(batches, rows, first, ranks)
-    except _RaggedError:
+    except _RaggedError as error:
         if split:
             raise DispatchError(
-                "split_batches=True cannot cut this batch: its leaves do not all have one row per "
-                "sample. Use split_batches=False, or pass slice_fn_for_dispatch."
+                f"split_batches=True cannot cut this batch: {error}. Use split_batches=False, or pass "
+                "slice_fn_for_dispatch."
             ) from None
         return _whole(batches, counts, first, ranks)
 
 
 class _RaggedError(Exception):
-    """Batches whose shapes differ cannot be joined."""
+    """Batches cannot be cut and joined by rows; the message says why."""
 
 
 def pieces_of(rows: Sequence[int], ranks: int, first_rows: int) -> list[list[tuple[int, int, int]]]:
@@ -128,11 +128,11 @@ def _by_rows(batches: Sequence[Any], rows: list[int], first: Callable[[], Any], 
         completing = first()
         flat[-1], sizes[-1] = flatten(completing), _rows(completing) or 0
     if total == 0 or sizes.get(-1) == 0:
-        raise DataError("Rank 0 read an empty batch; there are no rows to share out. Drop empty batches.")
-    parts = [
-        _join([_cut(*flat[batch], sizes[batch], start, stop) for batch, start, stop in pieces])
-        for pieces in pieces_of(rows, ranks, sizes.get(-1, 0))
-    ]
+        raise DataError(_EMPTY)
+    parts = []
+    for spans in pieces_of(rows, ranks, sizes.get(-1, 0)):
+        pieces = [_cut(*flat[batch], sizes[batch], start, stop) for batch, start, stop in spans]
+        parts.append(_join(pieces, sum(batch >= 0 for batch, _, _ in spans)))
     each = -(-total // ranks)
     valid = None if total % ranks == 0 else clip_rows(total, each, ranks)
     return Round(parts, [each] * ranks, total, valid)
@@ -150,8 +150,13 @@ def _whole(
     return Round([*batches, *[repeated] * missing], [*counts, *[_rows(repeated)] * missing], real, valid)
 
 
-def _by_user(batches: Sequence[Any], counts: list[int | None], ranks: int, slice_fn: SliceFunction) -> Round:
-    batch = batches[0] if len(batches) == 1 else concatenate(list(batches))
+def _by_user(
+    batches: Sequence[Any],
+    counts: list[int | None],
+    first: Callable[[], Any],
+    ranks: int,
+    slice_fn: SliceFunction,
+) -> Round:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         raise DispatchError(
@@ -160,12 +165,39 @@ def _by_user(batches: Sequence[Any], counts: list[int | None], ranks: int, slice
         )
     total = sum(known)
     each = -(-total // ranks)
+    batch = (
+        batches[0] if len(batches) == 1 and total % ranks == 0 else _completed(batches, known, first, ranks)
+    )
     parts = [
         slice_fn(batch, slice(rank * each, (rank + 1) * each), process_index=rank, num_processes=ranks)
         for rank in range(ranks)
     ]
     valid = None if total % ranks == 0 else clip_rows(total, each, ranks)
-    return Round(parts, [each] * ranks, total, valid)
+    return Round(parts, [_rows(part) for part in parts], total, valid)
+
+
+def _completed(batches: Sequence[Any], rows: Sequence[int], first: Callable[[], Any], ranks: int) -> Any:
+    """The joined batches, completed with the first rows to a multiple of `ranks`."""
+    pieces = [_Piece(*flatten(batch), count) for batch, count in zip(batches, rows, strict=True)]
+    missing = -sum(rows) % ranks
+    repeated = first() if missing else None
+    available = _rows(repeated) or 0
+    if missing and not available:
+        raise DataError(_EMPTY)
+    try:
+        while missing > 0:
+            taken = min(missing, available)
+            pieces.append(_cut(*flatten(repeated), available, 0, taken))
+            missing -= taken
+        return _join(pieces, len(batches))
+    except _RaggedError as error:
+        raise DispatchError(
+            f"slice_fn_for_dispatch cuts the joined batches of a step, and these cannot be joined: {error}. Pad them "
+            "to one shape, or leave out slice_fn_for_dispatch."
+        ) from None
+
+
+_EMPTY = "Rank 0 read an empty batch; there are no rows to share out. Drop empty batches."
 
 
 # Rows of a batch
@@ -190,25 +222,29 @@ def _is_row_list(spec: TreeSpec) -> bool:
     return spec.kind in (list, tuple) and bool(spec.children) and all(c.kind is ... for c in spec.children)
 
 
-_Flat = tuple[list[Tensor], TreeSpec]
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Consecutive rows of a batch, taken apart."""
+
+    leaves: list[Tensor]
+    spec: TreeSpec
+    rows: int
 
 
-def _cut(leaves: list[Tensor], spec: TreeSpec, rows: int, start: int, stop: int) -> _Flat:
+def _cut(leaves: list[Tensor], spec: TreeSpec, rows: int, start: int, stop: int) -> _Piece:
     if (start, stop) == (0, rows):
-        return leaves, spec
-    return [_cut_leaf(leaf, rows, start, stop) for leaf in leaves], _cut_spec(spec, rows, start, stop)
+        return _Piece(leaves, spec, rows)
+    cut = [_by_row(leaf, rows)[start:stop] if leaf.dim() else leaf for leaf in leaves]
+    return _Piece(cut, _cut_spec(spec, rows, start, stop), stop - start)
 
 
-def _cut_leaf(leaf: Tensor, rows: int, start: int, stop: int) -> Tensor:
-    if leaf.dim() == 0:
-        return leaf
+def _by_row(leaf: Tensor, rows: int) -> Tensor:
     if leaf.shape[0] != rows:
-        raise DispatchError(
-            f"A batch of {rows} rows holds a tensor of shape {tuple(leaf.shape)}; rank 0 cannot tell "
-            "which part of it belongs to which rank. Pass slice_fn_for_dispatch, or use "
-            "dispatch_batches=False."
+        raise _RaggedError(
+            f"a batch of {rows} rows holds a tensor of shape {tuple(leaf.shape)}, and rank 0 cannot tell which "
+            "part of it belongs to which rank"
         )
-    return leaf[start:stop]
+    return leaf
 
 
 def _cut_spec(spec: TreeSpec, rows: int, start: int, stop: int) -> TreeSpec:
@@ -223,30 +259,45 @@ def _cut_spec(spec: TreeSpec, rows: int, start: int, stop: int) -> TreeSpec:
     return TreeSpec(spec.kind, spec.outline, tuple(_cut_spec(c, rows, start, stop) for c in spec.children))
 
 
-def _join(pieces: list[_Flat]) -> Any:
+def _join(pieces: list[_Piece], real: int) -> Any:
+    """One part from pieces; those after the first `real` ones are padding, whose shared values do not matter."""
+    spec = pieces[0].spec
     if len(pieces) == 1:
-        leaves, spec = pieces[0]
-        return unflatten(spec, leaves)
-    columns = list(zip(*(leaves for leaves, _ in pieces), strict=True))
-    for column in columns:
-        if any(leaf.shape[1:] != column[0].shape[1:] or leaf.dtype != column[0].dtype for leaf in column):
-            raise _RaggedError
-    joined = [column[0] if column[0].dim() == 0 else torch.cat(column) for column in columns]
-    return unflatten(_join_specs([spec for _, spec in pieces]), joined)
+        return unflatten(spec, pieces[0].leaves)
+    spec = _join_specs([piece.spec for piece in pieces], [piece.rows for piece in pieces], real)
+    columns = zip(*(piece.leaves for piece in pieces), strict=True)
+    return unflatten(spec, [_join_leaves(column, pieces, real) for column in columns])
 
 
-def _join_specs(specs: list[TreeSpec]) -> TreeSpec:
+def _join_leaves(column: Sequence[Tensor], pieces: list[_Piece], real: int) -> Tensor:
+    first = column[0]
+    if any(leaf.shape[1:] != first.shape[1:] or leaf.dtype != first.dtype for leaf in column):
+        raise _RaggedError("tensors of different shapes or dtypes would have to be joined")
+    if any(leaf.dim() == 0 for leaf in column):
+        if not all(leaf.dim() == 0 and torch.equal(leaf, first) for leaf in column[:real]):
+            raise _RaggedError("a value that a whole batch shares differs between batches")
+        return first
+    return torch.cat([_by_row(leaf, piece.rows) for leaf, piece in zip(column, pieces, strict=True)])
+
+
+def _join_specs(specs: Sequence[TreeSpec], rows: Sequence[int], real: int) -> TreeSpec:
     first = specs[0]
-    if all(_is_row_list(spec) and spec.kind is first.kind for spec in specs):
+    by_rows = [
+        spec.kind is first.kind and _is_row_list(spec) and len(spec.children) == count
+        for spec, count in zip(specs, rows, strict=True)
+    ]
+    if all(by_rows):
         children = tuple(child for spec in specs for child in spec.children)
         return TreeSpec(first.kind, len(children), children)
+    if any(spec.kind is not first.kind for spec in specs):
+        raise _RaggedError("the batches differ in structure")
     if first.kind is ...:
         if getattr(first.outline, "shape", None):
-            raise _RaggedError
+            raise _RaggedError("arrays that are no tensors would have to be joined")
+        if any(spec.outline is not first.outline and spec.outline != first.outline for spec in specs[:real]):
+            raise _RaggedError("a value that a whole batch shares differs between batches")
         return first
-    if any(spec.kind is not first.kind or len(spec.children) != len(first.children) for spec in specs):
-        raise _RaggedError
-    children = tuple(
-        _join_specs(list(column)) for column in zip(*(spec.children for spec in specs), strict=True)
-    )
-    return TreeSpec(first.kind, first.outline, children)
+    if any(spec.outline != first.outline or len(spec.children) != len(first.children) for spec in specs):
+        raise _RaggedError("the batches differ in structure")
+    columns = zip(*(spec.children for spec in specs), strict=True)
+    return TreeSpec(first.kind, first.outline, tuple(_join_specs(column, rows, real) for column in columns))

@@ -13,7 +13,7 @@ from accel_train.data.batches import Opening, arithmetic_source
 from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored, Run
-from accel_train.data.iterators import LoaderIterator
+from accel_train.data.iterators import LoaderIterator, early_end
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.resume import as_begun, generator_state, primed
@@ -57,7 +57,7 @@ class DataLoaderDispatcher(PreparedLoader):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         ledger: LoaderLedger | None = None,
@@ -93,11 +93,9 @@ class DataLoaderDispatcher(PreparedLoader):
     def __iter__(self) -> Any:
         return DispatchIterator(self)
 
-    def __len__(self) -> int:
-        base = super().__len__()
-        each = self.base_batches_per_step
-        whole = base // each if self._drop_last else -(-base // each)
-        return max(whole - self.skip_batches, 0)
+    def _steps(self) -> int:
+        base, each = super()._steps(), self.base_batches_per_step
+        return base // each if self._drop_last else -(-base // each)
 
     # Answers
 
@@ -151,7 +149,13 @@ class DataLoaderDispatcher(PreparedLoader):
         with as_begun(restored, self.generator):
             run.begun_with = generator_state(self.generator)
             if self.process_index == 0:
-                return self._read(run, restored, resume)
+                try:
+                    return self._read(run, restored, resume)
+                except Exception as error:
+                    if self.num_processes == 1:
+                        raise
+                    # The other ranks will wait for the first batch, so they are told in its place.
+                    return _Reader(self, _Unreadable(error), None, self._scatterer(), None)
             # Rank 0's iterator draws a base seed here; all ranks draw alike.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self._count_skipped(run, resume)
@@ -196,8 +200,10 @@ class DataLoaderDispatcher(PreparedLoader):
             indexes.opening, indexes.stream = Opening(), None
             if restored is not None and stream is not None:
                 stream.prime()
-        scatterer = Scatterer() if self.num_processes > 1 else None
-        return _Reader(self, source, stream, scatterer, passed[0] if passed else None)
+        return _Reader(self, source, stream, self._scatterer(), passed[0] if passed else None)
+
+    def _scatterer(self) -> Scatterer | None:
+        return Scatterer() if self.num_processes > 1 else None
 
     def _read_first(self, stream: IndexStream | None) -> Any:
         """Read the first batch of an epoch that was begun after it."""
@@ -230,6 +236,22 @@ class _Follower:
 
     def follows(self) -> bool:
         raise AssertionError("other ranks know the end from what rank 0 sends")
+
+
+class _Unreadable:
+    """A source that could not be opened: its first item is the error."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error: Exception | None = error
+
+    def __next__(self) -> Any:
+        error, self._error = self._error, None
+        if error is None:
+            raise StopIteration
+        try:
+            raise error
+        finally:
+            del error  # its traceback holds this frame, which must not hold it in turn
 
 
 class _Reader:
@@ -280,11 +302,11 @@ class _Reader:
         batches: list[Any] = []
         while len(batches) < self._per_step and self._fetch():
             batches.append(self._ahead.pop(0))
+            self._taken += 1
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
             self._first = batches[0]
-        self._taken += len(batches)
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(
@@ -326,7 +348,10 @@ class _Reader:
                 return False
             try:
                 self._ahead.append(next(self._source))
-            except StopIteration:
+            except StopIteration as stop:
+                early = early_end(self._stream, self._taken + len(self._ahead), self._ranks)
+                if early is not None:
+                    raise early from stop
                 self._over = True
         return True
 
@@ -347,10 +372,12 @@ class DispatchIterator(LoaderIterator):
         batch, envelope.batch = envelope.batch, None
         if self._finish is not None:
             batch = self._finish(batch)
-        run = self._run
+        run, loader = self._run, self._loader
         run.part = envelope
         run.yielded += 1
-        self._ledger.yielded(self._loader)
+        if loader._run is not run:  # another iterator has begun, or yielded, in between
+            loader._run = loader.epoch_state.run = run
+        self._ledger.yielded(loader)
         return batch
 
     def at_end(self) -> bool:

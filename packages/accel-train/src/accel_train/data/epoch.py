@@ -55,6 +55,11 @@ class Run:
         """State of the generator that torch's iterator draws its base seed from, before it did."""
         self.iterator: weakref.ref[Any] | None = None
 
+    @property
+    def live(self) -> bool:
+        """Whether its iterator exists and has not come to the end."""
+        return not self.ended and self.iterator is not None and self.iterator() is not None
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:

@@ -13,7 +13,7 @@ from accel_train.data.batches import check_split
 from accel_train.data.layout import clip_rows
 from accel_train.data.streams import ALL_ROWS
 
-__all__ = ["IterableDatasetShard", "Tagged", "TaggingCollate", "is_presharded", "native_shard"]
+__all__ = ["IterableDatasetShard", "Tagged", "TaggingCollate", "native_shard", "parts_of"]
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -147,7 +147,11 @@ def native_shard(dataset: Any, num_processes: int, process_index: int) -> Any | 
     return dataset.shard(num_shards=num_processes, index=process_index)
 
 
-def is_presharded(dataset: Any, num_processes: int) -> bool:
-    """Whether a dataset says that it already yields one rank's part, as `split_dataset_by_node` makes it."""
-    distributed = getattr(dataset, "_distributed", None)
-    return distributed is not None and getattr(distributed, "world_size", None) == num_processes
+def parts_of(dataset: Any) -> int | None:
+    """The number of parts of which a dataset says that it yields one; None if it says nothing.
+
+    Datasets of `split_dataset_by_node`, and the classes like `IterableDatasetShard` of other libraries, do.
+    """
+    if type(dataset).__name__ == "IterableDatasetShard":
+        return getattr(dataset, "num_processes", None)
+    return getattr(getattr(dataset, "_distributed", None), "world_size", None)

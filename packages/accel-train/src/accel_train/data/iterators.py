@@ -8,6 +8,8 @@ from typing import Any
 
 from accel_train.data.epoch import Run
 from accel_train.data.loader import PreparedLoader
+from accel_train.data.streams import IndexStream
+from accel_train.errors import DataError
 
 __all__ = ["AheadIterator", "LoaderIterator"]
 
@@ -21,6 +23,7 @@ class LoaderIterator:
 
     __slots__ = (
         "__weakref__",
+        "_around",
         "_closed",
         "_failure",
         "_finish",
@@ -42,6 +45,7 @@ class LoaderIterator:
         if loader.transfer is not None:
             self._finish = loader.transfer.finish
         self._tagged = loader.tagged
+        self._around = loader._run
         self._run = run = Run()
         run.iterator = weakref.ref(self)
         loader._synchronize()
@@ -73,15 +77,24 @@ class LoaderIterator:
                 if self._failure is not None:
                     self._raise_failure()
                 item = self._fetch()
-            except BaseException as error:
-                self._close(exhausted=isinstance(error, StopIteration))
+            except StopIteration as stop:
+                early = early_end(self._run.stream, self._run.yielded, self._loader.num_processes)
+                self._close(exhausted=early is None)
+                if early is not None:
+                    raise early from stop
+                raise
+            except BaseException:
+                self._close(exhausted=False)
                 raise
         if self._tagged:
             self._run.real, item = item
         if self._finish is not None:
             item = self._finish(item)
-        self._run.yielded += 1
-        self._ledger.yielded(self._loader)
+        run, loader = self._run, self._loader
+        run.yielded += 1
+        if loader._run is not run:  # another iterator has begun, or yielded, in between
+            loader._run = loader.epoch_state.run = run
+        self._ledger.yielded(loader)
         return item
 
     def _fetch(self) -> Any:
@@ -123,6 +136,9 @@ class LoaderIterator:
         if exhausted:
             self._run.ended = True
             self._loader.epoch_state.iteration += 1
+        around, self._around = self._around, None
+        if self._loader._run is self._run and around is not None and around.live:
+            self._loader._run = self._loader.epoch_state.run = around  # a loop within a loop over one loader
 
     def close(self) -> None:
         """End the iteration without waiting for the iterator to be dropped."""
@@ -131,6 +147,21 @@ class LoaderIterator:
     def __del__(self) -> None:
         if not self._closed:
             self._close(exhausted=False)
+
+
+def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError | None:
+    """What to raise when a loader ends after `yielded` batches although its sampler has more; None if it has not.
+
+    A plain loader ends, without a word, when its dataset raises `StopIteration` for a sample. One process
+    does as the plain loader; among several, the other ranks would wait for this one.
+    """
+    if ranks == 1 or stream is None or stream.ends_at(yielded):
+        return None
+    return DataError(
+        f"Reading batch {yielded} (counted from 0) raised StopIteration, though the sampler yields that batch: the "
+        "dataset or the collate function ended early. Raise another error there, or let the sampler end where "
+        "the data ends."
+    )
 
 
 class AheadIterator(LoaderIterator):

@@ -72,7 +72,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         device: where batches are moved; None leaves them.
         rng_types: random number generators made equal on all ranks when an epoch begins.
         synchronized_generator: the generator meant by ``"generator"`` in `rng_types`.
-        skip_batches: batches to leave out at the start of every iteration (iterable datasets).
+        skip_batches: batches to leave out at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         non_blocking: whether the move to the device overlaps with the host.
         iteration: epochs that were iterated before.
@@ -98,7 +98,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self,
         dataset: Any,
         *,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
@@ -111,7 +111,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
-        self.device = device
+        self.device = None if device is None else torch.device(device)
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
@@ -128,6 +128,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
 
     # Torch's hooks
+
+    def __len__(self) -> int:
+        return max(self._steps() - self.skip_batches, 0)
+
+    def _steps(self) -> int:
+        """Steps of an epoch, the skipped ones included."""
+        return super().__len__()
 
     @property
     def _index_sampler(self) -> Any:
@@ -333,6 +340,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
                 position=None if resume is None else resume.position,
                 sharing=self._sharing,
                 in_flight=self.num_workers * (self.prefetch_factor or 0),
+                skip=self.skip_batches,
             )
         with as_begun(restored, self.generator):
             run.begun_with = generator_state(self.generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,13 +22,13 @@ from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
 from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, check_split
 from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.iterable import IterableDatasetShard, is_presharded, native_shard
+from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.lookup import innermost_sampler, samplers_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
-from accel_train.data.skip import loader_options
+from accel_train.data.skip import SkipDataLoader, loader_options
 from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["prepare_data_loader"]
@@ -58,7 +58,7 @@ class _Request:
 
 def prepare_data_loader(
     dataloader: DataLoader[Any],
-    device: torch.device | None = None,
+    device: torch.device | str | int | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
     split_batches: bool = False,
@@ -128,6 +128,7 @@ def prepare_data_loader(
     if put_on_device and device is None:
         raise DataError("put_on_device=True needs a device. Pass `device`, or put_on_device=False.")
 
+    _check_kind(dataloader, ranks)
     iterable = isinstance(dataloader.dataset, IterableDataset)
     sharded = _sharded_already(dataloader, ranks, pre_sharded)
     dispatch = _decide_dispatch(dispatch_batches, put_on_device, iterable, sharded is not _Sharded.NO)
@@ -152,6 +153,7 @@ def prepare_data_loader(
         options={
             "device": device if put_on_device else None,
             "rng_types": rng_types,
+            "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
             "use_stateful_dataloader": use_stateful_dataloader,
             "_non_blocking": non_blocking,
             "_drop_last": dataloader.drop_last,
@@ -202,14 +204,51 @@ def _sharded_already(loader: DataLoader[Any], ranks: int, declared: bool | None)
     """Whether the loader yields one rank's part only, by declaration or because it says so."""
     if declared is False or ranks == 1:
         return _Sharded.NO
-    if isinstance(loader.dataset, IterableDatasetShard) and loader.dataset.num_processes == ranks:
-        return _Sharded.EVENLY
+    for owner, parts, kind in _parts(loader):
+        if parts == ranks:
+            return kind
+        if parts != 1 and declared is None:
+            warnings.warn(
+                f"{type(owner).__name__} yields one of {parts} parts, and that part is shared out again among {ranks} "
+                f"ranks: samples are lost unless all ranks hold the same part. Make {ranks} parts, or only one; "
+                "pre_sharded=False says that it is meant.",
+                stacklevel=4,
+            )
+    return _Sharded.ANYHOW if declared else _Sharded.NO
+
+
+def _parts(loader: DataLoader[Any]) -> Iterator[tuple[object, int, _Sharded]]:
+    """What in a loader yields one part of several, and of how many."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDatasetShard):
+        yield dataset, dataset.num_processes, _Sharded.EVENLY
     for sampler in samplers_of(loader):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas == ranks:
-            return _Sharded.EVENLY
-        if isinstance(sampler, ShardedBatchSampler) and sampler.num_processes == ranks:
-            return _Sharded.EVENLY
-    return _Sharded.ANYHOW if declared or is_presharded(loader.dataset, ranks) else _Sharded.NO
+        if isinstance(sampler, DistributedSampler):
+            yield sampler, sampler.num_replicas, _Sharded.EVENLY
+        elif isinstance(sampler, ShardedBatchSampler):
+            yield sampler, sampler.num_processes, _Sharded.EVENLY
+    parts = parts_of(dataset)
+    if parts is not None:
+        yield dataset, parts, _Sharded.ANYHOW
+
+
+def _check_kind(loader: DataLoader[Any], ranks: int) -> None:
+    """Say what of a loader of another class cannot be kept."""
+    kind = type(loader)
+    if isinstance(loader, SkipDataLoader):
+        if loader.skip_batches and ranks > 1:
+            raise DataError(
+                f"This loader leaves out {loader.skip_batches} batches of what {ranks} ranks are to share. Prepare the "
+                "whole loader first, and then skip: skip_first_batches(prepared, num_batches)."
+            )
+        return
+    lost = [name for name in ("__iter__", "__len__") if getattr(kind, name) is not getattr(DataLoader, name)]
+    if lost:
+        warnings.warn(
+            f"{kind.__name__} overrides {' and '.join(lost)} of DataLoader, which is not kept: a prepared loader reads "
+            "the dataset itself. Move the change to the dataset or to collate_fn, or wrap the prepared loader.",
+            stacklevel=4,
+        )
 
 
 def _decide_dispatch(asked: bool | None, put_on_device: bool, iterable: bool, sharded_already: bool) -> bool:
@@ -292,6 +331,15 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
     loader, options = request.loader, dict(request.options)
     dataset, batch_size = loader.dataset, loader.batch_size
     anyhow = request.sharded is _Sharded.ANYHOW
+    if (
+        request.sharded is _Sharded.EVENLY
+        and isinstance(dataset, IterableDatasetShard)
+        and dataset.local_batch != (batch_size or 1)
+    ):
+        raise DataError(
+            f"The dataset is an IterableDatasetShard that deals out {dataset.local_batch} samples to a rank at a time, "
+            f"but the loader's batch_size is {batch_size}. Use batch_size={dataset.local_batch}."
+        )
     if request.ranks > 1 and request.sharded is _Sharded.NO:
         own = None if request.split else native_shard(dataset, request.ranks, request.rank)
         if own is not None:

@@ -29,7 +29,7 @@ class DataLoaderShard(PreparedLoader):
         device: where batches are moved; None leaves them.
         rng_types: generators made equal on all ranks at each epoch: "torch", "cuda", "generator", …
         synchronized_generator: the generator meant by "generator".
-        skip_batches: batches left out at the start of every iteration (iterable datasets).
+        skip_batches: batches left out at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         _drop_last: whether the original loader dropped an incomplete last batch.
         _non_blocking: whether the move overlaps with the host.
@@ -44,7 +44,7 @@ class DataLoaderShard(PreparedLoader):
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,

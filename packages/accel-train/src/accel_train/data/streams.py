@@ -13,6 +13,7 @@ from typing import Any
 from accel_train.data.layout import Layout, clip_rows
 from accel_train.data.orders import Order, OrderSource, Record
 from accel_train.data.sharing import Sharing
+from accel_train.errors import DataError
 
 __all__ = ["ALL_ROWS", "ArithmeticStream", "IndexStream", "RoundStream", "SingleIndexStream", "SingleStream"]
 
@@ -345,6 +346,11 @@ class RoundStream(_Iterated):
     def _full(self, batch: Any) -> bool:
         return self._batch_size is None or _size(batch) == self._batch_size
 
+    def _oversized(self, batch: Any) -> bool:
+        """Whether a batch has more samples than the batch sampler's `batch_size` says."""
+        size = _size(batch)
+        return size is not None and self._batch_size is not None and size > self._batch_size
+
     def _produce(self) -> _Produced:
         while self._skip_base:
             self._skip_base -= 1
@@ -363,7 +369,9 @@ class RoundStream(_Iterated):
         short = next((i for i, batch in enumerate(batches) if not self._full(batch)), None)
         complete = len(batches) == self._ranks
         last = not complete or (short is not None and self._at_end())
-        by_samples = self._uniform and (short is None or short == len(batches) - 1)
+        by_samples = self._uniform and (
+            short is None or (short == len(batches) - 1 and not self._oversized(batches[short]))
+        )
         self._uniform = self._uniform and short is None
         if not last or (complete and not by_samples):
             return self._whole(batches)
@@ -394,10 +402,22 @@ class RoundStream(_Iterated):
         each = self._batch_size // self._ranks
         if self._full(batch):
             return batch[self._rank * each : (self._rank + 1) * each], each, None
+        if self._oversized(batch):
+            raise DataError(
+                f"split_batches=True cuts batches of {self._batch_size} samples, as the batch sampler's batch_size "
+                f"says, but it yielded one of {len(batch)}. Let batch_size be the size of the largest batch, or use "
+                "split_batches=False."
+            )
         if self._drop_last and self._at_end():
             raise StopIteration
         if self._even:
             return self._completed(list(batch))
+        if len(batch) <= each * (self._ranks - 1) and not self._at_end():
+            raise DataError(
+                f"split_batches=True with even_batches=False gives the last of {self._ranks} ranks nothing of a batch "
+                f"of {len(batch)} samples, where batch_size is {self._batch_size}. Only the last batch of an epoch may "
+                "be so small. Use even_batches=True, or split_batches=False."
+            )
         mine = batch[self._rank * each : (self._rank + 1) * each]
         if not mine:
             raise StopIteration
