@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import torch
 import xxhash
@@ -28,6 +28,7 @@ from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.model import plan_model_files
 from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import convert_file_size_to_int, divide
+from accel_ckpt.sharded import Box, is_sharded, local_boxes, sharding_metadata, tied_boxes
 from accel_ckpt.tensors import as_bytes
 from accel_ckpt.writer import FileRecord, json_bytes, write_bytes, write_safetensors
 
@@ -36,8 +37,19 @@ __all__ = ["PlannedFile", "StateDraft", "StatePlan", "Tree", "save_training_stat
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of tensors and plain data."""
 
-Offer: TypeAlias = tuple[int, dict[str, tuple[int, str]]]
-"""How many bytes a rank writes anyway, and the tensors it holds like all others: name to bytes and a fingerprint."""
+
+class Offer(TypedDict):
+    """What the other ranks must know of a draft; plain data, because it travels."""
+
+    load: int
+    """Bytes that this rank writes in any case."""
+    alike: dict[str, tuple[int, str]]
+    """Tensors that it holds like all others: name to bytes and a fingerprint."""
+    boxes: dict[str, int]
+    """Its parts of sharded tensors: file stem and key of the box, to bytes."""
+    tied: dict[str, str]
+    """Sharded tensors that repeat an earlier one: stem and name, to the earlier name."""
+
 
 EXTRA = "model_{}.extra"
 
@@ -67,9 +79,10 @@ def save_training_state(
     Args:
         directory: the checkpoint's folder. One that exists is replaced as a whole, in one step; files in it
             that no save of a training state wrote are carried over.
-        models: full state dicts with canonical names, written by the leading rank. Entries that are not
-            tensors (``get_extra_state``) are kept with the shared trees.
-        shared: name → tree; those of the leading rank count.
+        models: state dicts with canonical names. Of a ``DTensor`` every rank writes what it holds; all else is
+            written by the leading rank, and the others need not give it. Entries that are not tensors
+            (``get_extra_state``) are kept with the shared trees.
+        shared: name → tree; those of the leading rank count. Where a tree holds a ``DTensor``, all ranks give it.
         per_rank: name → tree, this rank's own; such as its random number generators.
         replicated: names in ``shared`` whose large tensors every rank holds alike, so that each writes a part of
             them. Samples are compared; a tensor that differs is written by the leading rank.
@@ -141,6 +154,11 @@ def begin_save(
                 max_shard_size=limit,
             )
         )
+        if each_node and any(drafts[0].boxes.values()):
+            raise UnsupportedValueError(
+                "tensors that are divided among ranks are saved to a file system that all nodes share; save without "
+                "save_on_each_node"
+            )
         return ranks.local_rank, drafts[0].offer()
 
     answers = transaction.together(draft)
@@ -204,6 +222,8 @@ class StateDraft:
     """Tensors of the shared trees by name."""
     replicated: frozenset[str]
     """Those of them that every rank holds alike, if samples agree."""
+    boxes: Mapping[str, Mapping[str, Box]]
+    """This rank's parts of sharded tensors: file stem, to key, to box."""
     own: Mapping[str, torch.Tensor]
     """Tensors of this rank's own trees by name."""
 
@@ -227,24 +247,32 @@ class StateDraft:
         """
         own_text, own = _encode(per_rank)
         texts = {f"{rank_stem(rank)}.json": own_text}
-        parts, extra = _split_models(models if leads else ())
-        files: list[PlannedFile] = []
-        homes: list[tuple[str, ...]] = []
-        named = {**shared, **extra} if leads else {name: shared[name] for name in replicated}
-        text, tensors = _encode(named)
+        parts, extra = _split_models(models)
+        text, tensors = _encode({**shared, **extra})
         if leads:
             texts["state.json"] = text
+        files: list[PlannedFile] = []
+        homes: list[tuple[str, ...]] = []
+        boxes: dict[str, dict[str, Box]] = {}
         for index, state_dict in enumerate(parts):
-            stem = ("model" if safe_serialization else "pytorch_model") + (f"_{index}" if index else "")
-            model = plan_model_files(state_dict, max_shard_size, safe_serialization, stem)
+            stem = model_stem(index, safe_serialization)
+            held, plain = _take_boxes(state_dict)
+            boxes[model_stem(index, True)] = held
+            if not leads:
+                continue
+            if held and not plain:
+                homes.append(())
+                continue
+            model = plan_model_files(plain, max_shard_size, safe_serialization, stem)
             files += [PlannedFile(name, part, model.write) for name, part in model.shards.items()]
             homes.append(tuple(model.shards))
             if model.index is not None:
                 suffix = "safetensors" if safe_serialization else "bin"
                 texts[f"{stem}.{suffix}.index.json"] = model.index.encode()
+        boxes["state"], tensors = _take_boxes(tensors)
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
-        return cls(rank, leads, texts, tuple(files), tuple(homes), tensors, alike, own)
+        return cls(rank, leads, texts, tuple(files), tuple(homes), tensors, alike, boxes, own)
 
     def offer(self) -> Offer:
         """What the other ranks must know to compute the plan."""
@@ -253,8 +281,18 @@ class StateDraft:
             alone += [t for name, t in self.shared.items() if name not in self.replicated]
         alike = {name: self.shared[name] for name in sorted(self.replicated)}
         marks = fingerprints(list(alike.values()))
-        offered = {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)}
-        return sum(tensor.nbytes for tensor in alone), offered
+        return {
+            "load": sum(tensor.nbytes for tensor in alone),
+            "alike": {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)},
+            "boxes": {
+                f"{s}/{k}": box.tensor.nbytes for s, boxes in self.boxes.items() for k, box in boxes.items()
+            },
+            "tied": {
+                f"{stem}/{name}": original
+                for stem, boxes in self.boxes.items()
+                for name, original in tied_boxes(boxes.values()).items()
+            },
+        }
 
     def plan(self, offers: Sequence[Offer], position: int) -> StatePlan:
         """The files of this rank.
@@ -263,21 +301,99 @@ class StateDraft:
             offers: of all ranks that save together, the leading one first.
             position: of this rank among them.
         """
-        _, leading = offers[0]
+        loads = [offer["load"] for offer in offers]
+        tied = {name: original for offer in offers for name, original in offer["tied"].items()}
+        boxes = _share_boxes([offer["boxes"] for offer in offers], tied, loads)
         alike = {
             name: nbytes
-            for name, (nbytes, mark) in leading.items()
-            if all(offered.get(name) == (nbytes, mark) for _, offered in offers)
+            for name, (nbytes, mark) in offers[0]["alike"].items()
+            if all(offer["alike"].get(name) == (nbytes, mark) for offer in offers)
         }
-        mine = divide(alike, [load for load, _ in offers])[position]
+        mine = divide(alike, loads)[position]
         names = [name for name in self.shared if name in mine or (self.leads and name not in alike)]
         files = [*self.model_files]
+        for stem, held in self.boxes.items():
+            part = [box for key, box in held.items() if f"{stem}/{key}" in boxes[position]]
+            if part:
+                aliases = {
+                    _name_of(alias): name for alias, name in tied.items() if alias.startswith(f"{stem}/")
+                }
+                files.append(_box_file(box_file(stem, self.rank), part, aliases))
         if names:
             stem = "state" if self.leads else f"state-{self.rank:05d}"
             files.append(_state_file(stem, {name: self.shared[name] for name in names}))
         if self.own:
             files.append(_state_file(rank_stem(self.rank), self.own))
-        return StatePlan(self.texts, tuple(files), self.models)
+        first = self.rank - position
+        homes = tuple(
+            home + tuple(box_file(stem, first + at) for at, keys in enumerate(boxes) if _any_of(keys, stem))
+            for home, stem in ((home, model_stem(index, True)) for index, home in enumerate(self.models))
+        )
+        return StatePlan(self.texts, tuple(files), homes)
+
+
+def _share_boxes(
+    held: Sequence[Mapping[str, int]], tied: Collection[str], loads: list[int]
+) -> list[frozenset[str]]:
+    """Give each box to one of the ranks that hold it, and count it among their loads."""
+    groups: dict[tuple[int, ...], dict[str, int]] = {}
+    for key, nbytes in sorted({key: nbytes for boxes in held for key, nbytes in boxes.items()}.items()):
+        if key.rpartition("@")[0] not in tied:
+            holders = tuple(position for position, boxes in enumerate(held) if key in boxes)
+            groups.setdefault(holders, {})[key] = nbytes
+    shares: list[frozenset[str]] = [frozenset()] * len(held)
+    for holders, sizes in sorted(groups.items()):
+        divided = divide(sizes, [loads[position] for position in holders])
+        for position, keys in zip(holders, divided, strict=True):
+            shares[position] |= keys
+            loads[position] += sum(sizes[key] for key in keys)
+    return shares
+
+
+def _any_of(keys: Iterable[str], stem: str) -> bool:
+    return any(key.startswith(f"{stem}/") for key in keys)
+
+
+def _name_of(key: str) -> str:
+    return key.partition("/")[2]
+
+
+def _take_boxes(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Box], dict[str, torch.Tensor]]:
+    """This rank's boxes of the sharded tensors, by their keys, and the other tensors."""
+    sharded = {name: tensor for name, tensor in tensors.items() if is_sharded(tensor)}
+    boxes = {box.key: box for box in local_boxes(sharded)} if sharded else {}
+    return boxes, {name: tensor for name, tensor in tensors.items() if name not in sharded}
+
+
+def model_stem(index: int, safe_serialization: bool) -> str:
+    """The name, without its extension, of a model's file."""
+    return ("model" if safe_serialization else "pytorch_model") + (f"_{index}" if index else "")
+
+
+def box_file(stem: str, rank: int) -> str:
+    """The file of the parts of sharded tensors that one rank writes."""
+    return f"{stem}-shard-{rank:05d}.safetensors"
+
+
+def is_box_file(name: str, stem: str) -> bool:
+    """Whether a file holds parts of sharded tensors of ``stem``."""
+    return re.fullmatch(re.escape(stem) + r"-shard-\d{5}\.safetensors", name) is not None
+
+
+def _box_file(name: str, boxes: Sequence[Box], aliases: Mapping[str, str]) -> PlannedFile:
+    held = {box.name: box.tensor for box in boxes}
+    if len(held) < len(boxes):
+        twice = next(box.name for box in boxes if sum(other.name == box.name for other in boxes) > 1)
+        raise UnsupportedValueError(
+            f"this rank holds several parts of {twice!r}, and a file has one place for a name"
+        )
+    tied = {alias: original for alias, original in aliases.items() if original in held}
+    metadata = {"format": "pt", **sharding_metadata(boxes), **tied}
+
+    def write(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk) -> FileRecord:
+        return write_safetensors(path, tensors, metadata, disk)
+
+    return PlannedFile(name, held, write)
 
 
 def rank_stem(rank: int) -> str:

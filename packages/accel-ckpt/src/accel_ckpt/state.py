@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accel_ckpt import tags
-from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    MissingPartError,
+    UnsupportedValueError,
+)
 from accel_ckpt.index import inside
 from accel_ckpt.leftovers import restore_interrupted_swaps
 from accel_ckpt.manifest import Manifest
 from accel_ckpt.reader import check_digest, file_digest, read_json, read_pickled, read_tensors
-from accel_ckpt.saving import EXTRA, Tree, is_tensor_file, rank_stem
+from accel_ckpt.saving import EXTRA, Tree, is_box_file, is_tensor_file, model_stem, rank_stem
+from accel_ckpt.sharded import BoxFiles, load_tensors
 
 __all__ = ["RankState", "TrainingCheckpoint", "open_training_state"]
 
@@ -104,6 +110,7 @@ class TrainingCheckpoint:
         for name in self.manifest.files:
             if is_tensor_file(name, stem):
                 tensors |= read_tensors(inside(self.directory, name), self._checksum(name))[1]
+        tensors |= self._read_boxes(name for name in self.manifest.files if is_box_file(name, stem))
         path = inside(self.directory, f"{stem}.json")
         content = read_json(path, self._checksum(path.name))
 
@@ -119,9 +126,43 @@ class TrainingCheckpoint:
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
+    def _read_boxes(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        files = self._box_files(names)
+        tensors = {name: files.whole(name) for name in files.shapes}
+        return tensors | {alias: tensors[original] for alias, original in files.aliases.items()}
+
+    def _box_files(self, names: Iterable[str]) -> BoxFiles:
+        paths = [inside(self.directory, name) for name in names]
+        for path in paths:
+            checksum = self._checksum(path.name)
+            if checksum is not None:
+                check_digest(path, file_digest(path), checksum)
+        return BoxFiles(paths)
+
+    def load_model(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Fill tensors of a model in place; of a ``DTensor`` only the part that this rank holds is copied.
+
+        The tensors may be divided otherwise than when they were saved, or not at all.
+
+        Raises:
+            StateMismatchError: a name is missing, or has another shape. Nothing was changed.
+        """
+        load_tensors(self._box_files(_only_safetensors(self.manifest.models[index], self.directory)), tensors)
+
+    def load_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same for tensors of the shared trees, by their names in the files, such as
+        ``optimizer_0.state.model_0.weight.exp_avg``.
+        """
+        names = (n for n in self.manifest.files if is_box_file(n, "state") or is_tensor_file(n, "state"))
+        load_tensors(self._box_files(names), tensors)
+
     def _read_model(self, index: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
-        for name in self.manifest.models[index]:
+        names = self.manifest.models[index]
+        divided = [name for name in names if is_box_file(name, model_stem(index, True))]
+        for name in names:
+            if name in divided:
+                continue
             path = inside(self.directory, name)
             checksum = self._checksum(name)
             if path.suffix == ".safetensors":
@@ -132,8 +173,19 @@ class TrainingCheckpoint:
                 if checksum is not None:
                     check_digest(path, file_digest(path), checksum)
                 result |= read_pickled(path, mapped=False)
+        result |= self._read_boxes(divided)
         result.update(self._read_trees("state").get(EXTRA.format(index), {}))
         return result
+
+
+def _only_safetensors(names: Iterable[str], directory: Path) -> Iterable[str]:
+    for name in names:
+        if not name.endswith(".safetensors"):
+            raise UnsupportedValueError(
+                f"{directory / name} was saved with safe_serialization=False and can only be read as a whole; use "
+                "checkpoint.models"
+            )
+        yield name
 
 
 class _Models(Sequence[dict[str, Any]]):

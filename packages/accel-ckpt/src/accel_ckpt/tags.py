@@ -145,6 +145,8 @@ class Encoder:
             handler = Encoder.numpy_dtype
         if handler is None and isinstance(value, pathlib.PurePath):
             handler = Encoder.path
+        if handler is None and isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
+            handler = Encoder.tensor  # a DTensor, whose class is not imported for the sake of its name
         if handler is None:
             raise self.refuse(value, path)
         if kind not in _CONTAINERS:
