@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
 from accel_ckpt.reader import read_header
 from accel_ckpt.saving import _share_boxes
-from accel_ckpt.sharded import Box, BoxFiles, Place, load_tensors, places_of, sharding_metadata, tied_boxes
+from accel_ckpt.sharded import (
+    Box,
+    BoxFiles,
+    Place,
+    _overlap,
+    load_tensors,
+    places_of,
+    sharding_metadata,
+    tied_boxes,
+)
 
 held_by_ranks = st.lists(
     st.dictionaries(st.sampled_from([f"model/t{i}@0" for i in range(8)]), st.just(8)), min_size=1, max_size=4
@@ -26,6 +35,21 @@ def test_each_box_is_written_by_one_of_its_holders(held, tied):
     assert sorted(written) == sorted({k for boxes in held for k in boxes if k.partition("@")[0] not in tied})
     assert all(share <= set(boxes) for share, boxes in zip(shares, held, strict=True))
     assert loads == [8 * len(share) for share in shares]
+
+
+corners = st.tuples(st.integers(0, 4), st.integers(0, 4))
+areas = st.tuples(corners, corners).map(lambda c: (c[0], (c[0][0] + c[1][0], c[0][1] + c[1][1])))
+
+
+@given(st.lists(areas, max_size=5))
+def test_overlaps_are_those_of_the_elements(boxes):
+    elements = [(x, y) for low, high in boxes for x in range(low[0], high[0]) for y in range(low[1], high[1])]
+    assert _overlap(boxes) == (len(set(elements)) < len(elements))
+
+
+def test_scalars_overlap_when_there_are_two():
+    assert _overlap([((), ()), ((), ())])
+    assert not _overlap([((), ())])
 
 
 def write(path, *boxes, metadata=None):

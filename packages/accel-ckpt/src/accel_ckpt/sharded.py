@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,23 @@ def _place(about: Mapping[str, Any]) -> Place:
     )
 
 
+def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """Whether two boxes, each given by its first corner and the one behind its last, have an element in common."""
+    boxes = [(low, high) for low, high in boxes if all(a < b for a, b in zip(low, high, strict=True))]
+    if len(boxes) < 2:
+        return False
+    dimensions = range(len(boxes[0][0]))
+    # Along the dimension that is cut most often few boxes stand side by side.
+    along = max(dimensions, key=lambda d: len({low[d] for low, _ in boxes}), default=0)
+    beside: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for low, high in sorted(boxes, key=lambda box: box[0][along : along + 1]):
+        beside = [other for other in beside if other[1][along] > low[along]] if dimensions else beside
+        if any(all(low[d] < b[d] and a[d] < high[d] for d in dimensions) for a, b in beside):
+            return True
+        beside.append((low, high))
+    return False
+
+
 class BoxFiles:
     """Safetensors files that together hold tensors, whole or in boxes.
 
@@ -150,8 +167,10 @@ class BoxFiles:
         fit = all(place.shape in (None, shape) for place, _ in boxes) and all(
             len(end) == len(shape) and all(e <= n for e, n in zip(end, shape, strict=True)) for end in ends
         )
-        once = len({place.offsets for place, _ in boxes}) == len(boxes)
-        if not fit or not once or held != math.prod(shape) or len({entry.dtype for _, entry in boxes}) > 1:
+        apart = not _overlap(
+            [(place.offsets, tuple(end)) for (place, _), end in zip(boxes, ends, strict=True)]
+        )
+        if not fit or not apart or held != math.prod(shape) or len({entry.dtype for _, entry in boxes}) > 1:
             where = ", ".join(sorted(entry.file.name for _, entry in boxes))
             raise CorruptCheckpointError(
                 f"the parts of the tensor {name!r} in {where} do not make up one of shape {list(shape)}: a file is "
