@@ -45,7 +45,7 @@ def uneven(joined: bool) -> Any:
     return batches, [p.detach().flatten().tolist() for p in model.parameters()]
 
 
-def test_uneven_inputs_can_be_joined_on_the_cpu() -> None:
+def test_t28_uneven_inputs_can_be_joined_on_the_cpu() -> None:
     (first, weights), (second, others) = worlds.run(uneven, 2, True)
     assert (first, second) == (3, 2)
     assert weights == others
@@ -58,6 +58,63 @@ def test_uneven_inputs_can_be_joined_on_the_cpu() -> None:
         optimizer.step()
     expected = [p.detach().flatten().tolist() for p in model.parameters()]
     assert weights == [pytest.approx(item, rel=1e-12) for item in expected]
+
+
+def uneven_windows(size: int, steps: int) -> list[float]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=steps)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(inputs(size)), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "size", "steps"), [(2, 7, 2), (2, 9, 3), (3, 7, 2), (3, 13, 4)])
+def test_t28_windows_end_where_a_rank_runs_out(ranks: int, size: int, steps: int) -> None:
+    model, x = make(), inputs(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rounds = [list(range(start, min(start + ranks, size))) for start in range(0, size, ranks)]
+    full = size // ranks
+    windows = [rounds[start : min(start + steps, full)] for start in range(0, full, steps)]
+    if size % ranks:
+        windows.append(rounds[full:])
+    for window in windows:
+        optimizer.zero_grad()
+        (model(x[[row for part in window for row in part]]).sum() / (len(window) * ranks)).backward()
+        optimizer.step()
+    expected = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    for ours in worlds.run(uneven_windows, ranks, size, steps):
+        assert ours == pytest.approx(expected, rel=1e-12)
+
+
+def unknown_ends() -> None:
+    from accel_train import Accelerator, DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(pre_sharded=True, dispatch_batches=False)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)
+
+    class Own(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(inputs(3 + accelerator.process_index))
+
+    model, loader = accelerator.prepare(make(), DataLoader(Own(), batch_size=1))
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+
+
+def test_t28_windows_are_refused_where_other_ranks_ends_are_unknown() -> None:
+    with pytest.raises(worlds.RankError, match=r"AccumulationError.*gradient_accumulation_steps=1"):
+        worlds.run(unknown_ends, 2)
 
 
 def joined_items() -> None:
@@ -157,6 +214,130 @@ def frozen_and_options() -> Any:
 def test_what_is_wrapped() -> None:
     expected = (True, "DistributedDataParallel", True, True, True, True, True, ["weight", "bias"])
     assert worlds.run(frozen_and_options, 2) == [expected] * 2
+
+
+def unfrozen(part: bool, again: bool) -> Any:
+    """The first layer, or everything, is frozen when the model is prepared and trained later."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    (model[0] if part else model).requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = inputs(4)[2 * accelerator.process_index :][:2]
+    with torch.no_grad():
+        model(rows)
+    if part:
+        accelerator.backward(model(rows).mean())
+        optimizer.zero_grad()
+    accelerator.unwrap_model(model).requires_grad_(True)
+    with torch.no_grad():
+        model(rows)
+    if again:
+        model = accelerator.prepare(model)
+        assert accelerator.prepare(model) is model
+        assert len(accelerator._models) == 1
+    accelerator.backward(model(rows).mean())
+    return gradient(model)
+
+
+@pytest.mark.parametrize("part", [True, False])
+def test_parameters_unfrozen_after_prepare_do_not_let_ranks_drift_apart(part: bool) -> None:
+    with pytest.raises(
+        worlds.RankError, match=r"PrepareError: Parameter '0.weight' was frozen.*prepare\(model\)"
+    ):
+        worlds.run(unfrozen, 2, part, False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()
+    model(inputs(4)).mean().backward()
+    for ours in worlds.run(unfrozen, 2, part, True):
+        assert ours == pytest.approx(gradient(model), rel=1e-12)
+
+
+def static_graph(form: str) -> list[float]:
+    from accel_train import Accelerator, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(static_graph=True)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=2 if form == "accumulate" else 1, kwargs_handlers=[handler]
+    )
+    model = accelerator.prepare(make())
+    x = inputs(4)[2 * accelerator.process_index :][:2]
+    if form == "accumulate":
+        for row in x.split(1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(row).sum())
+    else:
+        with accelerator.no_sync(model):
+            accelerator.backward(model(x[:1]).sum() / 2)
+        accelerator.backward(model(x[1:]).sum() / 2)
+    return gradient(model)
+
+
+@pytest.mark.parametrize("form", ["accumulate", "by hand"])
+def test_a_static_graph_accumulates(form: str) -> None:
+    model = make()
+    model(inputs(4)).mean().backward()
+    for ours in worlds.run(static_graph, 2, form):
+        assert ours == pytest.approx(gradient(model), rel=1e-12)
+
+
+def unwrapped_while_training() -> Any:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(dynamo_backend="eager", gradient_accumulation_steps=2)
+    model = accelerator.prepare(make())
+    unwrapped = accelerator.unwrap_model(model)
+    rows = inputs(4)[2 * accelerator.process_index :][:2]
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows[:1]).sum())
+    local = gradient(model)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(rows[1:]).sum())
+    return (
+        type(model.module).__name__,
+        unwrapped(rows).shape,
+        list(unwrapped._orig_mod.state_dict()),
+        local,
+        gradient(model),
+    )
+
+
+def test_unwrapping_a_compiled_model_leaves_the_prepared_one_as_it_is() -> None:
+    reference = make()
+    reference(inputs(4)).mean().backward()
+    results = worlds.run(unwrapped_while_training, 2)
+    for kind, shape, names, _, complete in results:
+        assert (kind, tuple(shape), names) == ("Linear", (2, 1), ["weight", "bias"])
+        assert complete == pytest.approx(gradient(reference), rel=1e-9)
+    assert results[0][3] != results[1][3]  # nothing was exchanged before the end of the window
+
+
+def plateau() -> list[float]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for value in [3.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
+        scheduler.step(value)
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+def test_a_metric_counts_as_one_evaluation_on_any_number_of_ranks() -> None:
+    optimizer = torch.optim.SGD(make().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+    expected = []
+    for value in [3.0, 2.0, 2.0, 2.0, 2.0, 2.0]:
+        scheduler.step(value)
+        expected.append(scheduler.get_last_lr()[0])
+    assert worlds.run(plateau, 2) == [expected] * 2
 
 
 def two_accelerators() -> Any:

@@ -298,6 +298,20 @@ def test_profile_writes_a_trace(tmp_path):
         ProfileKwargs(activities=["gpu"]).build()
 
 
+def test_a_profile_that_never_became_active_says_so(tmp_path):
+    schedule = {"wait": 5, "warmup": 1, "active": 1}
+    handler = ProfileKwargs(schedule_option=schedule, output_trace_dir=str(tmp_path))
+
+    def profiled():
+        with Accelerator().profile(handler) as profiler:
+            for _ in range(2):
+                profiler.step()
+
+    with pytest.warns(UserWarning, match="never got past waiting in 2 steps"):
+        profiled()
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_launcher_decides_what_the_script_leaves_open(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -332,11 +346,45 @@ def test_the_launcher_decides_what_the_script_leaves_open(monkeypatch):
         ({"dynamo_backend": "inductr"}, ValueError, "Unknown dynamo backend 'inductr'"),
         ({"kwargs_handlers": [AutocastKwargs(), AutocastKwargs()]}, ValueError, "two AutocastKwargs"),
         ({"kwargs_handlers": ["bf16"]}, ValueError, "not one of the accepted kinds"),
+        ({"kwargs_handlers": AutocastKwargs()}, TypeError, "kwargs_handlers.*takes a list"),
+        (
+            {"dataloader_config": {"split_batches": True}},
+            TypeError,
+            r"DataLoaderConfiguration\(…\), got dict",
+        ),
+        ({"project_config": {"project_dir": "x"}}, TypeError, r"ProjectConfiguration\(…\), got dict"),
+        ({"dynamo_plugin": {"backend": "eager"}}, TypeError, r"TorchDynamoPlugin\(…\), got dict"),
+        ({"gradient_accumulation_plugin": 4}, TypeError, r"GradientAccumulationPlugin\(…\), got int"),
+        ({"rng_types": "torch"}, ValueError, r"takes a list.*\['torch'\]"),
+        ({"rng_types": ["numpy"]}, ValueError, "'numpy'; known: torch"),
+        ({"dispatch_batches": True}, ValueError, r"DataLoaderConfiguration\(dispatch_batches=…\)"),
+        ({"find_unused_parameters": True}, ValueError, r"kwargs_handlers=\[DistributedDataParallelKwargs"),
     ],
 )
 def test_bad_arguments_say_what_to_do(arguments, error, message):
     with pytest.raises(error, match=message):
         Accelerator(**arguments)
+
+
+def test_options_of_a_communication_hook_need_one():
+    with pytest.raises(ValueError, match=r"comm_wrapper='fp16'.*use comm_hook='fp16'"):
+        DistributedDataParallelKwargs(comm_wrapper="fp16")
+    with pytest.raises(ValueError, match=r"comm_state_option.*comm_hook is 'fp16'"):
+        DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"matrix_approximation_rank": 1})
+    with pytest.raises(ValueError, match="one of no, fp16, bf16, power_sgd"):
+        DistributedDataParallelKwargs(comm_hook="sgd")
+
+
+def test_a_number_of_numpy_may_say_how_many_steps():
+    numpy = pytest.importorskip("numpy")
+    assert Accelerator(gradient_accumulation_steps=numpy.int64(3)).gradient_accumulation_steps == 3
+
+
+def test_a_deprecated_argument_leaves_the_configuration_of_the_user_alone():
+    config = DataLoaderConfiguration()
+    with pytest.warns(FutureWarning, match="split_batches"):
+        assert Accelerator(split_batches=True, dataloader_config=config).split_batches
+    assert not config.split_batches
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])

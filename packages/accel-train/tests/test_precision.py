@@ -279,3 +279,52 @@ def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
         Accelerator(mixed_precision="bf17")
     with pytest.raises(ValueError, match="mixed_precision='fp16'"):
         Accelerator(fp16=True)
+
+
+def test_t34_clipping_what_no_prepared_optimizer_holds_is_refused():
+    accelerator = Accelerator(mixed_precision="fp16")
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+    with pytest.raises(
+        ValueError, match=r"no prepared optimizer holds these parameters.*prepare\(optimizer\)"
+    ):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_t34_a_waiting_window_follows_the_scale():
+    """One network overflows and makes the scale fall while gradients of the other wait for their last micro-batch."""
+    accelerator = Accelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0)],
+    )
+    torch.manual_seed(0)
+    slow, fast = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for model in (slow, fast)]
+    slow, fast, *optimizers = accelerator.prepare(slow, fast, *optimizers)
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    expected = [model.weight.detach() - x.mean(dim=0) for model in (slow, fast)]
+
+    def half_window(model, optimizer, factor=1.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean() * factor)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    half_window(slow, optimizers[0])
+    for factor in [float("inf")] * 4 + [1.0] * 2:
+        half_window(fast, optimizers[1], factor)
+    half_window(slow, optimizers[0])
+    assert accelerator.scaler.get_scale() == 256.0
+    for model, weight in zip((slow, fast), expected, strict=True):
+        torch.testing.assert_close(model.weight.detach(), weight, rtol=1e-2, atol=1e-3)
+
+
+def test_t34_a_second_step_without_backward_is_refused():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(2, 3)).mean())
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="already been called"):
+        optimizer.step()

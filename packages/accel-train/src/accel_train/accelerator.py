@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import inspect
 import warnings
@@ -33,9 +34,10 @@ from accel_train.config import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     collect_handlers,
+    rng_type_names,
 )
 from accel_train.data import LoaderLedger, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.scheduler import AcceleratedScheduler
@@ -50,6 +52,15 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
+}
+
+#: Where an option goes that is no argument of `Accelerator` itself.
+_CONFIGURATIONS: dict[Any, str] = {
+    DataLoaderConfiguration: "dataloader_config={}",
+    ProjectConfiguration: "project_config={}",
+    GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
+    DistributedDataParallelKwargs: "kwargs_handlers=[{}]",
+    GradScalerKwargs: "kwargs_handlers=[{}]",
 }
 
 
@@ -121,6 +132,13 @@ class Accelerator:
                 "log_with": log_with,
             }
         )
+        _check_types(
+            dataloader_config=(dataloader_config, DataLoaderConfiguration),
+            project_config=(project_config, ProjectConfiguration),
+            gradient_accumulation_plugin=(gradient_accumulation_plugin, GradientAccumulationPlugin),
+            dynamo_plugin=(dynamo_plugin, TorchDynamoPlugin),
+            kwargs_handlers=(kwargs_handlers, (list, tuple)),
+        )
         precision = mixed_precision_name(mixed_precision)
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         dynamo = _dynamo_plugin(dynamo_backend, dynamo_plugin)
@@ -134,7 +152,7 @@ class Accelerator:
         self.project_configuration = _project(project_config, project_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = [str(kind) for kind in rng_types] if rng_types is not None else ["generator"]
+        self.rng_types = rng_type_names(rng_types)
         self.scale_scheduler = scale_scheduler
 
         init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
@@ -411,10 +429,8 @@ class Accelerator:
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader of the same kind that starts after `num_batches` batches."""
-        skipped = skip_first_batches(dataloader, num_batches)
-        if any(dataloader is known for known in self._dataloaders):
-            self._dataloaders.append(skipped)
-        return skipped
+        # It shares the epoch of `dataloader`, which is the one that checkpoints hold.
+        return skip_first_batches(dataloader, num_batches)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -492,8 +508,8 @@ class Accelerator:
     ) -> Iterator[None]:
         """Context for training when ranks have different numbers of batches.
 
-        A rank that runs out of data shadows the reductions of the others. Inside, `accumulate` averages over the
-        micro-batches of each rank (no extra communication is possible), and `backward(num_items=…)` is refused.
+        A rank that runs out of data shadows the reductions of the others, and counts as a gradient of zero. Inside, a
+        window of `accumulate` also ends where another rank runs out, and `backward(num_items=…)` is refused.
 
         Args:
             joinables: prepared models and optimizers that support torch's `Join`.
@@ -569,12 +585,24 @@ class Accelerator:
             )
         chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._plan.precision.scaler is not None and self._accumulator.sync_gradients:
-            wanted = {id(parameter) for parameter in chosen}
-            for optimizer in self._optimizers:
-                groups = optimizer.optimizer.param_groups
-                if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
-                    self._plan.precision.unscale_(optimizer.optimizer)
+            self._unscale_owners(chosen)
         return chosen
+
+    def _unscale_owners(self, parameters: list[Tensor]) -> None:
+        wanted = {id(parameter) for parameter in parameters if parameter.grad is not None}
+        owners = [
+            item.optimizer
+            for item in self._optimizers
+            if any(id(parameter) in wanted for group in item.param_groups for parameter in group["params"])
+        ]
+        if wanted and not owners:
+            raise PrepareError(
+                "Clipping under mixed_precision='fp16' needs the gradients' true size, which is brought about through "
+                "the optimizer, and no prepared optimizer holds these parameters. Prepare it: "
+                "`optimizer = accelerator.prepare(optimizer)`."
+            )
+        for owner in owners:
+            self._plan.precision.unscale_(owner)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -735,6 +763,11 @@ class Accelerator:
         self._models.append(model)
         self._prepared_models.append(prepared)
 
+    def _forget_model(self, prepared: nn.Module) -> None:
+        index = next(i for i, known in enumerate(self._prepared_models) if known is prepared)
+        del self._models[index], self._prepared_models[index]
+        self._accumulator.forget_model(prepared)
+
     def _scheduler_steps_per_call(self) -> int:
         return self.num_processes if self.scale_scheduler and not self.split_batches else 1
 
@@ -755,10 +788,26 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
             raise OptionError(
                 f"Accelerator({name}=…) does not exist any more; use Accelerator(mixed_precision={name!r})."
             )
+        for kind, argument in _CONFIGURATIONS.items():
+            if name in {field.name for field in dataclasses.fields(kind)}:
+                raise OptionError(
+                    f"Accelerator({name}=…) does not exist; {name} is an option of {kind.__name__}: "
+                    f"Accelerator({argument.format(f'{kind.__name__}({name}=…)')})."
+                )
         known = list(inspect.signature(Accelerator.__init__).parameters)
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise TypeError(f"Accelerator() got an unexpected argument {name!r}.{hint}")
+
+
+def _check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:
+    """Refuse arguments that are neither None nor of the type they are paired with."""
+    for name, (value, wanted) in arguments.items():
+        if value is not None and not isinstance(value, wanted):
+            kind = "a list" if isinstance(wanted, tuple) else f"{wanted.__name__}(…)"
+            raise ArgumentTypeError(
+                f"Accelerator({name}=…) takes {kind}, got {type(value).__name__}: {value!r:.80}."
+            )
 
 
 def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
@@ -810,7 +859,7 @@ def _loader_config(
             FutureWarning,
             stacklevel=3,
         )
-        config.split_batches = split_batches
+        config = dataclasses.replace(config, split_batches=split_batches)
     return config
 
 

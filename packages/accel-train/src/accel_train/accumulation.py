@@ -37,6 +37,8 @@ class _Loader(Protocol):
     def end_of_dataloader(self) -> bool: ...
     @property
     def may_be_uneven(self) -> bool: ...
+    @property
+    def ends_on_any_rank(self) -> bool | None: ...
 
 
 class _Parallel(Protocol):
@@ -54,6 +56,7 @@ class Window:
 
     models: tuple[nn.Module, ...] = ()
     micro_batches: int = 0
+    planned: int = 1  # the length that was planned when it opened; losses were divided by it
     backwards: int = 0  # backward calls so far, over all micro-batches
     backwards_here: int = 0  # … in the current micro-batch
     items: int | Tensor = 0  # sum of num_items on this rank
@@ -114,6 +117,7 @@ class Accumulator:
         self._last_owner: weakref.ref[Any] | None = None
         self._manual = Window()  # for backward() outside accumulate()
         self._held_back = 0  # depth of no_sync() contexts
+        precision.rescale_waiting = self._rescale_waiting
         self._may_count = True  # false where a rank may be out of data and could not take part
 
     # Windows
@@ -138,6 +142,11 @@ class Accumulator:
         self._manual.reset()
         self.sync_gradients = True
 
+    def forget_model(self, model: nn.Module) -> None:
+        """Drop the windows of a model that is prepared anew."""
+        for models in [key for key in self._windows if any(item is model for item in key)]:
+            del self._windows[models]
+
     def _enter(self, window: Window, loader: _Loader | None) -> None:
         if self._current is not None:
             raise AccumulationError(
@@ -148,8 +157,10 @@ class Accumulator:
         if self.num_steps > 1:
             owner = self._owner(window, loader)
             synchronise = window.micro_batches + 1 >= self.num_steps or (
-                self.sync_with_dataloader and owner is not None and owner.end_of_dataloader
+                self.sync_with_dataloader and owner is not None and self._ends(owner)
             )
+        if not window.micro_batches:
+            window.planned = self.num_steps
         window.micro_batches += 1
         window.backwards_here = 0
         window.synchronising = self.sync_gradients = synchronise
@@ -165,6 +176,20 @@ class Accumulator:
         elif self._holds_back:
             for model in window.models or self._all_models:
                 self._strategy.set_gradient_sync(model, True)
+
+    def _ends(self, loader: _Loader) -> bool:
+        """Whether the loader's batch ends the window."""
+        if self._may_count or not loader.may_be_uneven:
+            return loader.end_of_dataloader
+        # Ranks that still have data must reduce together with the one that ends here.
+        ends = loader.ends_on_any_rank
+        if ends is None:
+            raise AccumulationError(
+                f"accumulate() inside join_uneven_inputs() cannot tell where other ranks run out of batches of "
+                f"{_describe(loader)}. Use gradient_accumulation_steps=1 here, or a map-style dataset with torch's own "
+                "samplers."
+            )
+        return ends
 
     def _owner(self, window: Window, loader: _Loader | None) -> _Loader | None:
         """The loader whose end ends the window; chosen when the window opens, or when its loader was left early."""
@@ -218,7 +243,7 @@ class Accumulator:
             return
         if num_items is not None or window.weighted:
             loss = self._weigh(window, loss, num_items)
-        elif self.num_steps > 1:
+        elif window.planned > 1:
             loss = self._average(window, loss)
         outstanding = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
@@ -230,6 +255,8 @@ class Accumulator:
     ) -> None:
         """A backward without `accumulate()`: the user decides with `no_sync()` when gradients are reduced."""
         window.synchronising = self._held_back == 0
+        if not window.backwards:
+            window.planned = self.num_steps
         if num_items is not None or window.weighted:
             loss = self._weigh(window, loss, num_items)
         elif self.num_steps > 1:
@@ -245,11 +272,11 @@ class Accumulator:
     def _average(self, window: Window, loss: Tensor) -> Tensor:
         """First contract: the mean over micro-batches and ranks."""
         if not window.synchronising:
-            return loss / self.num_steps
+            return loss / window.planned
         owner = window.owner() if window.owner is not None else None
         uneven = self._may_count and owner is not None and owner.may_be_uneven
-        if not uneven and window.micro_batches == self.num_steps:
-            return loss / self.num_steps
+        if not uneven and window.micro_batches == window.planned:
+            return loss / window.planned
         if not window.corrected:
             if uneven:
                 counts = torch.tensor(window.micro_batches, dtype=torch.int64)
@@ -280,7 +307,7 @@ class Accumulator:
         window.weighted = True
         window.items = window.items + items
         if not window.synchronising:
-            return loss / self.num_steps
+            return loss / window.planned
         if isinstance(window.items, Tensor):
             self._correct(window, self._sum_over_ranks(window.items))
         else:
@@ -303,7 +330,13 @@ class Accumulator:
         window.corrected = True
         if window.backwards:
             models = window.models or self._all_models
-            self._strategy.scale_gradients(models, window.factor * self.num_steps)
+            self._strategy.scale_gradients(models, window.factor * window.planned)
+
+    def _rescale_waiting(self, factor: float) -> None:
+        """Multiply the gradients of every open window, each once; the loss scale changed while they waited."""
+        waiting = [window for window in [*self._windows.values(), self._manual] if window.backwards]
+        models = {id(model): model for window in waiting for model in window.models or self._all_models}
+        self._strategy.scale_gradients(models.values(), factor)
 
     # Contexts
 
@@ -324,6 +357,9 @@ class Accumulator:
             yield
         finally:
             self._may_count = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
+        return self  # a copied optimizer still belongs to its accelerator
 
     def __getstate__(self) -> dict[str, Any]:
         # An open window refers to live iterations, which do not travel to another process.

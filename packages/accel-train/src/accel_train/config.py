@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from accel_state.enums import BaseEnum, DynamoBackend
+from accel_state.enums import BaseEnum, DynamoBackend, RNGType
 from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.handlers import KwargsHandler
 from accel_train.errors import OptionError
@@ -72,8 +73,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.comm_hook = DDPCommunicationHookType(self.comm_hook)
-        self.comm_wrapper = DDPCommunicationHookType(self.comm_wrapper)
+        self.comm_hook = _hook_type("comm_hook", self.comm_hook)
+        self.comm_wrapper = _hook_type("comm_wrapper", self.comm_wrapper)
         allowed = (
             DDPCommunicationHookType.NO,
             DDPCommunicationHookType.FP16,
@@ -81,6 +82,16 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
         if self.comm_wrapper not in allowed:
             raise OptionError(f"comm_wrapper must be no, fp16 or bf16, got {str(self.comm_wrapper)!r}.")
+        if self.comm_wrapper is not allowed[0] and self.comm_hook is allowed[0]:
+            raise OptionError(
+                f"comm_wrapper={str(self.comm_wrapper)!r} casts around a comm_hook, and there is none. To compress "
+                f"gradients alone, use comm_hook={str(self.comm_wrapper)!r}."
+            )
+        if self.comm_state_option and self.comm_hook in allowed:
+            raise OptionError(
+                f"comm_state_option={self.comm_state_option!r} is for comm_hook='power_sgd' and 'batched_power_sgd', "
+                f"and comm_hook is {str(self.comm_hook)!r}."
+            )
 
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
@@ -194,10 +205,14 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         steps = self.num_steps
-        if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+        if steps is None:
+            return
+        # numbers.Integral: NumPy's integers, too.
+        if isinstance(steps, bool) or not isinstance(cast(object, steps), numbers.Integral) or steps < 1:
             raise OptionError(
                 f"The number of gradient accumulation steps must be a whole number of at least 1, got {steps!r}."
             )
+        self.num_steps = int(steps)
 
 
 @dataclass
@@ -323,6 +338,33 @@ def _dynamo_backend(value: object) -> DynamoBackend:
     except ValueError:
         names = ", ".join(sorted(str(member.value).lower() for member in DynamoBackend))
         raise OptionError(f"Unknown dynamo backend {str(value)!r}; known: {names}.") from None
+
+
+def _hook_type(name: str, value: object) -> DDPCommunicationHookType:
+    try:
+        return DDPCommunicationHookType(value)
+    except ValueError:
+        known = ", ".join(DDPCommunicationHookType.list())
+        raise OptionError(f"{name} must be one of {known}, got {value!r}.") from None
+
+
+def rng_type_names(rng_types: Sequence[str | RNGType] | None) -> list[str]:
+    """The names of the random states that ranks share; by default the sampler's generator alone.
+
+    Raises:
+        OptionError: not a list, or a name in it that is not known.
+    """
+    if rng_types is None:
+        return [RNGType.GENERATOR.value]
+    known = ", ".join(kind.value for kind in RNGType)
+    if isinstance(rng_types, str):
+        raise OptionError(
+            f"rng_types takes a list of names out of {known}, got {rng_types!r}. Write [{rng_types!r}]."
+        )
+    wrong = [kind for kind in rng_types if kind not in RNGType]
+    if wrong:
+        raise OptionError(f"rng_types holds {wrong[0]!r}; known: {known}.")
+    return [RNGType(kind).value for kind in rng_types]
 
 
 def collect_handlers(

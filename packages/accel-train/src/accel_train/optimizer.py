@@ -57,6 +57,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if device_placement:
             move_state_to_parameters(optimizer)
 
+    def follow(self, accumulator: Accumulator, precision: Precision) -> None:
+        """Belong to the accelerator that prepared this optimizer last."""
+        self._accumulator = accumulator
+        self._precision = precision
+
     # The wrapped optimizer's own
 
     @property
@@ -148,7 +153,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+        state = dict(self.__dict__)
+        state.pop(
+            "step", None
+        )  # a scheduler built on this object counts its steps; a copy has no such scheduler
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -16,7 +16,9 @@ from accel_train.compile import compile_model
 from accel_train.data import DataLoaderDispatcher, PreparedLoader, prepare_data_loader
 from accel_train.errors import PrepareError
 from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.precision.autocast import restore_forward
 from accel_train.scheduler import AcceleratedScheduler
+from accel_train.unwrap import plain_module
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
@@ -56,23 +58,27 @@ def prepare_model(
 ) -> nn.Module:
     """Check, convert, place, wrap and compile a model; a prepared one comes back as it is."""
     plan = accelerator._plan
-    if getattr(model, "_is_accelerate_prepared", False) or plan.strategy.is_wrapped(model):
-        if not any(model is known for known in accelerator._prepared_models):
-            accelerator._register_model(accelerator.unwrap_model(model), model)
-        return model
+    plain = plain_module(model)
+    known = _known_as(accelerator, plain)
+    if known is not None:
+        if not plan.strategy.is_outdated(known):
+            return known
+        accelerator._forget_model(known)
+        model = plain
     _check_device_map(accelerator, model)
-    plan.precision.wrap_forward(_plain(model))
+    restore_forward(plain)  # another accelerator may have prepared it, for another precision
+    plan.precision.wrap_forward(plain)
     model = (plan.placement if placed else plan.as_is).place_model(model)
     wrapped = model if evaluation_mode else plan.strategy.wrap_model(model)
     wrapped = compile_model(wrapped, accelerator.state.dynamo_plugin)
     wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
-    accelerator._register_model(model, wrapped)
+    accelerator._register_model(plain if plan.strategy.is_wrapped(model) else model, wrapped)
     return wrapped
 
 
-def _plain(model: nn.Module) -> nn.Module:
-    """The module inside a model that the user compiled: its forward is the one to convert."""
-    return getattr(model, "_orig_mod", model)
+def _known_as(accelerator: Accelerator, plain: nn.Module) -> nn.Module | None:
+    """What this accelerator returned for a model that it prepared before."""
+    return next((item for item in accelerator._prepared_models if plain_module(item) is plain), None)
 
 
 def _check_device_map(accelerator: Accelerator, model: nn.Module) -> None:
@@ -91,7 +97,8 @@ def prepare_loader(
 ) -> PreparedLoader:
     """Shard a loader over ranks, as `accelerator.dataloader_config` says now."""
     config = accelerator.dataloader_config
-    if any(loader is known for known in accelerator._dataloaders):
+    epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
+    if any(loader is known or epoch is known.epoch_state for known in accelerator._dataloaders):
         return loader  # type: ignore[return-value]
     prepared = prepare_data_loader(
         loader,
@@ -144,6 +151,7 @@ def prepare_optimizer(
 ) -> AcceleratedOptimizer:
     """Wrap an optimizer; a prepared one comes back as it is."""
     if isinstance(optimizer, AcceleratedOptimizer):
+        optimizer.follow(accelerator._accumulator, accelerator._plan.precision)
         if not any(optimizer is known for known in accelerator._optimizers):
             accelerator._optimizers.append(optimizer)
         return optimizer
@@ -160,10 +168,11 @@ def prepare_optimizer(
 
 def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
     """Tie a scheduler to its prepared optimizer, or to all of them when it names none."""
-    if isinstance(scheduler, AcceleratedScheduler):
-        if not any(scheduler is known for known in accelerator._schedulers):
-            accelerator._schedulers.append(scheduler)
-        return scheduler
+    if any(scheduler is known for known in accelerator._schedulers):
+        prepared: AcceleratedScheduler = scheduler
+        return prepared
+    if isinstance(scheduler, AcceleratedScheduler):  # another accelerator's
+        scheduler = scheduler.scheduler
     target = getattr(scheduler, "optimizer", None)
     owners = [known for known in accelerator._optimizers if target is known or target is known.optimizer]
     wrapped = AcceleratedScheduler(

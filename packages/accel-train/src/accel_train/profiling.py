@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,14 @@ def profile(handler: ProfileKwargs, rank: int, barrier: Callable[[], None]) -> I
     finally:
         profiler.stop()
     if handler.output_trace_dir is None:
+        return
+    if profiler.profiler is None:
+        warnings.warn(
+            f"No trace was written to {handler.output_trace_dir}: the profiler's schedule {handler.schedule_option} "
+            f"never got past waiting in {profiler.step_num} steps. Call the profiler's step() once per step of the "
+            "loop, or wait for fewer.",
+            stacklevel=3,
+        )
         return
     folder = Path(handler.output_trace_dir)
     folder.mkdir(parents=True, exist_ok=True)

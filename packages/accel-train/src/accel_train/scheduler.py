@@ -51,10 +51,16 @@ class AcceleratedScheduler(LRScheduler):
         self._steps_per_call = steps_per_call
         self._advance_while_accumulating = advance_while_accumulating
         self._accumulator = accumulator
+        self._fixed_length = getattr(scheduler, "total_steps", None) is not None
         self._is_accelerate_prepared = False
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance as the optimizer did; arguments (an epoch, a metric) are passed on."""
+        """Advance as the optimizer did.
+
+        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
+        are: a metric passed twice would count as two evaluations. Past the end of a schedule of fixed length
+        (`OneCycleLR`) nothing happens.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -64,23 +70,22 @@ class AcceleratedScheduler(LRScheduler):
                 with warnings.catch_warnings():
                     # torch warns that no optimizer step came first; here that is what was asked for.
                     warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-                    self._advance(args, kwargs)
+                    self._advance()
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        if self._steps_per_call == 1:
+        if args or kwargs or (self._steps_per_call == 1 and not self._fixed_length):
             self.scheduler.step(*args, **kwargs)
         else:
-            self._advance(args, kwargs)
+            self._advance()
 
-    def _advance(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _advance(self) -> None:
         scheduler = self.scheduler
         for _ in range(self._steps_per_call):
-            # A schedule of fixed length (OneCycleLR) raises past its end; the last call of N steps may overshoot it.
-            total = getattr(scheduler, "total_steps", None)
-            if total is None or scheduler.last_epoch < total:
-                scheduler.step(*args, **kwargs)
+            # OneCycleLR raises past its end, and N steps per call overshoot it unless N divides its length.
+            if not self._fixed_length or scheduler.last_epoch < scheduler.total_steps:
+                scheduler.step()
 
     # The wrapped scheduler's own
 

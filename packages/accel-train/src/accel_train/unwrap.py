@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_train.precision.autocast import restore_forward
 
-__all__ = ["extract_model_from_parallel", "has_compiled_regions", "is_compiled_module"]
+__all__ = ["extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "plain_module"]
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -22,6 +22,17 @@ def is_compiled_module(module: Any) -> bool:
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether `module` or a module inside it was compiled in place (`module.compile()`) or wrapped."""
     return any(is_compiled_module(item) or _compiled_in_place(item) for item in module.modules())
+
+
+def plain_module(model: nn.Module) -> nn.Module:
+    """The user's own module inside wrappers of ddp and `torch.compile`, which stay as they are."""
+    while True:
+        if is_compiled_module(model):
+            model = model._orig_mod  # type: ignore[assignment]
+        elif isinstance(model, (DistributedDataParallel, DataParallel)):
+            model = model.module
+        else:
+            return model
 
 
 def extract_model_from_parallel(
@@ -62,8 +73,8 @@ def extract_model_from_parallel(
     if compiled and keep_torch_compile:
         if not was_parallel:
             return model
-        model._orig_mod = inner
-        return model
+        # A wrapper of its own: `model` goes on reducing gradients.
+        return type(model)(inner, model.dynamo_ctx)
     return inner
 
 

@@ -108,6 +108,9 @@ class LoaderLedger:
                 best = entry
         return best
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LoaderLedger:
+        return self  # a copied loader still reports to its accelerator
+
     def __getstate__(self) -> dict[str, Any]:
         # Iterations do not travel to another process.
         return {"_entries": {}, "_clock": 0}

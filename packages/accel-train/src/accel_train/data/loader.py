@@ -158,6 +158,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         iterator = run.iterator() if run.iterator is not None else None
         return self._left_at_end(run) if iterator is None else bool(iterator.at_end())
 
+    @property
+    def ends_on_any_rank(self) -> bool | None:
+        """Whether the batch handed out last is the last one of some rank; None when that is not known."""
+        if not self.may_be_uneven:
+            return self.end_of_dataloader
+        run = self._run
+        return None if run is None or run.stream is None else run.stream.ends_anywhere_at(run.yielded)
+
     def _left_at_end(self, run: Run) -> bool:
         """Whether the batch handed out last is known to be the last one, without looking ahead."""
         return isinstance(run.stream, ArithmeticStream) and run.stream.ends_at(run.yielded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from accel_train.data.layout import Layout, clip_rows
@@ -39,6 +40,10 @@ class IndexStream(ABC):
     @abstractmethod
     def ends_at(self, yielded: int) -> bool:
         """Whether there are exactly `yielded` batches. May draw the next index batch."""
+
+    def ends_anywhere_at(self, yielded: int) -> bool | None:
+        """Whether any rank has no more than `yielded` batches; None when that is not known."""
+        return None
 
     @abstractmethod
     def rows(self, batch_index: int) -> int | None:
@@ -132,6 +137,10 @@ class ArithmeticStream(IndexStream):
     def ends_at(self, yielded: int) -> bool:
         """Whether there are exactly `yielded` batches."""
         return yielded >= self._batches
+
+    def ends_anywhere_at(self, yielded: int) -> bool:
+        """Whether any rank has no more than `yielded` batches: the last rank has the fewest."""
+        return yielded >= replace(self.layout, rank=self.layout.ranks - 1).batches
 
     def rows(self, batch_index: int) -> int | None:
         """Rows of a batch."""

@@ -44,6 +44,9 @@ class Precision:
     #: The gradient scaler, None when gradients are not scaled.
     scaler: torch.amp.GradScaler | None = None
 
+    #: Set by the accelerator: multiplies the gradients of all open windows.
+    rescale_waiting: Callable[[float], None] | None = None
+
     def __init__(self, options: PrecisionOptions) -> None:
         self.options = options
 
@@ -92,3 +95,6 @@ class Precision:
 
     def settle(self) -> None:
         """Finish what waits between steps, so that `scaler` is up to date (called before it is saved)."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
+        return self  # a copied optimizer still uses its accelerator's scaler

@@ -20,7 +20,8 @@ class FP16Precision(AutocastPrecision):
 
     One scaler serves every optimizer. Its scale may only change when no scaled gradient is waiting, so `update()` is
     put off from the step to the next backward that opens a window; with several optimizers, torch's rule "update once,
-    after all of them" holds whatever their order.
+    after all of them" holds whatever their order. An optimizer that steps again while gradients of another wait forces
+    the update; what waits is then brought to the new scale.
     """
 
     name: ClassVar[str] = "fp16"
@@ -35,7 +36,8 @@ class FP16Precision(AutocastPrecision):
             int, torch.optim.Optimizer
         ] = {}  # unscaled since the last update, not yet stepped
         self._update_due = False
-        self._stepped: set[int] = set()
+        self._stepped: set[int] = set()  # optimizers, since the last update
+        self._spent: set[int] = set()  # optimizers, since the last backward
 
     def backward(self, loss: Tensor, outstanding: bool, kwargs: dict[str, Any]) -> None:
         """Scale the loss and run backward.
@@ -47,6 +49,7 @@ class FP16Precision(AutocastPrecision):
             self._forget_empty()
         if self._update_due and not outstanding:
             self.settle()
+        self._spent.clear()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def _forget_empty(self) -> None:
@@ -64,10 +67,10 @@ class FP16Precision(AutocastPrecision):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """`GradScaler.unscale_`, once until the optimizer steps."""
         key = id(optimizer)
-        if key in self._unscaled:
+        if key in self._unscaled or key in self._spent:
             return
         if key in self._stepped:
-            self.settle()
+            self._settle_while_others_wait()
         self.scaler.unscale_(optimizer)
         self._unscaled[key] = optimizer
 
@@ -85,13 +88,14 @@ class FP16Precision(AutocastPrecision):
                 "the gradients before the optimizer does. Use 'bf16', or an optimizer without a closure."
             )
         self.unscale_(optimizer)
-        self._unscaled.pop(id(optimizer))
+        self._unscaled.pop(id(optimizer), None)
         found = [bool(flag.item()) for flag in self.scaler._found_inf_per_device(optimizer).values()]
         if (
             not found
         ):  # the optimizer holds no gradients, and the scaler refuses to step what it never checked
             return True, optimizer.step()
         self._stepped.add(id(optimizer))
+        self._spent.add(id(optimizer))
         self._update_due = True
         return not any(found), self.scaler.step(optimizer)
 
@@ -112,6 +116,13 @@ class FP16Precision(AutocastPrecision):
             self.scaler.update()
             self._update_due = False
             self._stepped.clear()
+
+    def _settle_while_others_wait(self) -> None:
+        before = self.scaler.get_scale()
+        self.settle()
+        factor = self.scaler.get_scale() / before
+        if factor != 1.0 and self.rescale_waiting is not None:
+            self.rescale_waiting(factor)
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()  # the scaler pickles only between steps

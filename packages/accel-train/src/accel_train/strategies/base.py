@@ -73,6 +73,10 @@ class Strategy:
         """Whether all ranks hold the parameters of a prepared model, and what optimizers derive from them, alike."""
         return False
 
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether a prepared `model` has changed so that it must be prepared anew."""
+        return False
+
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Say whether the next backward passes of `model` reduce gradients across ranks."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -29,10 +30,14 @@ class DDPStrategy(Strategy):
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Wrap a model that has something to train; a frozen one needs no reduction and stays itself."""
-        if isinstance(model, DistributedDataParallel):
-            return model
+        if self.is_wrapped(model):
+            return model  # compiled around it
+        frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        _remove_guards(model)
         if not trainable:
+            if frozen:
+                model.register_forward_pre_hook(_FrozenGuard(frozen))
             return model
         meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
         if meta:
@@ -46,11 +51,17 @@ class DDPStrategy(Strategy):
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **cast(Any, self.options.ddp_kwargs))
         if self.options.comm_hook is not None:
             cast(Any, self.options.comm_hook)(wrapped)
+        if frozen:
+            wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         return wrapped
 
     def is_wrapped(self, model: nn.Module) -> bool:
-        """Whether `model` is a DDP wrapper."""
-        return isinstance(model, DistributedDataParallel)
+        """Whether `model` is a DDP wrapper, compiled or not."""
+        return isinstance(_ddp_of(model), DistributedDataParallel)
+
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether a parameter that was frozen when the model was wrapped is trained now."""
+        return any(guard.thawed() is not None for guard in _guards_of(_ddp_of(model)))
 
     def keeps_replicas(self, model: nn.Module) -> bool:
         """True of a model whose gradients it averages."""
@@ -58,13 +69,14 @@ class DDPStrategy(Strategy):
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Switch the reduction of the next backward passes, as DDP's own `no_sync` does."""
-        if isinstance(inner := _ddp_of(model), DistributedDataParallel):
+        inner = _ddp_of(model)
+        if isinstance(inner, DistributedDataParallel) and _can_hold_back(inner):
             inner.require_backward_grad_sync = enabled
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
         inner = _ddp_of(model)
-        if isinstance(inner, DistributedDataParallel):
+        if isinstance(inner, DistributedDataParallel) and _can_hold_back(inner):
             return cast("AbstractContextManager[None]", inner.no_sync())
         return contextlib.nullcontext()
 
@@ -105,6 +117,48 @@ class DDPStrategy(Strategy):
         )
 
 
-def _ddp_of(model: object) -> object:
+def _ddp_of(model: nn.Module) -> nn.Module:
     """The DDP module inside a compiled wrapper, or the module itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def _can_hold_back(model: DistributedDataParallel) -> bool:
+    # With a static graph torch learns the graph from a first backward that reduces, and fails without it. Reducing
+    # every micro-batch gives the same gradients.
+    return not model.static_graph
+
+
+class _FrozenGuard:
+    """Forward pre-hook that refuses to train parameters whose gradients would not be reduced.
+
+    DDP reduces the parameters that require gradients when it is built. One that is unfrozen later would get each
+    rank's own gradient, and ranks would drift apart without a word.
+
+    Args:
+        frozen: the parameters that required none, by name.
+    """
+
+    def __init__(self, frozen: dict[str, nn.Parameter]) -> None:
+        self.frozen = frozen
+
+    def thawed(self) -> str | None:
+        """Name of a parameter that requires a gradient now."""
+        return next((name for name, parameter in self.frozen.items() if parameter.requires_grad), None)
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if torch.is_grad_enabled() and (name := self.thawed()) is not None:
+            raise PrepareError(
+                f"Parameter {name!r} was frozen when the model was prepared and requires a gradient now, which ddp "
+                "would not average over ranks. Prepare the model again after unfreezing: "
+                "`model = accelerator.prepare(model)`."
+            )
+
+
+def _guards_of(model: nn.Module) -> list[_FrozenGuard]:
+    return [hook for hook in model._forward_pre_hooks.values() if isinstance(hook, _FrozenGuard)]
+
+
+def _remove_guards(model: nn.Module) -> None:
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, _FrozenGuard):
+            del model._forward_pre_hooks[key]
