@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
+# Modules of many small things come last on their page.
+LONG_LISTS = ("accel_state.available", "accel_state.constants")
 NOTHING = "\nThis version has no public functions in it yet.\n"
 _DIFF = re.compile(
     r'^(?:<!-- test: old=(?P<old>\S+) -->\n)?```diff title="(?P<new>[^"]+)"\n(?P<text>.*?)^```$',
@@ -68,8 +70,7 @@ def tabs(diff: str, new: str, old: str | None) -> str:
 def reference(package: str) -> str:
     """The reference page of a package: its public names, under the module that defines them."""
     name = package.replace("-", "_")
-    top = ROOT / "packages" / package / "src" / name / "__init__.py"
-    tree = ast.parse(top.read_text(encoding="utf-8"))
+    tree = _source(f"{name}.__init__")
     homes = {
         home: names
         for node in ast.walk(tree)
@@ -77,9 +78,32 @@ def reference(package: str) -> str:
         for home, names in ast.literal_eval(node.args[1]).items()
     }
     parts = [f"# {name}\n\n{ast.get_docstring(tree)}\n"]
-    for home in sorted(homes):
+    for home in sorted(homes, key=lambda home: (home in LONG_LISTS, home)):
         if home.split(".")[0] != name:
             continue  # a re-export: its page is that of its home
-        parts.append(f"\n## `{home}`\n")
-        parts += [f"\n::: {home}.{public}\n" for public in homes[home]]
+        module = _source(home)
+        alike = [public for public in homes[home] if public in _made(module)]
+        parts.append(f"\n## `{home}`\n\n{ast.get_docstring(module)}\n")
+        if alike:
+            parts.append("\nFunctions without arguments: " + ", ".join(f"`{one}()`" for one in alike) + ".\n")
+        parts += [f"\n::: {home}.{public}\n" for public in homes[home] if public not in alike]
     return "".join(parts) if homes else parts[0] + NOTHING
+
+
+def _source(module: str) -> ast.Module:
+    """What a module of the packages says, without importing it."""
+    package = module.partition(".")[0].replace("_", "-")
+    place = ROOT / "packages" / package / "src" / module.replace(".", "/")
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _made(module: ast.Module) -> set[str]:
+    """Names bound to what a private function of the module returns: many functions that differ in a word."""
+    return {
+        ast.unparse(node.targets[0])
+        for node in module.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and ast.unparse(node.value.func).startswith("_")
+    }

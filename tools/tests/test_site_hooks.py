@@ -43,7 +43,7 @@ def test_every_package_with_an_api_lists_all_of_it(hooks):
         module = __import__(package.replace("-", "_"))
         page = hooks.reference(package)
         own = [name for name in module.__all__ if getattr(module, name, None) is not None]
-        missing = [name for name in own if f".{name}\n" not in page]
+        missing = [name for name in own if f".{name}\n" not in page and f"`{name}()`" not in page]
         # What accel_train passes on from below stands on the pages below.
         assert package == "accel-train" or not missing, missing
         assert page.rstrip().endswith("yet.") == (not module.__all__)

@@ -63,10 +63,10 @@ class Checkpointer:
     A *state* is a dictionary of named parts: modules, optimizers, other objects with ``state_dict()`` and
     ``load_state_dict()``, tensors, plain data, and dictionaries of all these. Loading restores objects in place
     and puts tensors and plain data into the dictionaries. A checkpoint is ``<directory>/step_<number>``: atomic,
-    verified, and a training state like any other (:func:`accel_ckpt.open_training_state`).
+    verified, and a training state like any other (``accel_ckpt.open_training_state``).
 
     All ranks call the methods alike. Modules and the rest of a state are those of rank 0; what each rank has of
-    its own, such as :class:`RandomState`, goes into ``per_rank``.
+    its own, such as ``RandomState``, goes into ``per_rank``.
 
     Args:
         directory: the folder of the checkpoints; made by the first save.
@@ -103,7 +103,7 @@ class Checkpointer:
         Args:
             step: its number. One that exists, or is below one that exists, is refused: an older run would be mixed
                 into this one.
-            state: see :class:`Checkpointer`.
+            state: see ``Checkpointer``.
             per_rank: a state of which every rank has its own.
 
         Returns:

@@ -117,7 +117,7 @@ class Transaction:
     def begin(
         cls, directory: Path, *, coordinator: Coordinator, each_node: bool = False, disk: Disk = LOCAL
     ) -> Transaction:
-        """Check the destination, clean up after dead saves, make the temporary folder. As :func:`commit`."""
+        """Check the destination, clean up after dead saves, make the temporary folder. As ``commit``."""
         directory = Path(os.path.abspath(Path(directory).expanduser()))
         if directory.is_symlink():
             directory = directory.resolve()

@@ -42,7 +42,7 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     codecs.encode,
     *sorted({type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}, key=str),
 ]
-"""What :func:`load` allows besides tensors: NumPy arrays and scalars of plain types."""
+"""What ``load`` allows besides tensors: NumPy arrays and scalars of plain types."""
 
 _WEIGHT_FILE = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"

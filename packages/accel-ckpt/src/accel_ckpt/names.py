@@ -22,7 +22,7 @@ WRAPPER_SEGMENTS = frozenset(
 def canonical_name(name: str) -> str:
     """Strip what wrappers add to a tensor's name, wherever it stands, and a leading ``module.``.
 
-    ``module`` inside a name is kept, because models use it for children of their own; :func:`canonical_names`
+    ``module`` inside a name is kept, because models use it for children of their own; ``canonical_names``
     decides by the modules' types and is right in either case.
     """
     parts = [part for part in name.split(".") if part not in WRAPPER_SEGMENTS]

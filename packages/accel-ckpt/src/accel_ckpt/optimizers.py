@@ -51,7 +51,7 @@ def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[n
 def check_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
 ) -> None:
-    """Check that :func:`load_optimizer_state` can load a state; changes nothing.
+    """Check that ``load_optimizer_state`` can load a state; changes nothing.
 
     Raises:
         StateMismatchError: parameters are missing, unexpected or grouped differently.
@@ -68,7 +68,7 @@ def check_optimizer_state(
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
 ) -> None:
-    """Give an optimizer the state that :func:`optimizer_state_by_name` returned.
+    """Give an optimizer the state that ``optimizer_state_by_name`` returned.
 
     Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
     go to the device and dtype of their parameter as torch's ``load_state_dict`` decides.

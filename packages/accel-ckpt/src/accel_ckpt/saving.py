@@ -1,7 +1,7 @@
 """Saving the training state of a run: model weights, shared trees, and the trees of each rank, in one folder.
 
 A *tree* is nested dictionaries and lists of tensors and plain data. Its tensors go to safetensors files under
-names that say where in the tree they stand, everything else to tagged JSON (:mod:`accel_ckpt.tags`).
+names that say where in the tree they stand, everything else to tagged JSON (``accel_ckpt.tags``).
 
 A save has three steps. A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the
 tensors that it holds like all others; from all offers each rank computes the same *plan*, the files that it
@@ -133,7 +133,7 @@ def begin_save(
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[Transaction, StatePlan]:
-    """Everything of :func:`save_training_state` but the writing, which ``transaction.complete(plan.write)`` does."""
+    """Everything of ``save_training_state`` but the writing, which ``transaction.complete(plan.write)`` does."""
     limit = convert_file_size_to_int(max_shard_size)
     ranks = coordinator or default_coordinator()
     transaction = Transaction.begin(Path(directory), coordinator=ranks, each_node=each_node, disk=disk)
@@ -211,7 +211,7 @@ class StatePlan:
 
 @dataclass(frozen=True, slots=True)
 class StateDraft:
-    """What this rank holds, encoded; see :func:`save_training_state` for the parts."""
+    """What this rank holds, encoded; see ``save_training_state`` for the parts."""
 
     rank: int
     leads: bool

@@ -1,4 +1,4 @@
-"""Reading the training state of a run, which :mod:`accel_ckpt.saving` wrote."""
+"""Reading the training state of a run, which ``accel_ckpt.saving`` wrote."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def open_training_state(directory: str | os.PathLike[str], *, verify: bool = Tru
     """Open a training state. Sizes of all files are checked here, contents when they are read.
 
     Args:
-        directory: a folder that :func:`save_training_state` wrote.
+        directory: a folder that ``save_training_state`` wrote.
         verify: check the checksum of every file that is read, before anything of it is returned.
 
     Raises:

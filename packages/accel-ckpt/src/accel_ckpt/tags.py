@@ -82,14 +82,14 @@ def encode(value: Any, sink: Sink | None = None) -> Json:
 
 
 def decode(data: Json, source: Source | None = None) -> Any:
-    """Turn the output of :func:`encode` back into the same data.
+    """Turn the output of ``encode`` back into the same data.
 
     Args:
         data: what ``json.loads`` returned.
         source: finds what the sink stored.
 
     Raises:
-        CorruptCheckpointError: the data is not something that :func:`encode` writes.
+        CorruptCheckpointError: the data is not something that ``encode`` writes.
     """
     if isinstance(data, list):
         return [decode(item, source) for item in data]

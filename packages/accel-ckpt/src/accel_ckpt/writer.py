@@ -45,7 +45,7 @@ class FileRecord:
 
 
 class FileWriter(io.RawIOBase):
-    """A new file that hashes what it is given and is on the disk once closed by :meth:`finish`."""
+    """A new file that hashes what it is given and is on the disk once closed by ``finish``."""
 
     def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
         super().__init__()

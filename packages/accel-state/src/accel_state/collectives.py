@@ -1,7 +1,7 @@
 """Collectives on nested structures of tensors, and on picklable objects.
 
 Every function is collective: all ranks of the group call it, in the same order. In a world of one nothing is
-sent. Input is never changed, except by :func:`broadcast` and :func:`broadcast_object_list`, whose job it is.
+sent. Input is never changed, except by ``broadcast`` and ``broadcast_object_list``, whose job it is.
 Results are no part of the autograd graph.
 """
 

@@ -194,7 +194,7 @@ class Channel:
         self._position = (self._position[0], None, 0)
 
     def where(self) -> tuple[int, str | None, int]:
-        """See :class:`accel_state.watch.Watched`."""
+        """See ``accel_state.watch.Watched``."""
         position = self._position
         if position[1] is None:
             # On a device a collective is only issued here; the host is long past it.
@@ -206,7 +206,7 @@ class Channel:
         return position
 
     def condemn(self, error: CollectiveMismatchError) -> None:
-        """See :class:`accel_state.watch.Watched`."""
+        """See ``accel_state.watch.Watched``."""
         self._condemned = error
         if self._in_message and self.device.type == "cpu":
             if self.watch is not None:
@@ -350,7 +350,7 @@ class Channel:
             self._pending.append((self._position[0], self._position[1] or "", work))
 
     def _break_connections(self) -> None:
-        """Wake the thread that waits for a message, by a timeout (see :meth:`wait_message`)."""
+        """Wake the thread that waits for a message, by a timeout (see ``wait_message``)."""
         someone = 1 if self.rank == 0 else 0
         try:
             self.group.recv([torch.empty(1, dtype=torch.uint8)], someone, _NO_TAG).wait(

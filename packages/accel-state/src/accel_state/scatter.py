@@ -34,7 +34,7 @@ _TAG = 7919
 def scatter(
     parts: Sequence[Any] | None, from_process: int = 0, *, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """Send every rank its own part, once; see :class:`Scatterer`."""
+    """Send every rank its own part, once; see ``Scatterer``."""
     return Scatterer(from_process, group=group)(parts)
 
 

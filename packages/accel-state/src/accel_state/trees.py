@@ -72,7 +72,7 @@ def is_torch_tensor(tensor: Any) -> bool:
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether ``tensor_info`` is a :class:`TensorInformation`."""
+    """Whether ``tensor_info`` is a ``TensorInformation``."""
     return isinstance(tensor_info, TensorInformation)
 
 
@@ -199,7 +199,7 @@ _to_overlaps: Callable[[type], bool] = lru_cache(maxsize=1024)(_takes_non_blocki
 
 
 def get_data_structure(data: Any) -> Any:
-    """Replace tensors by their :class:`TensorInformation`."""
+    """Replace tensors by their ``TensorInformation``."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
@@ -209,7 +209,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Replace each :class:`TensorInformation` by an uninitialised CPU tensor of that shape and dtype."""
+    """Replace each ``TensorInformation`` by an uninitialised CPU tensor of that shape and dtype."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
@@ -236,7 +236,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """:func:`find_batch_size`, or None where there is none to find."""
+    """``find_batch_size``, or None where there is none to find."""
     for leaf in _leaves(data):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
@@ -404,7 +404,7 @@ def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSp
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
-    """Put tensors back: the inverse of :func:`flatten`.
+    """Put tensors back: the inverse of ``flatten``.
 
     Raises:
         ValueError: fewer or more tensors than the spec has places.

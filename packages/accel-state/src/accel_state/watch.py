@@ -3,7 +3,7 @@
 One daemon thread per process. It answers questions of other ranks about where this one is, and, when a
 collective of this rank has been waiting for a while, asks them. All of it goes through a store client of its
 own, never through a collective. A collective costs nothing more than saying where it is
-(:meth:`Watched.where`).
+(``Watched.where``).
 
 What is found leads to one of two things:
 

@@ -59,7 +59,7 @@ def compute_module_total_buffer_size(
     dtype: str | torch.dtype | None = None,
     special_dtypes: Mapping[str, str | torch.dtype] | None = None,
 ) -> int:
-    """Bytes of all buffers; the arguments are those of :func:`compute_module_sizes`."""
+    """Bytes of all buffers; the arguments are those of ``compute_module_sizes``."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
 
 

@@ -33,7 +33,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
 
     Args:
         model: changed in place.
-        tied_params: groups of names, as :func:`find_tied_parameters` returned before the ties were lost.
+        tied_params: groups of names, as ``find_tied_parameters`` returned before the ties were lost.
     """
     for group in tied_params:
         homes = [parent_and_leaf(model, name) for name in group]
