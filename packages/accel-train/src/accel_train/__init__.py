@@ -191,6 +191,11 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "accel_state.system": ("get_cpu_distributed_information",),
         "accel_train.accelerator": ("Accelerator",),
+        "accel_train.by_hand": (
+            "convert_outputs_to_fp32",
+            "get_grad_scaler",
+            "get_mixed_precision_context_manager",
+        ),
         "accel_train.compile": ("compile_regions",),
         "accel_train.config": (
             "AutocastKwargs",

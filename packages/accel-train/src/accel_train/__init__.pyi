@@ -171,6 +171,9 @@ from accel_state.nvidia import get_gpu_info as get_gpu_info
 from accel_state.system import get_cpu_distributed_information as get_cpu_distributed_information
 from accel_train.__about__ import __version__ as __version__
 from accel_train.accelerator import Accelerator as Accelerator
+from accel_train.by_hand import convert_outputs_to_fp32 as convert_outputs_to_fp32
+from accel_train.by_hand import get_grad_scaler as get_grad_scaler
+from accel_train.by_hand import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_train.compile import compile_regions as compile_regions
 from accel_train.config import AutocastKwargs as AutocastKwargs
 from accel_train.config import DataLoaderConfiguration as DataLoaderConfiguration
