@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -17,7 +18,18 @@ from accel_state.errors import ConfigError, NotAvailableError, StateError
 from accel_state.process import PartialState
 from accel_state.topology import detect
 
-__all__ = ["get_rng_state", "set_rng_state", "set_seed", "synchronize_rng_state", "synchronize_rng_states"]
+__all__ = [
+    "derive_rng_state",
+    "get_rng_state",
+    "numpy_state",
+    "numpy_state_tree",
+    "python_state",
+    "python_state_tree",
+    "set_rng_state",
+    "set_seed",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+]
 
 _MAX_SEED = 2**32 - 1  # NumPy's limit, the narrowest of all
 
@@ -107,10 +119,9 @@ def get_rng_state() -> dict[str, Any]:
         ``python``, ``numpy`` and ``torch`` (uint8), and where there is an accelerator ``device``: its
         ``type`` and ``states``, those of all its devices in a world of one, else that of this process's own.
     """
-    version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
-        "numpy": _from_numpy(np.random.get_state(legacy=False)),
+        "python": python_state_tree(random.getstate()),
+        "numpy": numpy_state_tree(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
     }
     devices = _devices()
@@ -142,12 +153,28 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
             f"{template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
         )
     set_devices = _device_setter(state.get("device"))
-    python = state["python"]
-    internal = tuple(int(word) for word in python["internal"].tolist())
-    random.setstate((int(python["version"]), internal, python["gauss"]))
-    np.random.set_state(_to_numpy(state["numpy"], template))
+    random.setstate(python_state(state["python"]))
+    np.random.set_state(numpy_state(state["numpy"], template))
     torch.set_rng_state(state["torch"])
     set_devices()
+
+
+def derive_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """A state for a rank that has none of its own, such as a new one in a larger world.
+
+    The same for the same arguments, and another for every rank. What the global generators are now is not changed.
+
+    Args:
+        state: what ``get_rng_state`` returned on another rank.
+        rank: the rank to have the new state.
+    """
+    digest = hashlib.sha256(state["torch"].cpu().numpy().tobytes() + b"rank %d" % rank).digest()
+    now = get_rng_state()
+    try:
+        set_seed(int.from_bytes(digest[:4], "big"))
+        return get_rng_state()
+    finally:
+        set_rng_state(now)
 
 
 def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
@@ -199,9 +226,22 @@ def _index(device: torch.device) -> tuple[()] | tuple[torch.device]:
     return () if device.index is None else (device,)
 
 
-def _from_numpy(node: Any) -> Any:
+def python_state_tree(state: tuple[Any, ...]) -> dict[str, Any]:
+    """What ``random.getstate()`` returned, as a tree of tensors and plain data."""
+    version, internal, gauss = state
+    return {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss}
+
+
+def python_state(tree: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The inverse of ``python_state_tree``."""
+    internal = tuple(int(word) for word in tree["internal"].tolist())
+    return int(tree["version"]), internal, tree["gauss"]
+
+
+def numpy_state_tree(node: Any) -> Any:
+    """The state of a NumPy bit generator (a dictionary), as a tree of tensors and plain data."""
     if isinstance(node, dict):
-        return {key: _from_numpy(value) for key, value in node.items()}
+        return {key: numpy_state_tree(value) for key, value in node.items()}
     if isinstance(
         node, np.ndarray
     ):  # unsigned words; int64 holds the same bits and every file format knows it
@@ -210,9 +250,10 @@ def _from_numpy(node: Any) -> Any:
     return node.item() if isinstance(node, np.generic) else node
 
 
-def _to_numpy(node: Any, template: Any) -> Any:
+def numpy_state(node: Any, template: Any) -> Any:
+    """The inverse of ``numpy_state_tree``; `template` is a state of the same kind of bit generator."""
     if isinstance(template, dict):
-        return {key: _to_numpy(node[key], value) for key, value in template.items()}
+        return {key: numpy_state(node[key], value) for key, value in template.items()}
     if isinstance(template, np.ndarray):
         wide = node.numpy()
         return wide.view(template.dtype) if template.dtype.itemsize == 8 else wide.astype(template.dtype)

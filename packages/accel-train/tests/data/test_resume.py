@@ -1,6 +1,9 @@
 """A loader that is saved, and loaded into a fresh one, yields what the interrupted one would have yielded."""
 
 import pickle
+import random
+
+import numpy as np
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -18,6 +22,7 @@ from torch.utils.data import (
 
 from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
+from accel_state.seeding import get_rng_state, set_rng_state
 from accel_train.data import prepare_data_loader, skip_first_batches
 from accel_train.errors import DataError
 from testkit import worlds
@@ -55,6 +60,79 @@ class Eager(Custom):
         return iter(torch.randperm(SIZE).tolist())
 
 
+class OfPython(Custom):
+    """Draws from Python's generator."""
+
+    def __iter__(self):
+        order = list(range(SIZE))
+        random.shuffle(order)
+        yield from order
+
+
+class Lazy(Custom):
+    """Draws each index when it is asked for it, between the draws of the training step."""
+
+    def __iter__(self):
+        for _ in range(SIZE):
+            yield int(torch.randint(SIZE, (1,)))
+
+
+class OwnNumpy(Custom):
+    """Has a generator of its own that goes on from epoch to epoch."""
+
+    def __init__(self):
+        self.rng = np.random.default_rng(3)
+
+    def __iter__(self):
+        return iter(self.rng.permutation(SIZE).tolist())
+
+
+class Counting(Custom):
+    """Says itself where it is: at which epoch."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        yield from ((index + self.epoch) % SIZE for index in range(SIZE))
+
+    def state_dict(self):
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.epoch = state["epoch"]
+
+
+class Augmenting(IterableDataset):
+    """Draws when it is read."""
+
+    def __iter__(self):
+        for i in range(SIZE):
+            yield i + torch.rand(1)[0] + random.random() + np.random.rand()
+
+
+class OwnGenerator(IterableDataset):
+    def __init__(self):
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        yield from torch.randperm(SIZE, generator=self.generator).tolist()
+
+
+class NoisyRows(Dataset):
+    """Map-style, draws from everywhere when it is read."""
+
+    def __init__(self):
+        self.rng = random.Random(5)
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, index):
+        return index + torch.rand(1)[0] + random.random() + np.random.rand() + self.rng.random()
+
+
 class CustomBatches(BatchSampler):
     def __iter__(self):
         yield from super().__iter__()
@@ -72,6 +150,11 @@ LOADERS = {
     "sampler's own generator": lambda: DataLoader(
         DATA, batch_size=2, sampler=RandomSampler(DATA, generator=_own())
     ),
+    "own generator, full batches": lambda: DataLoader(range(24), 2, shuffle=True, generator=_own()),
+    "own generator, replacement": lambda: DataLoader(
+        DATA, 2, sampler=RandomSampler(DATA, replacement=True, num_samples=90, generator=_own())
+    ),
+    "drop last": lambda: DataLoader(range(25), 2, shuffle=True, drop_last=True, generator=_own()),
     "replacement": lambda: DataLoader(
         DATA, batch_size=2, sampler=RandomSampler(DATA, replacement=True, num_samples=SIZE)
     ),
@@ -81,12 +164,25 @@ LOADERS = {
     ),
     "custom": lambda: DataLoader(DATA, batch_size=2, sampler=Custom()),
     "custom, eager": lambda: DataLoader(DATA, batch_size=2, sampler=Eager()),
+    "of python": lambda: DataLoader(DATA, batch_size=2, sampler=OfPython()),
+    "lazy": lambda: DataLoader(DATA, batch_size=2, sampler=Lazy()),
+    "own numpy": lambda: DataLoader(DATA, batch_size=2, sampler=OwnNumpy()),
+    "counting": lambda: DataLoader(DATA, batch_size=2, sampler=Counting()),
+    "noisy rows": lambda: DataLoader(NoisyRows(), batch_size=2, shuffle=True),
+    "augmenting stream": lambda: DataLoader(Augmenting(), batch_size=2),
+    "stream's own generator": lambda: DataLoader(OwnGenerator(), batch_size=2),
     "custom batches": lambda: DataLoader(DATA, batch_sampler=CustomBatches(RandomSampler(DATA), 2, False)),
     "no batching": lambda: DataLoader(torch.arange(SIZE), batch_size=None, shuffle=True),
     "stream": lambda: DataLoader(Numbers(), batch_size=2),
     "shuffled stream": lambda: DataLoader(Shuffled(), batch_size=2),
     "workers": lambda: DataLoader(
         DATA, batch_size=2, shuffle=True, num_workers=2, multiprocessing_context="fork"
+    ),
+    "lazy, workers": lambda: DataLoader(
+        DATA, batch_size=2, sampler=Lazy(), num_workers=2, multiprocessing_context="fork"
+    ),
+    "own generator, workers": lambda: DataLoader(
+        range(24), batch_size=2, shuffle=True, generator=_own(), num_workers=2, multiprocessing_context="fork"
     ),
     "stream, worker": lambda: DataLoader(
         Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"
@@ -96,6 +192,11 @@ SEEDABLE = {"use_seedable_sampler": True}
 KINDS = {kind: (kind, {}) for kind in LOADERS} | {
     "seedable": ("shuffle", SEEDABLE),
     "dispatched": ("shuffle", {"dispatch_batches": True, "put_on_device": True}),
+    "dispatched, lazy": ("lazy", {"dispatch_batches": True, "put_on_device": True}),
+    "dispatched, augmenting stream": (
+        "augmenting stream",
+        {"dispatch_batches": True, "put_on_device": True},
+    ),
     "dispatched stream": ("stream", {"dispatch_batches": True, "put_on_device": True}),
     "split": ("shuffle", {"split_batches": True}),
 }
@@ -113,55 +214,90 @@ def make(kind, ranks=None, rank=None, stateful=True):
     )
 
 
-def run(loader, stream, *, until=None, epochs=4):
-    """Iterate and note, with a draw of the training step after each batch; save and stop at (epoch, "
-    "batch)."""
+def run(loader, stream, *, until=None, epochs=4, ask=False, meddle=None, skip=0):
+    """Iterate and note, with draws of the training step after each batch; save and stop at (epoch, batch).
+
+    Args:
+        ask: ask after each batch whether it is the last, as gradient accumulation does.
+        meddle: called after each batch; draws from the loader's own generator, say.
+        skip: batches to leave out of the first epoch.
+    """
+    current = skip_first_batches(loader, skip) if skip else loader
     while loader.iteration < epochs:
         epoch = loader.iteration
-        for count, batch in enumerate(loader):
-            stream.append((epoch, batch.tolist(), torch.rand(1).item()))
+        for count, batch in enumerate(current):
+            end = current.end_of_dataloader if ask else None
+            drawn = (torch.rand(1).item(), random.random(), np.random.rand())
+            stream.append((epoch, batch.tolist(), end, drawn, meddle and meddle(loader)))
             if until == (epoch, count):
-                return {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+                return {"loader": loader.state_dict(), "rng": get_rng_state()}
+        current = loader
         if until == (epoch, "end"):
-            return {"loader": loader.state_dict(), "rng": torch.get_rng_state()}
+            return {"loader": loader.state_dict(), "rng": get_rng_state()}
     return None
 
 
-def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False):
-    """The uninterrupted stream, and the one of a run that ended and was resumed by a fresh loader."""
-    torch.manual_seed(21)
+def seed(value):
+    torch.manual_seed(value)
+    random.seed(value)
+    np.random.seed(value)
+
+
+def interrupted(kind, epoch, count, ranks=None, rank=None, resave=False, stateful=True, **options):
+    """The uninterrupted stream, and the one of a run that ended and was resumed by a fresh loader.
+
+    Without `stateful` the script goes on as with Accelerate: it says which epoch it is in, and skips.
+    """
+    seed(21)
     whole: list = []
-    run(make(kind, ranks, rank), whole)
-    torch.manual_seed(21)
+    run(make(kind, ranks, rank, stateful), whole, **options)
+    seed(21)
     parts: list = []
-    saved = pickle.loads(pickle.dumps(run(make(kind, ranks, rank), parts, until=(epoch, count))))
-    torch.manual_seed(99)
-    fresh = make(kind, ranks, rank)
+    state = run(make(kind, ranks, rank, stateful), parts, until=(epoch, count), **options)
+    saved = pickle.loads(pickle.dumps(state))
+    seed(99)
+    fresh = make(kind, ranks, rank, stateful)
     fresh.load_state_dict(saved["loader"])
+    if not stateful and count != "end":
+        fresh.set_epoch(epoch)
+        options["skip"] = count + 1
     if resave:  # loaded and saved again before it was iterated
         again, fresh = fresh.state_dict(), make(kind, ranks, rank)
         fresh.load_state_dict(again)
-    torch.set_rng_state(saved["rng"])
-    run(fresh, parts)
-    if "stream" in kind and ranks != 2:
-        # A stream that was saved with its last batch finds out that it is over when it is read again: what
-        # it then yields is of the next epoch already.
-        return [[item[1:] for item in items] for items in (whole, parts)]
+    set_rng_state(saved["rng"])
+    run(fresh, parts, **options)
     return whole, parts
 
 
 @pytest.mark.parametrize("place", [(0, 0), (0, 4), (2, 3), (2, 10), (2, "end"), (1, 11), (2, 11)])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
-def test_t5_the_stream_goes_on_where_it_was(kind, place):
-    whole, parts = interrupted(kind, *place, ranks=1, rank=0)
+@pytest.mark.parametrize("ask", [False, True], ids=["", "asking for the end"])
+@pytest.mark.parametrize("stateful", [True, False], ids=["by itself", "skipping"])
+def test_t5_the_stream_goes_on_where_it_was(kind, place, ask, stateful):
+    whole, parts = interrupted(kind, *place, ranks=1, rank=0, ask=ask, stateful=stateful)
+    assert parts == whole
+
+
+@pytest.mark.parametrize("place", [(0, 0), (2, 3), (2, 11), (1, "end")])
+@pytest.mark.parametrize(
+    "kind", ["own generator", "own generator, full batches", "drop last", "own generator, workers"]
+)
+def test_t5_a_generator_with_other_users_goes_on_where_it_was(kind, place):
+    """As when an evaluation loader was given the same one."""
+
+    def meddle(loader):
+        return torch.rand(1, generator=loader.generator).item()
+
+    whole, parts = interrupted(kind, *place, ranks=1, rank=0, meddle=meddle)
     assert parts == whole
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" in kind])
-def test_t5_the_stream_goes_on_where_it_was_with_workers(kind):
-    for place in ((0, 0), (2, 3)):
-        whole, parts = interrupted(kind, *place, ranks=1, rank=0)
-        assert parts == whole
+@pytest.mark.parametrize("stateful", [True, False], ids=["by itself", "skipping"])
+def test_t5_the_stream_goes_on_where_it_was_with_workers(kind, stateful):
+    for place in ((0, 0), (2, 3), (2, 11), (1, "end")):
+        whole, parts = interrupted(kind, *place, ranks=1, rank=0, stateful=stateful)
+        assert parts == whole, place
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "seedable", "subset", "own generator", "stream"])
@@ -177,7 +313,8 @@ def test_t5_any_place(epoch, count):
 
 
 WORLD_KINDS = ["shuffle", "seedable", "own generator", "subset", "custom", "custom batches", "stream"]
-WORLD_KINDS += ["dispatched", "dispatched stream", "split"]
+WORLD_KINDS += ["dispatched", "dispatched stream", "split", "dispatched, augmenting stream", "dispatched, lazy"]
+WORLD_KINDS += ["own generator, full batches", "counting", "own numpy", "noisy rows", "stream's own generator"]
 
 
 def interrupted_in_a_world():
@@ -185,7 +322,8 @@ def interrupted_in_a_world():
     found = {}
     for kind in WORLD_KINDS:
         for place in ((0, 2), (2, 1), (2, 5), (1, "end")):
-            found[kind, place] = interrupted(kind, *place)
+            for options in ({}, {"stateful": False}, {"ask": True}):
+                found[kind, place, str(options)] = interrupted(kind, *place, **options)
     return found
 
 
@@ -195,22 +333,25 @@ def test_t5_two_ranks_go_on_where_they_were():
             assert parts == whole, case
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind])
+NOISY = ("lazy", "noisy rows", "augmenting stream", "dispatched, lazy", "dispatched, augmenting stream")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "worker" not in kind and kind not in NOISY])
 def test_without_the_option_the_draw_is_restored_and_the_epoch_starts_anew(kind):
     """So that scripts that skip by themselves do not skip twice."""
-    torch.manual_seed(4)
+    seed(4)
     whole: list = []
     loader = make(kind, 1, 0, stateful=False)
     run(loader, whole)
-    torch.manual_seed(4)
+    seed(4)
     parts: list = []
     saved = run(make(kind, 1, 0, stateful=False), parts, until=(2, 3))
     fresh = make(kind, 1, 0, stateful=False)
     fresh.load_state_dict(saved["loader"])
     assert fresh.iteration == 2
-    torch.set_rng_state(saved["rng"])
+    set_rng_state(saved["rng"])
     assert saved["loader"]["batches_yielded"] == 4
-    epoch = [rows for number, rows, _ in whole if number == 2]
+    epoch = [item[1] for item in whole if item[0] == 2]
     assert [batch.tolist() for batch in skip_first_batches(fresh, 4)] == epoch[4:]
     assert fresh.iteration == 3
 
@@ -292,7 +433,7 @@ def test_t9_a_stream_goes_on_where_batches_divide():
     pair.load_state_dict(after(1, 4))
     assert next(iter(pair)).tolist() == [10, 11]
     pair.load_state_dict(after(1, 3))
-    with pytest.raises(NotAvailableError, match="3 batches do not divide"):
+    with pytest.raises(NotAvailableError, match="3 batches on each of 1 ranks; 2 ranks cannot"):
         iter(pair)
 
 
@@ -303,10 +444,10 @@ def test_states_are_plain_data():
     state = loader.state_dict()
     assert set(state) == {
         "version", "ranks", "epoch", "finished", "batches_yielded", "position",
-        "epoch_seed", "epoch_generator", "begun_with",
+        "draw", "begun_with", "ahead", "source", "generators", "samplers",
     }  # fmt: skip
-    assert isinstance(state["epoch_seed"], int)
-    assert state["begun_with"].dtype == torch.uint8
+    assert isinstance(state["draw"]["seed"], int)
+    assert state["begun_with"]["torch"].dtype == torch.uint8
     assert state["finished"] is False
     fresh = make("shuffle", 1, 0)
     assert fresh.state_dict()["finished"] is True

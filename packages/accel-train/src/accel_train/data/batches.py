@@ -22,6 +22,7 @@ from accel_train.data.streams import (
     ArithmeticStream,
     IndexStream,
     RoundStream,
+    SamplerReader,
     SingleIndexStream,
     SingleStream,
 )
@@ -38,13 +39,15 @@ class Opening:
         recorded: an earlier draw of the order, to be used again.
         position: where to continue, as `IndexStream.consumed` said it; counted from the beginning of the epoch, so
             what is skipped anyway is part of it.
+        reached: where an interrupted run was, in the same terms, whether or not to continue there.
         sharing: makes draws the same on all ranks.
         in_flight: batches that workers may hold.
         skip: batches to leave out.
     """
 
     recorded: Record | None = None
-    position: dict[str, int] | None = None
+    position: dict[str, Any] | None = None
+    reached: dict[str, Any] | None = None
     sharing: Sharing = Alone()  # noqa: RUF009 - stateless
     in_flight: int = 0
     skip: int = 0
@@ -121,8 +124,9 @@ class ShardedBatchSampler(BatchSampler):
             return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
         per_round = 1 if self.split_batches else self.num_processes
         record = _share_sampler(self.batch_sampler, opening)
+        first = max(_position(position, "base_batches"), skip * per_round)
         return RoundStream(
-            iter(self.batch_sampler),
+            _reader(self.batch_sampler, opening, first, 3 * self.num_processes),
             ranks=self.num_processes,
             rank=self.process_index,
             split=self.split_batches,
@@ -130,7 +134,7 @@ class ShardedBatchSampler(BatchSampler):
             drop_last=self.drop_last,
             even=self.even_batches,
             record=record,
-            skip_base=max(_position(position, "base_batches"), skip * per_round),
+            skip_base=first,
             in_flight=opening.in_flight,
         )
 
@@ -204,9 +208,10 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
             even=False,
         )
         return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
+    first = max(_position(position, "base_batches"), skip)
     return SingleStream(
-        iter(sampler),
-        skip=max(_position(position, "base_batches"), skip),
+        _reader(sampler, opening, first, 3),
+        skip=first,
         real_rows=padded_rows(sampler),
         in_flight=opening.in_flight,
     )
@@ -235,14 +240,27 @@ def _share_sampler(sampler: Any, opening: Opening) -> Record:
     return {}
 
 
-def _position(position: dict[str, int], unit: str) -> int:
+def _reader(sampler: Any, opening: Opening, first: int, keep: int) -> SamplerReader:
+    """A user's sampler, read from its beginning; `first` is the first item that will be handed out."""
+    reached = opening.reached or {}
+    here = reached.get("base_batches") == first
+    return SamplerReader(
+        iter(sampler),
+        position=first,
+        ahead=reached.get("ahead", []) if here else [],
+        pulled=reached.get("pulled") if here else None,
+        keep=keep * (opening.in_flight + 3),
+    )
+
+
+def _position(position: dict[str, Any], unit: str) -> int:
     if position and unit not in position:
         raise DataError(
             f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts "
             f"{unit}: it is not the kind of sampler that the state was saved with. Prepare the same "
             "loader, or do not load its state."
         )
-    return position.get(unit, 0)
+    return int(position.get(unit, 0))
 
 
 def padded_rows(sampler: Any) -> Callable[[int], tuple[int, ...] | None] | None:

@@ -16,7 +16,7 @@ from accel_train.data.epoch import Restored, Run
 from accel_train.data.iterators import LoaderIterator, early_end
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.resume import as_begun, generator_state, primed
+from accel_train.data.resume import Randomness
 from accel_train.data.sharing import Alone
 from accel_train.data.streams import ArithmeticStream, IndexStream
 
@@ -90,6 +90,9 @@ class DataLoaderDispatcher(PreparedLoader):
         """Batches of the underlying loader that one step takes."""
         return 1 if self.split_batches else self.num_processes
 
+    def _base_batches_per_step(self) -> int:
+        return self.base_batches_per_step
+
     def __iter__(self) -> Any:
         return DispatchIterator(self)
 
@@ -143,23 +146,28 @@ class DataLoaderDispatcher(PreparedLoader):
     # Beginning an iteration
 
     def _open(self, run: Run) -> Any:
-        restored, self.epoch_state.restored = self.epoch_state.restored, None
-        resume = restored if restored is not None and self.use_stateful_dataloader else None
+        restored = self.epoch_state.take()
+        resume = restored if self.use_stateful_dataloader else None
         run.per_batch = self.base_batches_per_step
-        with as_begun(restored, self.generator):
-            run.begun_with = generator_state(self.generator)
+        begun_with = None if restored is None else restored.begun_with
+        randomness = self._randomness()
+        self._count_skipped(run, resume)
+        with randomness.as_of(begun_with):
+            self._begin_with(run, randomness, begun_with)
             if self.process_index == 0:
                 try:
-                    return self._read(run, restored, resume)
+                    return self._read(run, restored, randomness)
                 except Exception as error:
                     if self.num_processes == 1:
                         raise
                     # The other ranks will wait for the first batch, so they are told in its place.
-                    return _Reader(self, _Unreadable(error), None, self._scatterer(), None)
+                    run.stream = None
+                    return _Reader(self, run, _Unreadable(error), randomness, None)
             # Rank 0's iterator draws a base seed here; all ranks draw alike.
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        self._count_skipped(run, resume)
-        return _Follower(Scatterer(), None if restored is not None else self._draw_along)
+        drawn = restored is not None and bool(restored.draw)
+        run.drew_along = drawn
+        return _Follower(Scatterer(), run, None if drawn else self._draw_along)
 
     def _draw_along(self) -> None:
         """Make the draws of the order that rank 0 makes."""
@@ -169,41 +177,46 @@ class DataLoaderDispatcher(PreparedLoader):
         if source is not None:
             source.draw(Alone(), None)
 
-    def _count_skipped(self, run: Run, resume: Restored | None) -> int:
-        """Base batches to leave out; sets how many steps that is."""
+    def _count_skipped(self, run: Run, resume: Restored | None) -> None:
+        """Set how many batches of the underlying loader, and how many steps, are left out."""
         each = self.base_batches_per_step
         base = self.skip_batches * each
         if resume is not None:
             base = max(base, resume.position.get("base_batches", 0))
+        run.first_base = base
         run.skipped = -(-base // each)
-        run.resumed = resume is not None and base > 0
-        return base
 
-    def _read(self, run: Run, restored: Restored | None, resume: Restored | None) -> _Reader:
-        base = self._count_skipped(run, resume)
-        indexes = self.indexes
-        stream: IndexStream | None = None
+    def _read(self, run: Run, restored: Restored | None, randomness: Randomness) -> _Reader:
+        indexes, base = self.indexes, run.first_base
         passed: list[Any] = []
         if indexes is None:
             source = self._torch_iterator()
             self._skip(source, base, passed)
-            if restored is not None and not base:
-                source = primed(source)
         else:
             indexes.opening = Opening(
-                recorded=None if restored is None else restored.record,
+                recorded=None if restored is None else restored.draw,
+                reached=None if restored is None else restored.position,
                 in_flight=self.num_workers * (self.prefetch_factor or 0) + self.base_batches_per_step,
                 skip=base,
             )
             source = self._torch_iterator()
-            stream = run.stream = indexes.stream
+            run.stream = indexes.stream
             indexes.opening, indexes.stream = Opening(), None
-            if restored is not None and stream is not None:
-                stream.prime()
-        return _Reader(self, source, stream, self._scatterer(), passed[0] if passed else None)
+        reader = _Reader(self, run, source, randomness, passed[0] if passed else None)
+        if restored is not None and restored.batches:
+            self._read_again(reader, restored, randomness)
+        return reader
 
-    def _scatterer(self) -> Scatterer | None:
-        return Scatterer() if self.num_processes > 1 else None
+    def _read_again(self, reader: _Reader, restored: Restored, randomness: Randomness) -> None:
+        """Draw and read as far ahead as the interrupted run had."""
+        base = reader.run.first_base
+        if reader.run.stream is not None:
+            reader.run.stream.prime()
+        elif not base:
+            reader.fetch()  # a stream may draw its order no earlier than it is read
+        if restored.ahead and base == restored.position.get("base_batches"):
+            with randomness.as_of(restored.ahead["with"]):
+                reader.fetch(restored.ahead["batches"])
 
     def _read_first(self, stream: IndexStream | None) -> Any:
         """Read the first batch of an epoch that was begun after it."""
@@ -219,14 +232,16 @@ class DataLoaderDispatcher(PreparedLoader):
 class _Follower:
     """Another rank than 0: takes what comes."""
 
-    def __init__(self, scatterer: Scatterer, draw_along: Callable[[], None] | None) -> None:
+    def __init__(self, scatterer: Scatterer, run: Run, draw_along: Callable[[], None] | None) -> None:
         self._scatterer = scatterer
+        self._run = run
         self._draw_along = draw_along
 
     def __next__(self) -> Envelope:
         if self._draw_along is not None:
             self._draw_along()
             self._draw_along = None
+            self._run.drew_along = True
         envelope = receive(self._scatterer)
         if envelope.kind is Kind.STOP:
             raise StopIteration
@@ -260,14 +275,19 @@ class _Reader:
     def __init__(
         self,
         loader: DataLoaderDispatcher,
+        run: Run,
         source: Any,
-        stream: IndexStream | None,
-        scatterer: Scatterer | None,
+        randomness: Randomness,
         first: Any,
     ) -> None:
+        self.run = run
         self._source = source
-        self._stream = stream
-        self._scatterer = scatterer
+        self._stream = stream = run.stream
+        self._scatterer = Scatterer() if loader.num_processes > 1 else None
+        self._generators = randomness
+        self._reads_here = (
+            loader.num_workers == 0
+        )  # so that reading ahead draws from this process's generators
         self._ranks = loader.num_processes
         self._per_step = loader.base_batches_per_step
         self._split = loader.split_batches
@@ -300,9 +320,11 @@ class _Reader:
 
     def _round(self) -> list[Envelope] | None:
         batches: list[Any] = []
-        while len(batches) < self._per_step and self._fetch():
+        while len(batches) < self._per_step and self.fetch():
             batches.append(self._ahead.pop(0))
             self._taken += 1
+        if not self._ahead:
+            self.run.looked_ahead = None
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
@@ -319,7 +341,10 @@ class _Reader:
 
     def _first_batch(self) -> Any:
         if self._first is None:
+            # Read for a second time, for padding: what comes later must not draw other numbers for that.
+            now = self._generators.now()
             self._first = self._read_first(self._stream)
+            self._generators.put_back(now)
         return self._first
 
     def follows(self) -> bool:
@@ -330,16 +355,22 @@ class _Reader:
             return stream.layout.batches - self._taken >= wanted
         if stream is not None and wanted == 1:
             return not stream.ends_at(self._taken)
-        while len(self._ahead) < wanted:
-            try:
-                if not self._fetch(len(self._ahead) + 1):
-                    return False
-            except Exception as error:
-                self._failure = error  # belongs to the next step
-                return True
-        return True
+        try:
+            return self._read_ahead(wanted)
+        except Exception as error:
+            self._failure = error  # belongs to the next step
+            return True
 
-    def _fetch(self, wanted: int = 1) -> bool:
+    def _read_ahead(self, wanted: int) -> bool:
+        """Have `wanted` batches ready, and note with which draws they were read."""
+        noted = self.run.looked_ahead
+        if noted is None and self._reads_here:
+            noted = (self._generators.now(), 0)
+        enough = self.fetch(wanted)
+        self.run.looked_ahead = None if noted is None or not self._ahead else (noted[0], len(self._ahead))
+        return enough
+
+    def fetch(self, wanted: int = 1) -> bool:
         """Have `wanted` batches ready; False when there are fewer."""
         while len(self._ahead) < wanted:
             if self._failure is not None:
@@ -384,4 +415,5 @@ class DispatchIterator(LoaderIterator):
         """Whether nothing follows the batch handed out last."""
         if self._loader.num_processes > 1:
             return self._run.part is not None and self._run.part.last
-        return not self._source.follows()
+        self._run.found_end = not self._source.follows()
+        return self._run.found_end

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-from torch import Tensor
 
 from accel_train.data.dispatch_wire import Envelope
 from accel_train.data.orders import Record
@@ -23,14 +22,19 @@ class Run:
 
     __slots__ = (
         "begun_with",
+        "drew_along",
         "ended",
+        "first_base",
+        "found_end",
         "iterator",
+        "looked_ahead",
         "part",
         "per_batch",
         "real",
-        "resumed",
         "skipped",
+        "source",
         "stream",
+        "stride",
         "yielded",
     )
 
@@ -39,10 +43,14 @@ class Run:
         """Batches handed to the user."""
         self.skipped = 0
         """Batches left out before the first one, where the stream does not count them."""
-        self.resumed = False
-        """Whether it continues a saved run by reading the batches before it again."""
+        self.first_base = 0
+        """The same in batches of the user's loader, where one batch here takes several."""
+        self.stride: int | None = None
+        """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
         self.ended = False
         """Exhausted: the iterator has raised `StopIteration`."""
+        self.found_end = False
+        """Looking ahead found nothing after the batch handed out last."""
         self.stream: IndexStream | None = None
         """The index batches of a map-style dataset."""
         self.real: int | None = None
@@ -51,8 +59,14 @@ class Run:
         """What rank 0 said about the batch handed out last, without the batch."""
         self.per_batch: int | None = None
         """Batches of the user's loader that one batch here takes, where it is not one."""
-        self.begun_with: Tensor | None = None
-        """State of the generator that torch's iterator draws its base seed from, before it did."""
+        self.begun_with: dict[str, Any] | None = None
+        """The generators before torch's iterator, and the samplers, drew from them."""
+        self.looked_ahead: tuple[Any, int] | None = None
+        """The generators before batches were read ahead in this process, and how many batches these are."""
+        self.drew_along = False
+        """Whether this rank made the draws of the order that another rank iterates."""
+        self.source: Callable[[], dict[str, Any]] | None = None
+        """The state of a source that says itself where it is."""
         self.iterator: weakref.ref[Any] | None = None
 
     @property
@@ -63,13 +77,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """A loaded state that waits for the next iterator."""
+    """A loaded state that waits for the next iterator of its epoch."""
 
-    record: Record
-    begun_with: Tensor | None
-    position: dict[str, int]
+    epoch: int
+    draw: Record
+    begun_with: dict[str, Any] | None
+    position: dict[str, Any]
     batches: int
     ranks: int
+    ahead: dict[str, Any]
+    """What had been read ahead: ``batches``, and the generators ``with`` which they were read."""
+    source: dict[str, Any] | None
+    """The state of a source that says itself where it is."""
 
 
 @dataclass(slots=True)
@@ -87,6 +106,21 @@ class Epoch:
         self.iteration, self.restored = state
         self.run = None
 
+    def choose(self, epoch: int) -> None:
+        """Make `epoch` the next one; a loaded state of another epoch is of no use then."""
+        self.iteration = epoch
+        self.restored = self.waiting()
+
+    def waiting(self) -> Restored | None:
+        """The loaded state, if the next iteration is of its epoch."""
+        restored = self.restored
+        return restored if restored is not None and restored.epoch == self.iteration else None
+
+    def take(self) -> Restored | None:
+        """The same, for the iteration that begins now; a state of another epoch is dropped."""
+        waiting, self.restored = self.waiting(), None
+        return waiting
+
     def dump(self, ranks: int, finished: bool) -> dict[str, Any]:
         """The state as plain data and tensors.
 
@@ -96,30 +130,41 @@ class Epoch:
         """
         waiting, run = self.restored, self.run
         state: dict[str, Any] = {"version": _VERSION, "ranks": ranks, "epoch": self.iteration}
-        if waiting is not None:
+        if waiting is not None and waiting.epoch in (self.iteration, self.iteration - 1):
             return state | {
                 "ranks": waiting.ranks,
-                "finished": False,
+                "finished": waiting.epoch < self.iteration,
                 "batches_yielded": waiting.batches,
-                "position": dict(waiting.position),
-                **_dump_draws(waiting.record, waiting.begun_with),
+                "position": waiting.position,
+                "draw": waiting.draw,
+                "begun_with": waiting.begun_with,
+                "ahead": waiting.ahead,
+                "source": waiting.source,
             }
-        if run is None or run.ended or finished:
-            # An epoch whose last batch is out is over, whether or not the loop has asked for more.
-            over = 1 if run is not None and finished and not run.ended else 0
-            state["epoch"] = self.iteration + over
-            return state | {"finished": True, "batches_yielded": 0, "position": {}, **_dump_draws({}, None)}
-        stream = run.stream
-        batches = run.yielded + (run.skipped if stream is None or run.per_batch is not None else stream.first)
-        if run.per_batch is not None:
-            position = {"base_batches": batches * run.per_batch}
-        else:
-            position = {"local_batches": batches} if stream is None else stream.consumed(run.yielded)
+        if run is None or run.ended:
+            nothing: dict[str, Any] = {
+                "position": {},
+                "draw": {},
+                "begun_with": None,
+                "ahead": {},
+                "source": None,
+            }
+            return state | {"finished": True, "batches_yielded": 0, **nothing}
+        # An epoch whose last batch is out is over, whether or not the loop has asked for more. Where it was is kept
+        # nevertheless, for a script that goes back to it and skips all its batches.
+        batches, position = _place(run)
+        draw: Record = {} if run.stream is None else dict(run.stream.drawn())
+        if finished and "exhausted" in draw:
+            draw["exhausted"] = True  # the generators are saved as they are after the end
         return state | {
-            "finished": False,
+            "epoch": self.iteration + (1 if finished else 0),
+            "finished": finished,
             "batches_yielded": batches,
             "position": position,
-            **_dump_draws({} if stream is None else stream.record, run.begun_with),
+            "draw": {"along": True} if run.drew_along else draw,
+            "begun_with": run.begun_with,
+            "ahead": {},
+            "source": None if run.source is None else run.source(),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -128,7 +173,9 @@ class Epoch:
         Raises:
             DataError: the state is not one, or of a newer version.
         """
-        missing = {"version", "epoch", "finished", "position", "batches_yielded", "ranks"} - set(state)
+        missing = {"version", "epoch", "finished", "position", "batches_yielded", "ranks", "draw"} - set(
+            state
+        )
         if missing:
             raise DataError(
                 f"This is not the state of a data loader: {', '.join(sorted(missing))} missing in a "
@@ -143,24 +190,31 @@ class Epoch:
         self.iteration = int(state["epoch"])
         self.run = None
         self.restored = None
-        if not state["finished"]:
-            record: Record = {}
-            if state.get("epoch_seed") is not None:
-                record = {"seed": int(state["epoch_seed"])}
-            elif state.get("epoch_generator") is not None:
-                record = {"generator": state["epoch_generator"]}
-            self.restored = Restored(
-                record=record,
-                begun_with=state.get("begun_with"),
-                position=dict(state["position"]),
-                batches=int(state["batches_yielded"]),
-                ranks=int(state["ranks"]),
-            )
+        if state["finished"] and not state["batches_yielded"]:
+            return
+        self.restored = Restored(
+            epoch=self.iteration - (1 if state["finished"] else 0),
+            draw=dict(state["draw"]),
+            begun_with=state.get("begun_with"),
+            position=dict(state["position"]),
+            batches=int(state["batches_yielded"]),
+            ranks=int(state["ranks"]),
+            ahead=dict(state.get("ahead") or {}),
+            source=state.get("source"),
+        )
 
 
-def _dump_draws(record: Record, begun_with: Tensor | None) -> dict[str, Any]:
-    return {
-        "epoch_seed": record.get("seed"),
-        "epoch_generator": record.get("generator"),
-        "begun_with": begun_with,
-    }
+def _place(run: Run) -> tuple[int, dict[str, Any]]:
+    """Batches since the epoch began, and the position after them."""
+    stream = run.stream
+    if run.per_batch is None:
+        if stream is None:
+            batches = run.skipped + run.yielded
+            return batches, {"local_batches": batches, "samples_per_batch": run.stride}
+        return stream.first + run.yielded, stream.consumed(run.yielded)
+    base = run.first_base + run.yielded * run.per_batch
+    position: dict[str, Any] = {"base_batches": base}
+    if stream is not None:
+        position = {**stream.consumed(base - stream.first), **position}
+        position.pop("samples", None)  # rank 0 counts batches
+    return run.skipped + run.yielded, position

@@ -30,6 +30,7 @@ class LoaderIterator:
         "_held",
         "_ledger",
         "_loader",
+        "_notes_draws",
         "_run",
         "_source",
         "_tagged",
@@ -54,17 +55,8 @@ class LoaderIterator:
         loader._run = loader.epoch_state.run = run
         loader.set_epoch(loader.iteration)
         self._source = loader._open(run)
-        if run.resumed and not self._look_ahead():
-            self._next_epoch(run)
-
-    def _next_epoch(self, run: Run) -> None:
-        """The state that was resumed had no batch left: its epoch is over, and the next one begins."""
-        loader = self._loader
-        self._failure = None
-        run.skipped = 0
-        loader.epoch_state.iteration += 1
-        loader.set_epoch(loader.iteration)
-        self._source = loader._open(run)
+        # Reading ahead draws from this process's generators only when this process reads.
+        self._notes_draws = run.stream is None and loader.num_workers == 0
 
     def __iter__(self) -> LoaderIterator:
         return self
@@ -72,6 +64,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._held:
             item = self._held.pop()
+            self._run.looked_ahead = None
         else:
             try:
                 if self._failure is not None:
@@ -112,10 +105,13 @@ class LoaderIterator:
     def _look_ahead(self) -> bool:
         """Fetch the next item and keep it; False at the end. A failure is an item, raised by the next step."""
         if self._failure is None:
+            now = self._loader._randomness().now() if self._notes_draws else None
             try:
                 self._held.append(self._fetch())
+                self._run.looked_ahead = None if now is None else (now, 1)
             except StopIteration:
                 self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
+                self._run.found_end = True
             except BaseException as error:
                 self._failure = error
         return not isinstance(self._failure, StopIteration)

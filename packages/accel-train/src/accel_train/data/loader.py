@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,15 +11,22 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel_state.errors import NotAvailableError
 from accel_state.seeding import synchronize_rng_states
-from accel_train.data.batches import Opening, ShardedBatchSampler, SkipBatchSampler, open_stream
+from accel_train.data.batches import (
+    Opening,
+    ShardedBatchSampler,
+    SkipBatchSampler,
+    arithmetic_source,
+    open_stream,
+)
 from accel_train.data.epoch import Epoch, Restored, Run
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.lookup import innermost_sampler, samplers_of
-from accel_train.data.resume import as_begun, generator_state, primed
+from accel_train.data.resume import Randomness, generators_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.sharing import Sharing, sharing_for
-from accel_train.data.streams import ArithmeticStream, IndexStream
+from accel_train.data.streams import IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
+from accel_train.errors import DataError
 
 __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
 
@@ -126,6 +134,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.transfer = self._make_transfer()
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
+        self._find_generators()
 
     # Torch's hooks
 
@@ -168,7 +177,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def _left_at_end(self, run: Run) -> bool:
         """Whether the batch handed out last is known to be the last one, without looking ahead."""
-        return isinstance(run.stream, ArithmeticStream) and run.stream.ends_at(run.yielded)
+        return run.found_end or (run.stream is not None and run.stream.known_to_end(run.yielded))
 
     @property
     def batch_rows(self) -> int | None:
@@ -239,8 +248,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch, and tell every sampler that wants to know, or else the dataset."""
-        if self.epoch_state.iteration != epoch:
-            self.epoch_state.iteration = epoch
+        self.epoch_state.choose(epoch)
         told = False
         for sampler in samplers_of(self):
             if hasattr(sampler, "set_epoch"):
@@ -267,13 +275,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             self.__dict__["sampler"] = sampler  # torch forbids the assignment after construction
             if self.batch_sampler is None and self.indexes is not None:
                 self.indexes.sampler = sampler
+        self._find_generators()
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: epoch, the epoch's draw, and position, as plain data and tensors.
 
-        The state counts the batches that were handed out. An epoch whose last batch is out counts as over.
+        The state counts the batches that were handed out. An epoch whose last batch is known to be out counts as over.
+        Asking changes nothing: the loader goes on as if it had not been asked.
         """
         run = self.epoch_state.run  # which may be that of a loader that skips
         finished = run is not None and run.yielded > 0 and self._left_at_end(run)
@@ -281,16 +291,34 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
             state["sampler_seed"] = sampler.initial_seed
-        if state["finished"]:
-            state["generators"] = [generator.get_state() for generator in self._generators()]
+        randomness = self._randomness()
+        if run is not None and run.looked_ahead is not None and not (finished or run.ended):
+            raw, batches = run.looked_ahead
+            state["ahead"] = {"batches": batches, "with": randomness.tree(raw)}
+        state["generators"] = self._generators_after(run if finished else None, randomness)
+        state["samplers"] = [sampler.state_dict() for sampler in self._stateful_samplers()]
         return state
+
+    def _generators_after(self, over: Run | None, randomness: Randomness) -> list[Any]:
+        """The loader's own generators; with the draws that come with the end of an epoch whose last batch is out."""
+        if over is None or over.ended or over.stream is None:
+            return randomness.own_trees()
+        now = randomness.now()
+        try:
+            over.stream.finish()
+            return randomness.own_trees()
+        finally:
+            randomness.put_back(now)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a saved state.
 
-        The next iterator uses the saved draw, so it has the order of the interrupted epoch. It also
+        The next iterator of the saved epoch uses the saved draw, so it has the order of the interrupted one. It also
         continues at the saved position if the loader was prepared with ``use_stateful_dataloader=True``;
         otherwise it starts at the first batch, and `skip_first_batches` gets to the position.
+
+        `iteration` is then the number of the epoch to go on with: the next one, if the last batch of the saved epoch
+        was known to be out. `set_epoch` goes back to the saved one, of which then nothing is left.
 
         Raises:
             DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
@@ -300,20 +328,56 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
             sampler.initial_seed = int(state_dict["sampler_seed"])
-        for generator, saved in zip(self._generators(), state_dict.get("generators", ()), strict=False):
-            generator.set_state(saved)
+        self._randomness().set_own(state_dict.get("generators", []))
+        for stateful, saved in zip(self._stateful_samplers(), state_dict.get("samplers", []), strict=False):
+            stateful.load_state_dict(saved)
 
-    def _generators(self) -> list[torch.Generator]:
-        """The generators that are the user's own, each once."""
-        found: list[torch.Generator] = []
-        sampler = self.get_sampler()
-        candidates = [self.generator, self.synchronized_generator]
-        if not isinstance(sampler, SeedableRandomSampler):
-            candidates.append(getattr(sampler, "generator", None))
-        for generator in candidates:
-            if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
-                found.append(generator)
-        return found
+    def check_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Whether a loader prepared like this one can go on where `state_dict` was saved; changes nothing.
+
+        Raises:
+            NotAvailableError: the position means nothing for this number of ranks.
+        """
+        if self.use_stateful_dataloader and "local_batches" in state_dict.get("position", {}):
+            self._steps_of_stream(state_dict["position"], int(state_dict["ranks"]))
+
+    def steps_to(self, position: dict[str, Any]) -> float | None:
+        """How many batches of this rank lead to a saved position; None where that cannot be told."""
+        if "samples" in position:
+            return None if self.total_batch_size is None else position["samples"] / self.total_batch_size
+        if "local_batches" in position:
+            before, now = position["samples_per_batch"], self._stream_stride()
+            return None if before is None or now is None else position["local_batches"] * before / now
+        return position["base_batches"] / self._base_batches_per_step() if position else None
+
+    def _base_batches_per_step(self) -> int:
+        """Batches of the sampler that one step of all ranks takes."""
+        return 1
+
+    def _find_generators(self) -> None:
+        """Note the generators that belong to the loader: its own, its samplers' and its dataset's."""
+        chosen = [sampler for sampler in samplers_of(self) if not isinstance(sampler, SeedableRandomSampler)]
+        datasets: list[Any] = []
+        dataset: Any = self.dataset
+        while dataset is not None:
+            datasets.append(dataset)
+            dataset = getattr(dataset, "dataset", None)
+        self._own_generators: list[Any] = generators_of(
+            [self.generator, self.synchronized_generator], [*chosen, *datasets]
+        )
+
+    def _randomness(self) -> Randomness:
+        indexes = self.indexes
+        return Randomness(self._own_generators, indexes is None or arithmetic_source(indexes.sampler) is None)
+
+    def _stateful_samplers(self) -> list[Any]:
+        """Samplers of the user that say where they are."""
+        return [
+            sampler
+            for sampler in samplers_of(self)
+            if callable(getattr(sampler, "state_dict", None))
+            and callable(getattr(sampler, "load_state_dict", None))
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -327,6 +391,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.__dict__.update(state)
         self.__dict__["_sharing"] = sharing_for(self.num_processes)
         self.__dict__["transfer"] = self._make_transfer()
+        self._find_generators()
 
     def _make_transfer(self) -> Transfer | None:
         return None if self.device is None else DirectTransfer(self.device, self._non_blocking)
@@ -334,55 +399,112 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     # Beginning an iteration
 
     def _synchronize(self) -> None:
+        waiting = self.epoch_state.waiting()
+        if waiting is not None and waiting.ranks == self.num_processes:
+            return  # the interrupted run did, when it began the epoch
         if self.num_processes > 1 and self.rng_types and not self._sharing.alone:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
 
     def _open(self, run: Run) -> Any:
         """Torch's iterator for a new epoch; fills in `run`."""
-        restored, self.epoch_state.restored = self.epoch_state.restored, None
-        resume = restored if restored is not None and self.use_stateful_dataloader else None
-        indexes = self.indexes
-        if indexes is not None:
-            indexes.opening = Opening(
-                recorded=None if restored is None else restored.record,
-                position=None if resume is None else resume.position,
-                sharing=self._sharing,
-                in_flight=self.num_workers * (self.prefetch_factor or 0),
-                skip=self.skip_batches,
-            )
-        with as_begun(restored, self.generator):
-            run.begun_with = generator_state(self.generator)
-            source = self._torch_iterator()
-            if indexes is None:
-                run.skipped = self._skip(source, self._batches_to_skip(resume))
-                run.resumed = resume is not None and run.skipped > 0
-                if restored is not None and not run.skipped:
-                    source = primed(source)
+        restored = self.epoch_state.take()
+        resume = restored if self.use_stateful_dataloader else None
+        begun_with = None if restored is None else restored.begun_with
+        randomness = self._randomness()
+        with randomness.as_of(begun_with):
+            self._begin_with(run, randomness, begun_with)
+            if self.indexes is None:
+                source = self._open_stream(run, restored, resume, randomness)
             else:
-                run.stream = indexes.stream
-                indexes.opening, indexes.stream = Opening(), None
-                if restored is not None and run.stream is not None:
-                    run.stream.prime()
+                source = self._open_indexes(self.indexes, run, restored, resume)
+        return source
+
+    def _begin_with(self, run: Run, randomness: Randomness, begun_with: dict[str, Any] | None) -> None:
+        """Note with what the epoch begins, or begin with what was noted."""
+        samplers = self._stateful_samplers()
+        for sampler, saved in zip(samplers, (begun_with or {}).get("samplers", []), strict=False):
+            sampler.load_state_dict(saved)
+        run.begun_with = randomness.tree(randomness.now())
+        run.begun_with["samplers"] = [sampler.state_dict() for sampler in samplers]
+
+    def _open_indexes(
+        self, indexes: Indexes, run: Run, restored: Restored | None, resume: Restored | None
+    ) -> Any:
+        indexes.opening = Opening(
+            recorded=None if restored is None else restored.draw,
+            position=None if resume is None else resume.position,
+            reached=None if restored is None else restored.position,
+            sharing=self._sharing,
+            in_flight=self.num_workers * (self.prefetch_factor or 0),
+            skip=self.skip_batches,
+        )
+        source = self._torch_iterator()
+        run.stream = indexes.stream
+        indexes.opening, indexes.stream = Opening(), None
+        if restored is not None and restored.batches and run.stream is not None:
+            run.stream.prime()
+        return source
+
+    def _open_stream(
+        self, run: Run, restored: Restored | None, resume: Restored | None, randomness: Randomness
+    ) -> Any:
+        source = self._torch_iterator()
+        run.stride = self._stream_stride()
+        run.skipped = self._skip(source, self._batches_to_skip(resume))
+        if restored is None or not restored.batches:
+            return source
+        if not run.skipped:
+            # A stream may draw its order no earlier than it is read, so one item is read now and kept.
+            return itertools.chain(list(itertools.islice(source, 1)), source)
+        if restored.ahead and restored.ranks == self.num_processes and run.skipped == restored.batches:
+            with randomness.as_of(restored.ahead["with"]):
+                return itertools.chain(list(itertools.islice(source, restored.ahead["batches"])), source)
         return source
 
     def _torch_iterator(self) -> Any:
         return super().__iter__()
 
+    def _stream_stride(self) -> int | None:
+        """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
+        return self.batch_size or 1
+
     def _batches_to_skip(self, resume: Restored | None) -> int:
         """How many batches of an iterable dataset are read and left out."""
         if resume is None:
             return self.skip_batches
-        batches = resume.position.get("local_batches", 0)
-        if resume.ranks == self.num_processes:
-            return max(batches, self.skip_batches)
-        total = batches * resume.ranks
-        if total % self.num_processes:
-            raise NotAvailableError(
-                f"This iterable dataset was left after {batches} batches on each of {resume.ranks} ranks; "
-                f"{self.num_processes} ranks cannot continue there, because {total} batches do not divide "
-                f"among them. Continue with {resume.ranks} ranks, or without use_stateful_dataloader."
+        if "local_batches" not in resume.position:
+            raise DataError(
+                f"The saved position counts {', '.join(sorted(resume.position)) or 'nothing'}, but this loader's "
+                "stream counts local_batches: it is not the kind of loader that the state was saved with. Prepare "
+                "the same loader, or do not load its state."
             )
-        return total // self.num_processes
+        return max(self._steps_of_stream(resume.position, resume.ranks), self.skip_batches)
+
+    def _steps_of_stream(self, position: dict[str, Any], ranks: int) -> int:
+        """A position in a stream, in batches of this number of ranks.
+
+        Raises:
+            NotAvailableError: it is between two of them.
+        """
+        batches: int = position["local_batches"]
+        if ranks == self.num_processes or not batches:
+            return batches
+        before, now = position["samples_per_batch"], self._stream_stride()
+        advice = f"Continue with {ranks} ranks, or without use_stateful_dataloader."
+        if before is None or now is None:
+            raise NotAvailableError(
+                f"This stream was left after {batches} batches on each of {ranks} ranks, each of which read a part of "
+                f"its own; {self.num_processes} ranks would read other parts. {advice}"
+            )
+        steps, rest = divmod(batches * int(before), now)
+        workers = max(self.num_workers, 1)
+        if rest or batches % workers or steps % workers:
+            raise NotAvailableError(
+                f"This stream was left after {batches} batches on each of {ranks} ranks; {self.num_processes} ranks "
+                f"cannot continue there, because {batches * before} samples, read by {workers} worker(s) in turn, do "
+                f"not divide among them. {advice}"
+            )
+        return steps
 
     @staticmethod
     def _skip(source: Any, batches: int, first: list[Any] | None = None) -> int:

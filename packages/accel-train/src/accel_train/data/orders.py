@@ -28,7 +28,8 @@ from accel_train.data.sharing import Sharing
 __all__ = ["Order", "OrderSource", "Record", "order_source"]
 
 Record = dict[str, Any]
-"""What was drawn for an epoch: ``{"seed": int}``, ``{"generator": uint8 tensor}`` or nothing."""
+"""What was drawn for an epoch: ``{"seed": int}``, ``{"generator": uint8 tensor}`` or nothing; and how far, as
+``{"drawn": samples, "exhausted": bool}``."""
 
 _REPLACEMENT_CHUNK = (
     32  # RandomSampler draws with replacement in blocks of this size (torch/utils/data/sampler.py)
@@ -52,6 +53,12 @@ class Order(Protocol):
 
     def finished(self) -> None:
         """The epoch was consumed to its end."""
+
+    def progress(self) -> Record:
+        """How far was drawn, for `catch_up`."""
+
+    def catch_up(self, drawn: int, exhausted: bool) -> None:
+        """Draw as far as an interrupted run had drawn."""
 
 
 class OrderSource(Protocol):
@@ -84,6 +91,11 @@ class _Range:
 
     def finished(self) -> None: ...
 
+    def progress(self) -> Record:
+        return {}
+
+    def catch_up(self, drawn: int, exhausted: bool) -> None: ...
+
 
 class _Drawn:
     """An order drawn in chunks, none earlier than torch would draw it.
@@ -113,6 +125,7 @@ class _Drawn:
         self._indices = indices
         self._on_finish = on_finish
         self._drawn = 0
+        self._exhausted = False
         self._samples: Tensor | None = None
         self.block = block
 
@@ -146,9 +159,18 @@ class _Drawn:
 
     def exhaust(self) -> None:
         self._until(self._length)
+        self._exhausted = True
         if self._trailing is not None:
             self._trailing()
             self._trailing = None
+
+    def progress(self) -> Record:
+        return {"drawn": self._drawn, "exhausted": self._exhausted}
+
+    def catch_up(self, drawn: int, exhausted: bool) -> None:
+        self._until(drawn)
+        if exhausted:
+            self.exhaust()
 
     def finished(self) -> None:
         if self._on_finish is not None:

@@ -1,42 +1,144 @@
-"""Beginning an iteration with the draws of an interrupted one."""
+"""Reading with the draws of an interrupted run, while every generator stays where it is."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator
+import random
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
 
-from accel_train.data.epoch import Restored
+from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
+from accel_train.errors import DataError
 
-__all__ = ["as_begun", "generator_state", "primed"]
+__all__ = ["Randomness", "generators_of"]
 
-
-def primed(source: Any) -> Iterator[Any]:
-    """Let a stream read its first item now: it may draw its order no earlier than that."""
-    return itertools.chain(list(itertools.islice(source, 1)), source)
+_Raw = tuple[Any, ...]
 
 
-@contextlib.contextmanager
-def as_begun(restored: Restored | None, generator: torch.Generator | None) -> Iterator[None]:
-    """Let an iterator be created with the interrupted run's draws, and torch's own generator be as it was."""
-    if restored is None or restored.begun_with is None:
-        yield
-    elif generator is not None:
-        generator.set_state(restored.begun_with)
-        yield
-    else:
-        now = torch.get_rng_state()
-        torch.set_rng_state(restored.begun_with)
+class Randomness:
+    """The generators that reading a loader in this process can draw from.
+
+    Args:
+        own: generators that belong to the loader, its samplers or its stream.
+        everything: reading runs other people's code here (a sampler of one's own, a stream), which may draw from
+            Python's and NumPy's global generators, too. Torch's own code draws from torch's alone.
+    """
+
+    def __init__(self, own: list[Any], everything: bool) -> None:
+        self.own = own
+        self.everything = everything
+
+    def now(self) -> _Raw:
+        """The present states, cheaply; `tree` makes them fit for a checkpoint."""
+        own = [_get(generator) for generator in self.own]
+        if not self.everything:
+            return torch.get_rng_state(), own
+        return torch.get_rng_state(), own, random.getstate(), np.random.get_state(legacy=False)
+
+    def put_back(self, raw: _Raw) -> None:
+        """Set what `now` returned."""
+        torch.set_rng_state(raw[0])
+        for generator, state in zip(self.own, raw[1], strict=True):
+            _set(generator, state)
+        if self.everything:
+            random.setstate(raw[2])
+            np.random.set_state(raw[3])
+
+    def tree(self, raw: _Raw) -> dict[str, Any]:
+        """What `now` returned, as a tree of tensors and plain data."""
+        state: dict[str, Any] = {
+            "torch": raw[0],
+            "own": [_tree(generator, part) for generator, part in zip(self.own, raw[1], strict=True)],
+        }
+        if self.everything:
+            state |= {"python": python_state_tree(raw[2]), "numpy": numpy_state_tree(raw[3])}
+        return state
+
+    def own_trees(self) -> list[Any]:
+        """The present states of the loader's own generators, as trees."""
+        return [_tree(generator, _get(generator)) for generator in self.own]
+
+    def set_own(self, trees: list[Any]) -> None:
+        """Set the loader's own generators to what `own_trees` returned.
+
+        Raises:
+            DataError: the loader has another number of generators.
+        """
+        if len(trees) != len(self.own):
+            raise DataError(
+                f"The saved loader had {len(trees)} random generators of its own (torch.Generator, random.Random or "
+                f"NumPy generators in the loader, its samplers or its stream), this one has {len(self.own)}. Build "
+                "the loader as it was built when its state was saved."
+            )
+        for generator, tree in zip(self.own, trees, strict=True):
+            _set(generator, _untree(generator, tree))
+
+    @contextlib.contextmanager
+    def as_of(self, tree: dict[str, Any] | None) -> Iterator[None]:
+        """Inside, all generators are as they were saved; afterwards, as they were before."""
+        if tree is None:
+            yield
+            return
+        now = self.now()
+        torch.set_rng_state(tree["torch"])
+        self.set_own(tree["own"])
+        if self.everything and "python" in tree:
+            random.setstate(python_state(tree["python"]))
+            np.random.set_state(numpy_state(tree["numpy"], now[3]))
         try:
             yield
         finally:
-            torch.set_rng_state(now)
+            self.put_back(now)
 
 
-def generator_state(generator: torch.Generator | None) -> Tensor:
-    """The state of a loader's generator, which is torch's own when it has none."""
-    return torch.get_rng_state() if generator is None else generator.get_state()
+def generators_of(first: Iterable[Any], holders: Iterable[Any]) -> list[Any]:
+    """Random generators, each once: those in `first`, and the attributes of `holders` that are one."""
+    found: list[Any] = []
+    candidates = [*first]
+    for holder in holders:
+        candidates += getattr(holder, "__dict__", {}).values()
+    for candidate in candidates:
+        if isinstance(candidate, random.SystemRandom) or not isinstance(candidate, _KINDS):
+            continue
+        if all(candidate is not known for known in found):
+            found.append(candidate)
+    return found
+
+
+_KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+
+def _get(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.bit_generator.state
+
+
+def _set(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        generator.bit_generator.state = state
+
+
+def _tree(generator: Any, state: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return state
+    return python_state_tree(state) if isinstance(generator, random.Random) else numpy_state_tree(state)
+
+
+def _untree(generator: Any, tree: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return tree
+    return python_state(tree) if isinstance(generator, random.Random) else numpy_state(tree, _get(generator))

@@ -138,6 +138,15 @@ class DataLoaderShard(PreparedLoader):
             return self.pre_sharded
         return not share.even_batches and not share.drop_last
 
+    def _stream_stride(self) -> int | None:
+        if self._shard is not None:
+            return self._shard.global_batch
+        return None if self.pre_sharded else super()._stream_stride()
+
+    def _base_batches_per_step(self) -> int:
+        share = self._share()
+        return 1 if share is None or share.split_batches else self.num_processes
+
     def _share(self) -> ShardedBatchSampler | None:
         sampler = self._batch_sampler()
         while isinstance(sampler, SkipBatchSampler):

@@ -82,18 +82,12 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
 
     Raises:
         DataError: `num_batches` is negative, or the loader is about to continue at a restored position
-            already.
+            already, or `num_batches` counts batches of another number of ranks.
     """
     if num_batches < 0:
         raise DataError(f"num_batches must be 0 or more, got {num_batches}.")
     if isinstance(dataloader, PreparedLoader):
-        restored = dataloader.epoch_state.restored
-        if dataloader.use_stateful_dataloader and restored is not None and restored.batches and num_batches:
-            raise DataError(
-                f"The loader continues after its saved {restored.batches} batches by itself, because it "
-                f"was prepared with use_stateful_dataloader=True; skip_first_batches({num_batches}) would "
-                "skip twice. Iterate the loader itself."
-            )
+        _check_with_restored(dataloader, num_batches)
         return _skip_prepared(dataloader, num_batches)
     options = loader_options(dataloader)
     if isinstance(dataloader.dataset, IterableDataset):
@@ -110,6 +104,30 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         return DataLoader(dataloader.dataset, batch_size=None, sampler=sampler, **options)
     batch_sampler = SkipBatchSampler(dataloader.batch_sampler, num_batches)
     return DataLoader(dataloader.dataset, batch_sampler=batch_sampler, **options)
+
+
+def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
+    """Compare what shall be skipped with a state that was loaded and waits for its epoch."""
+    restored = loader.epoch_state.restored
+    if restored is None or not restored.batches or not num_batches:
+        return
+    if loader.use_stateful_dataloader:
+        raise DataError(
+            f"The loader continues after its saved {restored.batches} batches by itself, because it "
+            f"was prepared with use_stateful_dataloader=True; skip_first_batches({num_batches}) would "
+            "skip twice. Iterate the loader itself."
+        )
+    if num_batches != restored.batches:
+        return
+    steps = loader.steps_to(restored.position)
+    if restored.ranks != loader.num_processes and steps not in (None, num_batches):
+        raise DataError(
+            f"The state was saved after {num_batches} batches on each of {restored.ranks} ranks; for "
+            f"{loader.num_processes} ranks that is after {steps:g}. Skip as many, or let the loader do it: "
+            "DataLoaderConfiguration(use_stateful_dataloader=True)."
+        )
+    # Nobody skips a whole epoch that was not begun: what is meant is the saved one, of which nothing is left.
+    loader.epoch_state.iteration = restored.epoch
 
 
 def _skip_prepared(loader: PreparedLoader, num_batches: int) -> PreparedLoader:

@@ -6,7 +6,10 @@ Those that compute know; those that iterate a user's sampler look one index batc
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,7 +19,15 @@ from accel_train.data.orders import Order, OrderSource, Record
 from accel_train.data.sharing import Sharing
 from accel_train.errors import DataError
 
-__all__ = ["ALL_ROWS", "ArithmeticStream", "IndexStream", "RoundStream", "SingleIndexStream", "SingleStream"]
+__all__ = [
+    "ALL_ROWS",
+    "ArithmeticStream",
+    "IndexStream",
+    "RoundStream",
+    "SamplerReader",
+    "SingleIndexStream",
+    "SingleStream",
+]
 
 ALL_ROWS = 2**62
 """More rows than any batch has: "all rows", where another rank's number of rows is not known."""
@@ -32,6 +43,10 @@ class IndexStream(ABC):
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def drawn(self) -> Record:
+        """What was drawn so far to get the order."""
+        return self.record
 
     @abstractmethod
     def __next__(self) -> Any:
@@ -62,8 +77,19 @@ class IndexStream(ABC):
         return
 
     @abstractmethod
-    def consumed(self, yielded: int) -> dict[str, int]:
-        """The position after `yielded` batches, in ``samples`` or in the sampler's ``base_batches``."""
+    def consumed(self, yielded: int) -> dict[str, Any]:
+        """The position after `yielded` batches, in ``samples`` or in the sampler's ``base_batches``.
+
+        A sampler that was read beyond the position adds ``pulled``, how far, and ``ahead``, what was found there.
+        """
+
+    def known_to_end(self, yielded: int) -> bool:
+        """Whether it is known, without drawing, that there are exactly `yielded` batches."""
+        return False
+
+    def finish(self) -> None:
+        """Make the draws that come with the end, on a copy: this stream stays as it is."""
+        return
 
 
 class ArithmeticStream(IndexStream):
@@ -99,10 +125,7 @@ class ArithmeticStream(IndexStream):
         return self._refill()
 
     def _refill(self) -> list[int]:
-        order = self._order
-        if order is None:
-            order, self.record = self._source.draw(self._sharing, self._recorded)
-            self._order = order
+        order = self._begin()
         layout, cut = self.layout, self._rounds_cut
         rounds = min(order.block, self._full - cut)
         if rounds > 0:
@@ -119,6 +142,31 @@ class ArithmeticStream(IndexStream):
             self._done = True
             order.finished()
         raise StopIteration
+
+    def _begin(self) -> Order:
+        if self._order is None:
+            self._order, self.record = self._source.draw(self._sharing, self._recorded)
+        return self._order
+
+    def prime(self) -> None:
+        """Make the draws again that an interrupted run made from a generator that may have other users."""
+        if self._recorded and "generator" in self._recorded:
+            self._begin().catch_up(self._recorded.get("drawn", 0), self._recorded.get("exhausted", False))
+
+    def drawn(self) -> Record:
+        """What was drawn so far."""
+        if self._order is None or "generator" not in self.record:
+            return self.record  # a seed says it all
+        return self.record | self._order.progress()
+
+    def known_to_end(self, yielded: int) -> bool:
+        """Whether there are exactly `yielded` batches; arithmetic always knows."""
+        return self.ends_at(yielded)
+
+    def finish(self) -> None:
+        """Make the draws that come with the end, on a copy: this stream stays as it is."""
+        if self._order is not None:
+            copy.copy(self._order).exhaust()
 
     def _tail(self, order: Order, low: int, high: int) -> list[int]:
         layout = self.layout
@@ -150,9 +198,69 @@ class ArithmeticStream(IndexStream):
         """Real rows per rank."""
         return self.layout.valid_rows(batch_index)
 
-    def consumed(self, yielded: int) -> dict[str, int]:
+    def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches."""
         return {"samples": self.layout.consumed(yielded)}
+
+
+class SamplerReader(Iterator[Any]):
+    """The iterator of a user's sampler, which remembers what was read last.
+
+    Args:
+        iterator: the iterator.
+        position: how many items an interrupted run had handed out.
+        ahead: the items that it had read beyond; they take the place of what the sampler yields now, since a sampler
+            that draws while it is read cannot draw them again.
+        pulled: how many items it had read in all; None when that is not known.
+        keep: how many items can be read and not yet handed out.
+    """
+
+    def __init__(
+        self, iterator: Iterator[Any], *, position: int = 0, ahead: list[Any], pulled: int | None, keep: int
+    ) -> None:
+        self._iterator = iterator
+        self._known = {position + place: item for place, item in enumerate(ahead)}
+        self._wanted = pulled
+        self._queue: deque[Any] = deque()
+        self._recent: deque[Any] = deque(maxlen=keep)
+        self.pulled = 0  # from the sampler
+        self.taken = 0  # from here
+
+    def __next__(self) -> Any:
+        item = self._queue.popleft() if self._queue else self._pull()
+        self.taken += 1
+        self._recent.append(item)
+        return item
+
+    def _pull(self) -> Any:
+        item = next(self._iterator)
+        item = self._known.pop(self.pulled, item)
+        self.pulled += 1
+        return item
+
+    def catch_up(self) -> bool:
+        """Read as far as the interrupted run had read; False when that is not known."""
+        if self._wanted is None:
+            return False
+        while self.pulled < self._wanted:
+            try:
+                self._queue.append(self._pull())
+            except StopIteration:
+                break
+        return True
+
+    def beyond(self, position: int) -> dict[str, Any]:
+        """How far was read, and the items after the first `position`, where they are plain numbers."""
+        unread = [*self._recent, *self._queue]
+        count = max(self.pulled - position, 0)
+        items = unread[len(unread) - count :]
+        return {"pulled": self.pulled, "ahead": items if len(items) == count and _plain(items) else []}
+
+
+def _plain(item: Any) -> bool:
+    if isinstance(item, (list, tuple)):
+        return all(_plain(part) for part in item)
+    return isinstance(item, (int, str))
 
 
 _Facts = tuple[int | None, tuple[int, ...] | None]
@@ -180,11 +288,13 @@ class _Iterated(IndexStream):
     """A stream over an iterated sampler that keeps what it must say about recent batches.
 
     Args:
+        base: the sampler.
         in_flight: how many batches can be drawn and not yet handed to the user (worker prefetch).
     """
 
-    def __init__(self, in_flight: int) -> None:
+    def __init__(self, base: SamplerReader, in_flight: int) -> None:
         self.record = {}
+        self._reader = base
         self._remembered = in_flight + 3  # … the user's own, the one held back, and the one being drawn
         self._drawn = 0  # batches found, the one held back included
         self._held: list[Any] = []
@@ -224,9 +334,19 @@ class _Iterated(IndexStream):
                 self._exhausted = True
         return yielded >= self._drawn
 
+    def known_to_end(self, yielded: int) -> bool:
+        """Whether the sampler was found to have no more."""
+        return self._exhausted and yielded >= self._drawn
+
     def prime(self) -> None:
-        # A sampler may draw as late as its first batch, so one batch is drawn and kept.
-        self.ends_at(self._drawn)
+        # A sampler may draw as late as its first batch, so one batch is drawn and kept if nothing better is known.
+        self._pass_over()
+        if not self._reader.catch_up():
+            self.ends_at(self._drawn)
+
+    @abstractmethod
+    def _pass_over(self) -> None:
+        """Read what was handed out before."""
 
     def rows(self, batch_index: int) -> int | None:
         """Rows of a batch."""
@@ -241,7 +361,7 @@ class SingleStream(_Iterated):
     """The user's sampler as it is: one rank, or a sampler that is sharded already.
 
     Args:
-        iterator: the sampler's iterator.
+        base: the sampler.
         skip: batches to leave out first.
         real_rows: ``real_rows(batch_index)`` for a sharded sampler that is known to pad.
         in_flight: as in `_Iterated`.
@@ -249,25 +369,27 @@ class SingleStream(_Iterated):
 
     def __init__(
         self,
-        iterator: Iterator[Any],
+        base: SamplerReader,
         *,
         skip: int = 0,
         real_rows: Callable[[int], tuple[int, ...] | None] | None = None,
         in_flight: int = 0,
     ) -> None:
-        super().__init__(in_flight)
-        self._iterator = iterator
+        super().__init__(base, in_flight)
         self._skip = self.first = skip
         self._first_batch: Any = None
         self._real_rows = real_rows
 
-    def _produce(self) -> _Produced:
+    def _pass_over(self) -> None:
         while self._skip:
             self._skip -= 1
-            passed = next(self._iterator)
-            if self._first_batch is None:
+            passed = next(self._reader, _END)
+            if self._first_batch is None and passed is not _END:
                 self._first_batch = passed
-        batch = next(self._iterator)
+
+    def _produce(self) -> _Produced:
+        self._pass_over()
+        batch = next(self._reader)
         if self._first_batch is None:
             self._first_batch = batch
         valid = None if self._real_rows is None else self._real_rows(self.first + self._drawn)
@@ -277,16 +399,16 @@ class SingleStream(_Iterated):
         """The indices of the epoch's first batch."""
         return self._first_batch
 
-    def consumed(self, yielded: int) -> dict[str, int]:
+    def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches."""
-        return {"base_batches": self.first + yielded}
+        return _position(self.first + yielded, self._reader)
 
 
 class RoundStream(_Iterated):
     """Whole batches of an iterated batch sampler in rounds of one per rank, or slices of each.
 
     Args:
-        iterator: the base batch sampler's iterator.
+        base: the base batch sampler.
         ranks: number of ranks.
         rank: this rank.
         split: each base batch is cut into one slice per rank; otherwise each rank takes one base batch of
@@ -302,7 +424,7 @@ class RoundStream(_Iterated):
 
     def __init__(
         self,
-        iterator: Iterator[Any],
+        base: SamplerReader,
         *,
         ranks: int,
         rank: int,
@@ -314,9 +436,8 @@ class RoundStream(_Iterated):
         skip_base: int = 0,
         in_flight: int = 0,
     ) -> None:
-        super().__init__(in_flight)
+        super().__init__(base, in_flight)
         self.record = record
-        self._iterator = iterator
         self._ranks = ranks
         self._rank = rank
         self._split = split
@@ -336,7 +457,7 @@ class RoundStream(_Iterated):
         if self._base_ended:
             raise StopIteration
         try:
-            batch = next(self._iterator)
+            batch = next(self._reader)
         except StopIteration:
             self._base_ended = True
             raise
@@ -360,10 +481,14 @@ class RoundStream(_Iterated):
         size = _size(batch)
         return size is not None and self._batch_size is not None and size > self._batch_size
 
-    def _produce(self) -> _Produced:
+    def _pass_over(self) -> None:
         while self._skip_base:
             self._skip_base -= 1
-            self._base()
+            with contextlib.suppress(StopIteration):
+                self._base()
+
+    def _produce(self) -> _Produced:
+        self._pass_over()
         return self._slice() if self._split else self._round()
 
     def _round(self) -> _Produced:
@@ -445,9 +570,17 @@ class RoundStream(_Iterated):
         valid = None if len(real) == each * self._ranks else clip_rows(len(real), each, self._ranks)
         return mine, each, valid
 
-    def consumed(self, yielded: int) -> dict[str, int]:
+    def consumed(self, yielded: int) -> dict[str, Any]:
         """The position after `yielded` batches."""
-        return {"base_batches": self._skipped_base + yielded * (1 if self._split else self._ranks)}
+        position = self._skipped_base + yielded * (1 if self._split else self._ranks)
+        return _position(min(position, self._reader.pulled), self._reader)
+
+
+def _position(base_batches: int, reader: SamplerReader) -> dict[str, Any]:
+    return {"base_batches": base_batches, **reader.beyond(base_batches)}
+
+
+_END = object()
 
 
 def _size(batch: Any) -> int | None:
