@@ -4,7 +4,6 @@ import pickle
 import random
 
 import numpy as np
-
 import pytest
 import torch
 from hypothesis import given
@@ -313,8 +312,20 @@ def test_t5_any_place(epoch, count):
 
 
 WORLD_KINDS = ["shuffle", "seedable", "own generator", "subset", "custom", "custom batches", "stream"]
-WORLD_KINDS += ["dispatched", "dispatched stream", "split", "dispatched, augmenting stream", "dispatched, lazy"]
-WORLD_KINDS += ["own generator, full batches", "counting", "own numpy", "noisy rows", "stream's own generator"]
+WORLD_KINDS += [
+    "dispatched",
+    "dispatched stream",
+    "split",
+    "dispatched, augmenting stream",
+    "dispatched, lazy",
+]
+WORLD_KINDS += [
+    "own generator, full batches",
+    "counting",
+    "own numpy",
+    "noisy rows",
+    "stream's own generator",
+]
 
 
 def interrupted_in_a_world():
