@@ -2,13 +2,14 @@
 
 import collections
 import io
+import os
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.launching.output import Console, _Splitter, last_traceback, stream_sink
+from accel_state.launching.output import Console, RankOutput, _Splitter, last_traceback, stream_sink
 
 
 class Terminal(io.BytesIO):
@@ -72,6 +73,20 @@ def test_another_ranks_line_takes_the_place_of_a_bar_on_a_terminal():
     assert written(bar) == b"[a] 50%\r\n[b] hello\n[a] 60%\r"
 
 
+def test_bars_of_several_ranks_leave_nothing_behind_on_a_terminal():
+    # Every state of a bar ends at the next one's return, or is shown unfinished when that is late.
+    rounds = [(rank, piece) for state in (b"10%", b"20%", b"30%") for rank in ("[0] ", "[1] ")
+              for piece in (b"\r", state)]  # fmt: skip
+    screen = written([*rounds, ("[0] ", b"\r"), ("[0] ", b"done\n")], tty=True)
+    assert screen.endswith(b"[0] done\n")
+    assert screen.count(b"\n") == 1
+    # Without a carriage return it is a line like any other, also after a bar.
+    screen = written(
+        [("[0] ", b"10%\r"), ("[0] ", b"20%\n"), ("[0] ", b"name? "), ("[1] ", b"x\n")], tty=True
+    )
+    assert screen.endswith(b"[0] name? \n[1] x\n")
+
+
 def test_the_other_stream_of_the_same_rank_does_not_run_into_a_bar():
     sink = Terminal(True)
     console = Console(sink, sink)
@@ -126,3 +141,37 @@ def test_causes_belong_to_a_traceback(link):
 def test_without_a_traceback_the_end_is_told():
     assert told(*(str(number) for number in range(50))) == "\n".join(str(number) for number in range(30, 50))
     assert told() == ""
+
+
+def forwarded(data, log=None):
+    pieces, said = [], []
+
+    class Collecting(Console):
+        def write(self, stream, prefix, piece):
+            pieces.append(piece)
+
+        def say(self, text):
+            said.append(text)
+
+    reading, writing = os.pipe()
+    output = RankOutput("", Collecting(io.BytesIO(), io.BytesIO()), log)
+    output.forward("stdout", os.fdopen(reading, "rb", 0))
+    with os.fdopen(writing, "wb") as pipe:
+        pipe.write(data)
+    output.finish(20)
+    return pieces, said
+
+
+def test_a_line_without_end_is_shown_in_parts():
+    # Kept whole it would take the launcher's memory, and a time that grows with its square.
+    pieces, _ = forwarded(b"x" * (5 << 20))
+    assert sum(map(len, pieces)) == 5 << 20
+    assert max(map(len, pieces)) <= 2 << 20
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full: Linux only")
+def test_a_full_disk_ends_the_log_and_not_the_run():
+    with open("/dev/full", "ab", buffering=0) as log:
+        pieces, said = forwarded(b"one\ntwo\n", log)
+    assert pieces == [b"one\n", b"two\n"]
+    assert said == ["accel: /dev/full ends here: No space left on device"]

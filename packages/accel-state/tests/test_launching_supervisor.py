@@ -287,7 +287,9 @@ def test_ranks_without_handler_end_at_once_on_sigterm(launcher):
 
 @posix
 def test_a_closed_terminal_ends_the_ranks(launcher):
-    process = launcher.start("--num_processes", "2", launcher.script(SLEEP))
+    # Those who run the tests may have started them with nohup.
+    listens = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
+    process = launcher.start("--num_processes", "2", launcher.script(SLEEP), **listens)
     wait_for(launcher.folder / "ready_*", 2)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=10)
@@ -490,6 +492,28 @@ def test_a_reader_that_goes_away_ends_the_ranks_as_in_a_pipeline(launcher):
     process.wait(timeout=15)
     assert "BrokenPipeError" in process.stderr.read()
     assert process.returncode != 0
+
+
+@posix
+def test_a_slow_reader_gets_everything(launcher):
+    script = launcher.script("sys.stdout.write(('z' * 99 + '\\n') * 600)")
+    process = launcher.start("--num_processes", "2", script)
+    time.sleep(3)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, err) == (0, "")
+    assert out.count("z" * 99 + "\n") == 1200
+
+
+@posix
+def test_a_reader_that_has_paused_does_not_hold_up_signals(launcher):
+    # accel launch ... 2>&1 | less
+    script = launcher.script(f"{READY}while True: print('w' * 1000)")
+    process = launcher.start("--num_processes", "2", script, stderr=subprocess.STDOUT)
+    wait_for(launcher.folder / "ready_*", 2)
+    time.sleep(0.5)
+    process.terminate()
+    assert process.wait(timeout=15) == 143
+    assert "Fatal Python error" not in process.stdout.read()
 
 
 def test_rank_0_reads_standard_input_and_the_others_read_nothing(launcher):

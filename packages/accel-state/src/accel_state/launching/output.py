@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import errno
+import io
 import os
 import select
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO, Literal, Protocol, TextIO
+from typing import IO, Literal, Protocol, TextIO
 
 __all__ = ["Console", "RankOutput", "StreamName", "last_traceback", "open_log", "stream_sink"]
 
@@ -18,6 +22,8 @@ StreamName = Literal["stdout", "stderr"]
 
 _PARTIAL_AFTER = 0.1
 """Seconds after which an unfinished line is shown: a prompt of a debugger, or the state of a progress bar."""
+_LONGEST = 1 << 20
+"""Bytes of an unfinished line that are kept; what has come by then is shown, and the rest of the line follows."""
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = b"Traceback (most recent call last):"
@@ -44,44 +50,51 @@ class Console:
 
     def __init__(self, stdout: ByteSink | None = None, stderr: ByteSink | None = None) -> None:
         self._sinks: dict[str, ByteSink] = {
-            "stdout": stdout or sys.stdout.buffer,
-            "stderr": stderr or sys.stderr.buffer,
+            "stdout": stdout or _standard_sink(sys.stdout),
+            "stderr": stderr or _standard_sink(sys.stderr),
         }
         # Two streams of one terminal share the cursor; a file or a pipe has a cursor of its own.
         one_cursor = all(sink.isatty() for sink in self._sinks.values())
         self._cursor = {name: "terminal" if one_cursor else name for name in self._sinks}
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
-        self._lock = threading.Lock()
+        self._bars: set[tuple[str, StreamName]] = set()
+        # One per cursor: a reader of standard output who has paused keeps no message from the terminal.
+        self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
 
     def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
         """Print one piece of a rank's output: a line with its end (newline or carriage return), or part of a
         line.
         """
-        with self._lock:
-            sink, cursor = self._sinks[stream], self._cursor[stream]
-            line = self._lines.get(cursor)
+        sink, cursor = self._sinks[stream], self._cursor[stream]
+        with self._locks[cursor]:
+            line, owner = self._lines.get(cursor), (prefix, stream)
             data = b""
-            if line is not None and line.owner != (prefix, stream):
+            if line is not None and line.owner != owner:
                 data = line.ending(on_terminal=self._terminal[stream])
                 line = None
-            line = line or _Line((prefix, stream))
+            line = line or _Line(owner, redrawn=owner in self._bars)
             data += line.extend(prefix.encode(), piece)
             if piece.endswith(b"\n"):
                 self._lines.pop(cursor, None)
+                self._bars.discard(owner)
             else:
                 self._lines[cursor] = line
+            if piece.endswith(b"\r"):
+                self._bars.add(owner)  # it will be drawn again, even after another writer has taken its place
             sink.write(data)
             sink.flush()
 
     def say(self, text: str) -> None:
         """Print a message of the launcher itself, on a line of its own, to standard error."""
-        with self._lock:
-            line = self._lines.pop(self._cursor["stderr"], None)
+        cursor = self._cursor["stderr"]
+        with self._locks[cursor]:
+            line = self._lines.pop(cursor, None)
             ending = line.ending(on_terminal=self._terminal["stderr"], keep=True) if line is not None else b""
             sink = self._sinks["stderr"]
-            sink.write(ending + text.encode(errors="replace") + b"\n")
-            sink.flush()
+            with contextlib.suppress(OSError):  # nobody reads it any more, which is no reason to stop
+                sink.write(ending + text.encode(errors="replace") + b"\n")
+                sink.flush()
 
 
 @dataclass(slots=True)
@@ -130,7 +143,7 @@ class RankOutput:
         self,
         prefix: str,
         console: Console,
-        log: BinaryIO | None = None,
+        log: IO[bytes] | None = None,
         logged: frozenset[StreamName] = frozenset({"stdout", "stderr"}),
         rank: int = 0,
     ) -> None:
@@ -143,6 +156,8 @@ class RankOutput:
         self._logged = logged
         self._log_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
+        self._showing: set[StreamName] = set()
+        self._after_end: int | None = None
 
     def forward(self, stream: StreamName, pipe: IO[bytes]) -> None:
         """Start to forward ``pipe`` until its end."""
@@ -150,11 +165,21 @@ class RankOutput:
         self._threads.append(thread)
         thread.start()
 
-    def finish(self, timeout: float) -> None:
-        """Wait for the streams' ends, at most ``timeout`` seconds: a stranger may hold the pipe open."""
+    def finish(self, timeout: float, impatient: Callable[[], bool] = lambda: False) -> None:
+        """Wait for the streams' ends, now that the rank has ended.
+
+        What the rank has printed is shown, however slowly it is read. A stranger may hold a pipe open: a
+        silent one is waited for ``timeout`` seconds, a talkative one gets as much as a pipe can hold.
+
+        Args:
+            timeout: in seconds.
+            impatient: whether only ``timeout`` counts from now on; asked again and again.
+        """
+        self._after_end = _LONGEST
         deadline = time.monotonic() + timeout
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            while thread.is_alive() and (time.monotonic() < deadline or (self._showing and not impatient())):
+                thread.join(0.05)
         with self._log_lock:
             if self._log is not None:
                 self._log.close()
@@ -164,15 +189,21 @@ class RankOutput:
         splitter = _Splitter()
         try:
             with pipe:
-                while True:
+                while self._after_end is None or self._after_end > 0:
                     if splitter.pending and not _readable(pipe, _PARTIAL_AFTER):
                         self._show(stream, splitter.take_pending())
                         continue
+                    self._showing.discard(stream)
                     data = os.read(pipe.fileno(), 1 << 16)
                     if not data:
                         break
+                    self._showing.add(stream)
+                    if self._after_end is not None:
+                        self._after_end -= len(data)
                     for piece in splitter.feed(data):
                         self._show(stream, piece)
+                    if len(splitter.pending) > _LONGEST:
+                        self._show(stream, splitter.take_pending())
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
         except BrokenPipeError:
@@ -184,9 +215,15 @@ class RankOutput:
         if stream not in self._logged:
             return
         with self._log_lock:
-            if self._log is not None:
-                self._log.write(data)
-                self._log.flush()
+            log = self._log
+            if log is None:
+                return
+            try:
+                log.write(data)
+                log.flush()
+            except OSError as error:  # a full disk takes the log, not the run
+                self._log = None
+                self._console.say(f"accel: {log.name} ends here: {error.strerror}")
 
     def _show(self, stream: StreamName, piece: bytes) -> None:
         if stream == "stderr":
@@ -242,11 +279,11 @@ def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> 
     return "\n".join(lines[start:])
 
 
-def open_log(path: Path, title: str) -> BinaryIO:
+def open_log(path: Path, title: str) -> IO[bytes]:
     """Open a rank's log file for appending, and mark where this run begins."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("ab")
-    log.write(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n".encode())
+    log = path.open("ab", buffering=0)
+    log.write(os.fsencode(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n"))
     log.flush()
     return log
 
@@ -254,6 +291,43 @@ def open_log(path: Path, title: str) -> BinaryIO:
 def stream_sink(stream: TextIO) -> ByteSink:
     """A sink that writes to a text stream: the one of a notebook takes no bytes."""
     return _TextSink(stream)
+
+
+def _standard_sink(stream: TextIO) -> ByteSink:
+    try:
+        stream.flush()
+        return _DescriptorSink(stream.fileno())
+    except io.UnsupportedOperation:
+        return stream_sink(stream)
+
+
+class _DescriptorSink:
+    """Writes past Python's buffers.
+
+    There, what could not be written would be tried again at exit, and a thread that hangs in a write would
+    hold a lock that the interpreter needs to end.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def write(self, data: bytes, /) -> None:
+        left = memoryview(data)
+        while left:
+            try:
+                left = left[os.write(self._number, left) :]
+            except BlockingIOError:  # somebody who shares the terminal has made it so
+                select.select([], [self._number], [])
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+                return  # the terminal was closed: ranks that still save their state must not fail over a print
+
+    def flush(self) -> None:
+        """There is no buffer."""
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
 
 
 class _TextSink:

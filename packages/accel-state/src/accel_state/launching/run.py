@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.hardware import (
@@ -66,8 +66,9 @@ def launch(
         LaunchError: the target does not exist, a port is taken, or a process cannot be started.
         ConfigError, DeviceError: see ``accel_state.launching.spec.plan``.
     """
-    config = _with_log_dir(config)
     host = _prepare(config, target, environ)
+    parse_tee(config.tee, range(world(config, host.accelerators).local_size))
+    config = _with_log_dir(config)
     with _port(config, host) as port:
         first = plan(config, target, environ, host, port=port)
     if config.dry_run:
@@ -145,13 +146,14 @@ def start_members(
         logged: rank to the streams that go to its log file; by default both.
 
     Raises:
-        LaunchError: a process could not be started.
+        LaunchError: a log file cannot be written, or a process could not be started.
     """
     agent = prepared.style == "agent"
     several = len(prepared.processes) > 1
     death = signal.SIGTERM if agent or sys.platform == "win32" else signal.SIGKILL
     members: list[Member] = []
-    for index, spec in enumerate(prepared.processes):
+    logs = [_open_log(spec) for spec in prepared.processes]  # all of them before anything runs
+    for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
             process = start_command(
                 spec.rank,
@@ -164,7 +166,6 @@ def start_members(
         except OSError as error:
             _end([member.process for member in members])
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
-        log = open_log(spec.log_path, shlex.join(spec.argv)) if spec.log_path is not None else None
         label = f"rank {spec.rank}"
         if agent:
             label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
@@ -172,6 +173,17 @@ def start_members(
         output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams, spec.rank)
         members.append(Member(process, output, label))
     return members
+
+
+def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
+    if spec.log_path is None:
+        return None
+    try:
+        return open_log(spec.log_path, shlex.join(spec.argv))
+    except OSError as error:
+        raise LaunchError(
+            f"the log file {spec.log_path} cannot be written ({error.strerror}); pass another --log_dir"
+        ) from error
 
 
 def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> Host:

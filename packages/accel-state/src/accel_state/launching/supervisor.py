@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _FAILURE_GRACE = 5.0
 _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
 _KILL_PATIENCE = 10.0
+_SPEAKING = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +121,8 @@ def supervise(
                 return outcome
             attempt += 1
             crashes += not preempted
-            if not policy.quiet:
-                count = "" if preempted else f" ({crashes} of {policy.max_restarts})"
-                console.say(f"accel: {outcome.label} failed ({outcome.how}); restarting all ranks{count}")
+            count = "" if preempted else f" ({crashes} of {policy.max_restarts})"
+            _say(console, policy, f"{outcome.label} failed ({outcome.how}); restarting all ranks{count}")
 
 
 @dataclass(slots=True)
@@ -271,12 +272,20 @@ class _Group:
         if HAS_SESSIONS:
             _sweep({member.process.pid for member in self.members})
         for member in self.members:
-            member.output.finish(_DRAIN)
+            member.output.finish(_DRAIN, self._told_to_stop)
             self.guardian.forget(member.process.pid)
 
+    def _told_to_stop(self) -> bool:
+        """Whether a signal has come, now that the ranks are gone and only their output is left."""
+        event = self.inbox.get(0.0)
+        if event == getattr(signal, "SIGTSTP", None):
+            self._suspend()
+        elif event != EXITED:
+            self.stopped_by = self.stopped_by or event
+        return self.stopped_by is not None
+
     def _say(self, message: str) -> None:
-        if not self.policy.quiet:
-            self.console.say(f"accel: {message}")
+        _say(self.console, self.policy, message)
 
     def _outcome(self) -> Outcome:
         failed = [member for member in self.members if member.code]
@@ -296,6 +305,15 @@ class _Group:
             error="" if wanted else last_traceback(first.output.tail),
             stopped_by=self.stopped_by,
         )
+
+
+def _say(console: Console, policy: Policy, message: str) -> None:
+    if policy.quiet:
+        return
+    # Whoever reads our output may have paused (a pager); signals and failures must not wait for that.
+    speaker = threading.Thread(target=console.say, args=(f"accel: {message}",), daemon=True)
+    speaker.start()
+    speaker.join(_SPEAKING)
 
 
 def _sweep(groups: set[int]) -> None:
