@@ -59,6 +59,31 @@ def test_ranks_form_a_world_and_print_with_prefix(tmp_path):
 
 
 @forks
+def test_a_rank_of_torchrun_can_start_a_world_of_its_own(tmp_path):
+    # Tests that call debug_launcher, themselves under torchrun: its agent's store must not be waited for.
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+             "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9",
+             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    done = run(
+        """
+        def train():
+            import torch
+            from accel_state import PartialState
+            state = PartialState()
+            total = torch.ones(1)
+            torch.distributed.all_reduce(total)
+            print(state.process_index, state.num_processes, os.environ["GROUP_RANK"], total.item())
+
+        debug_launcher(train)
+        """,
+        tmp_path,
+        **place,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0 2 0 2.0", "[rank 1] 1 2 0 2.0"]
+
+
+@forks
 def test_t26_mixed_precision_reaches_the_function(tmp_path):
     done = run(
         """
@@ -274,6 +299,8 @@ def test_one_process_runs_here():
     ("arguments", "message"),
     [
         ({"num_processes": 0}, "num_processes=0 starts nothing"),
+        ({"num_processes": "2"}, "num_processes is '2'; expected a whole number"),
+        ({"num_processes": 2, "use_port": "abc"}, "use_port is 'abc'; expected a whole number"),
         ({"num_processes": 2, "mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, "node_rank=2 is not one of num_nodes=2"),
     ],

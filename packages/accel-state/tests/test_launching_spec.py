@@ -149,6 +149,30 @@ def test_numbers_that_do_not_fit_together():
         planned("--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "2")
 
 
+RANK_OF_TORCHRUN = {
+    "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+    "MASTER_ADDR": "host", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "PATH": "/bin",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_launch_inside_a_rank_is_a_world_of_its_own(count):
+    spec = planned("--cpu", "--num_processes", str(count), environ=RANK_OF_TORCHRUN).processes[0]
+    full = spec.environment(RANK_OF_TORCHRUN)
+    assert full.get("WORLD_SIZE") == (None if count == 1 else "2")
+    assert full.get("RANK") == (None if count == 1 else "0")
+    assert full.get("MASTER_ADDR") == (None if count == 1 else "127.0.0.1")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in full  # torch would look for the store of torchrun's agent
+    assert (full["PATH"], full["OMP_NUM_THREADS"]) == ("/bin", "1")
+
+
+def test_a_place_that_a_scheduler_gives_is_kept():
+    # Kubeflow: one container per process, without LOCAL_RANK
+    environ = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host", "MASTER_PORT": "23456"}
+    assert first(environ=environ).environment(environ).items() >= environ.items()
+
+
 def test_stale_variables_of_the_schema_do_not_reach_ranks():
     environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "FSDP_VERSION": "2", "PATH": "/bin"}
     made = planned("--mixed_precision", "fp16", environ=environ).processes[0]

@@ -120,10 +120,14 @@ class ForkedRanks:
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.local_size),
             "NODE_RANK": str(self.node_rank),
+            "GROUP_RANK": str(self.node_rank),
+            "GROUP_WORLD_SIZE": str(self.world_size // self.local_size),
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
+            # This process may be a rank of torchrun: these ranks have a store of their own.
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
             **self.variables,
         }
 

@@ -76,7 +76,9 @@ def notebook_launcher(
         StateError: an accelerator or a process group exists already in this process.
         LaunchError: a rank failed; the message holds its traceback.
     """
-    precision = schema_of(LaunchConfig).by_path["mixed_precision"].read(mixed_precision, "mixed_precision")
+    options = schema_of(LaunchConfig).by_path
+    precision = options["mixed_precision"].read(mixed_precision, "mixed_precision")
+    port = None if use_port is None else options["main_process_port"].read(use_port, "use_port")
     environ = snapshot()
     count = _processes_here(num_processes, environ)
     if not 0 <= node_rank < num_nodes:
@@ -104,10 +106,9 @@ def notebook_launcher(
         max_restarts=max_restarts,
     )
     if rdzv_backend != "static":
-        endpoint = rdzv_endpoint or f"{master_addr}:{use_port or _DEFAULT_PORT}"
+        endpoint = rdzv_endpoint or f"{master_addr}:{port or _DEFAULT_PORT}"
         _run_elastic(ranks, num_nodes, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id, monitor_interval)
         return
-    port = int(use_port) if use_port is not None else None
     if num_nodes > 1 and not port:
         port = _DEFAULT_PORT
     _run(ranks, port, own_port=node_rank == 0, monitor_interval=monitor_interval)
@@ -126,8 +127,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         StateError: an accelerator or a process group exists already in this process.
         LaunchError: a rank failed; the message holds its traceback.
     """
-    if num_processes < 1:
-        raise ConfigError(f"num_processes={num_processes} starts nothing; pass at least 1")
+    _check_number(num_processes)
     _refuse_if_unsafe_to_fork("debug_launcher")
     environ = snapshot()
     variables = {"ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
@@ -179,8 +179,7 @@ def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
     cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     found = 0 if cpu else accelerators.count
     count = max(1, found) if wanted is None else wanted
-    if count < 1:
-        raise ConfigError(f"num_processes={count} starts nothing; pass at least 1")
+    _check_number(count)
     if 0 < found < count:
         raise DeviceError(
             f"num_processes={count} needs {count} accelerators, but this machine has {found}; pass "
@@ -188,6 +187,13 @@ def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
             "or set ACCELERATE_USE_CPU=true to run on the CPU"
         )
     return count
+
+
+def _check_number(count: int) -> None:
+    if not isinstance(count, int):
+        raise ConfigError(f"num_processes is {count!r}; expected a whole number")
+    if count < 1:
+        raise ConfigError(f"num_processes={count} starts nothing; pass at least 1")
 
 
 def _threads(environ: Mapping[str, str], count: int) -> dict[str, str]:

@@ -27,6 +27,9 @@ NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """What NCCL needs on GPUs that lose direct traffic."""
 
 _LOOPBACK = "127.0.0.1"
+_PLACES = frozenset(
+    f"{prefix}{name}" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
+) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ def plan(
     shape = world(config, host.accelerators)
     encoded = rank_environment(_for_ranks(config, shape), environ)
     changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
-    drop = frozenset(environ) - frozenset(encoded)
+    drop = (frozenset(environ) - frozenset(encoded)) | _of_another_world(environ)
     changes |= _devices(config, host.accelerators) | _threads(config, shape, environ, host)
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
@@ -244,6 +247,18 @@ def _group(config: LaunchConfig, shape: World, attempt: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
     }
+
+
+def _of_another_world(environ: Mapping[str, str]) -> frozenset[str]:
+    """The variables that give this process a place, if it is itself a rank of some launcher.
+
+    Left in place they would put a single process into the world of its launcher, and let torch look for that
+    launcher's store. Without LOCAL_RANK they come from a scheduler that starts one container per process, and
+    are meant for the process that we become.
+    """
+    if "LOCAL_RANK" not in environ:
+        return frozenset()
+    return frozenset(name for name in environ if name in _PLACES or name.startswith("TORCHELASTIC_"))
 
 
 def _rank(rank: int) -> dict[str, str]:
