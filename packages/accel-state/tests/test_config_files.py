@@ -230,3 +230,31 @@ def test_where_the_default_file_lies():
     assert default_path({"HF_HOME": "/a"}) == Path("/a/accel/default_config.yaml")
     assert default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/accel/default_config.yaml")
     assert default_path({}) == Path("~/.cache/huggingface/accel/default_config.yaml").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("c.yaml", "num_processes: 2\ndebug: true\nnum_processes: 3\n", "num_processes"),
+        ("c.yaml", "dynamo_config:\n  dynamo_mode: default\n  dynamo_mode: max-autotune\n", "dynamo_mode"),
+        ("c.json", '{"num_processes": 2, "num_processes": 3}', "num_processes"),
+        ("c.json", '{"dynamo_config": {"dynamo_mode": "default", "dynamo_mode": "default"}}', "dynamo_mode"),
+    ],
+)
+def test_a_key_that_is_repeated_is_refused(tmp_path, name, text, key):
+    with pytest.raises(ConfigError, match=f"{name}: key {key} stands there 2 times"):
+        load(write(tmp_path / name, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.yaml", "num_processes: 2\n"), ("c.json", '{"num_processes": 2}')]
+)
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8-sig")
+    assert load(file).num_processes == 2
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="key 1 is no text"):
+        load(write(tmp_path / "c.yaml", "1: 2\n"))

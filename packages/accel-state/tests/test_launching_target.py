@@ -42,6 +42,9 @@ def test_what_is_there_passes(folder):
         ("some.module", "to run the module some.module, pass --module"),
         ("xyz", "to run the module"),
         ("zzzzzz.py", "the current folder is"),
+        ("projec.py", "the current folder is"),  # a folder that cannot be started is no suggestion
+        ("project.finetune", "to run the module project.finetune, pass --module"),
+        ("", "the name of the script is empty"),
         ("project", "folder without a __main__.py"),
     ],
 )
@@ -72,3 +75,14 @@ def test_programs(folder):
         check("no-such-program", "program")
     with pytest.raises(LaunchError, match=r"chmod \+x \./train.py"):
         check("./train.py", "program")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="elsewhere the current folder cannot be removed")
+@pytest.mark.parametrize(("name", "kind"), [("nothere.py", "script"), ("nothere", "module")])
+def test_a_current_folder_that_is_gone(tmp_path, monkeypatch, name, kind):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(LaunchError, match="the current folder has been removed"):
+        check_target(Target(name, kind=kind), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,9 +97,11 @@ def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Pat
 
     Returns:
         The path.
+
+    Raises:
+        ConfigError: the file cannot be written; what was there is untouched.
     """
     path = Path(path).expanduser()
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = config.to_dict()
     if path.suffix == ".json":
         import json
@@ -109,10 +111,23 @@ def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Pat
         import yaml
 
         text = yaml.safe_dump(data, allow_unicode=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        _write(path.resolve(), text)  # a link stays one
+    except OSError as error:
+        raise ConfigError(
+            f"configuration file {path} cannot be written ({error.strerror}); name another place"
+        ) from error
     return path
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 load = load_config  # inside ``accel_state.config``, where the longer name would say it twice
@@ -148,33 +163,61 @@ def _hf_home(environ: Mapping[str, str]) -> Path:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a mark before the text
     except FileNotFoundError:
         raise ConfigNotFoundError(
             f"configuration file {path} does not exist; `accel config` makes one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
-    data: Any
-    if path.suffix == ".json":
-        import json
-
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    else:
-        import yaml
-
-        try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    data = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
     if data is None:
         return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+    if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {type(data).__name__}; expected a mapping of option names to values")
+    if wrong := [key for key in data if not isinstance(key, str)]:
+        raise ConfigError(f"{path}: key {wrong[0]!r} is no text; the keys are names of options")
     return data
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    import json
+
+    def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_repeated([key for key, _ in pairs], path)
+        return dict(pairs)
+
+    try:
+        return json.loads(text, object_pairs_hook=table)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        for table in _tables(node):
+            _refuse_repeated([key.value for key, _ in table.value if isinstance(key.value, str)], path)
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from error
+
+
+def _tables(node: Any) -> Iterator[Any]:
+    """The mappings of a YAML document, the outermost first."""
+    if getattr(node, "id", "") == "mapping":
+        yield node
+        for _, value in node.value:
+            yield from _tables(value)
+
+
+def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
+    # The parsers would take the last one and say nothing.
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{path}: key {key} stands there {keys.count(key)} times; keep one of them")
 
 
 class _Reader:

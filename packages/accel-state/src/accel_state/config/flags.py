@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from accel_state.config.kinds import Bool, BoolOrText, Texts
+from accel_state.config.kinds import Bool, BoolOrText, Float, Int, Texts
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
@@ -108,6 +108,8 @@ class _Reader:
         name = plain_flag(flag)
         if name in self.extra:
             self.others[name] = self._value(flag, text) if self.extra[name] else True
+            if self.others[name] == "":
+                raise ConfigError(f"{flag} is ''; a value is needed")
             return
         tables = _tables(name)
         if name in tables.switches:
@@ -129,7 +131,14 @@ class _Reader:
             if bound.about.toggle or not _reads(bound, following):
                 self._store(flag, bound, True)
                 return
-        value = bound.parse(self._value(flag, text), flag)
+        text = self._value(flag, text)
+        value = bound.parse(text, flag)
+        choices = ", ".join(bound.about.choices)
+        if not text.strip() and (choices or isinstance(bound.kind, (Bool, Float, Int))):
+            # Most likely a variable of the shell that is not set.
+            raise ConfigError(
+                f"{flag} is {text!r}; expected {f'one of {choices}' if choices else bound.kind.expected}"
+            )
         if isinstance(bound.kind, Texts) and bound.path in self.values:
             value = (*self.values[bound.path], *value)
         self._store(flag, bound, value)

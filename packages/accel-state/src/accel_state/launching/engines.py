@@ -72,14 +72,15 @@ def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
     config = resolved.local()
     bound = schema_of(type(config)).by_path[path]
     value = value_of(config, bound)
-    said = bound.label if value is True else f"{bound.label} {value}"
+    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    said = bound.label if value is True else f"{bound.label} {shown}"
     for switch, (meaning, _) in bound.about.switches.items():
-        said = f"{switch} ({path} {value})" if meaning == value else said
+        said = f"{switch} ({path} {shown})" if meaning == value else said
     match resolved.origin(path):
         case Origin.FILE:
-            said = f"{bound.file_path}: {value} in {resolved.file}"
+            said = f"{bound.file_path}: {shown} in {resolved.file}"
         case Origin.ENVIRONMENT:
-            said = f"{path} {value}, from the environment,"
+            said = f"{path} {shown}, from the environment,"
         case _:
             pass
     return NotAvailableError(

@@ -53,18 +53,20 @@ def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str]
     if target.kind == "program":
         _check_program(target.name, environ)
     elif target.kind == "module":
-        _check_module(target.name, [os.getcwd(), *sys.path] if path is None else list(path))
+        _check_module(target.name, ["", *sys.path] if path is None else list(path))
     else:
         _check_script(target.name)
 
 
 def _check_script(name: str) -> None:
+    if not name:
+        raise LaunchError("the name of the script is empty; a variable of the shell may not be set")
     script = Path(name)
     if script.is_dir():
         if not (script / "__main__.py").exists():
             raise LaunchError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
     elif not script.exists():
-        hint = _nearest(script.name, _names_in(script.parent))
+        hint = _nearest(script.name, _scripts_in(script.parent))
         if hint is not None:
             advice = f"did you mean {str(script.parent / hint)!r}?"
         elif not script.parent.is_dir():
@@ -72,7 +74,7 @@ def _check_script(name: str) -> None:
         elif _is_dotted_name(name):
             advice = f"to run the module {name}, pass --module"
         else:
-            advice = f"the current folder is {os.getcwd()!r}"
+            advice = _whereabouts()
         raise LaunchError(f"the script {name!r} does not exist; {advice}")
 
 
@@ -104,7 +106,7 @@ def _check_module(name: str, path: list[str]) -> None:
             where = ".".join(parts[:depth]) or "the current folder and sys.path"
             hint = _nearest(part, _modules_in(places or ()))
             prefix = ".".join([*parts[:depth], ""])
-            advice = f"did you mean {prefix + hint!r}?" if hint else f"the current folder is {os.getcwd()!r}"
+            advice = f"did you mean {prefix + hint!r}?" if hint else _whereabouts()
             raise LaunchError(f"no module named {name!r}: {part!r} is not in {where}; {advice}")
         places = (
             list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
@@ -123,12 +125,27 @@ def _find(parts: list[str], places: list[str] | None) -> importlib.machinery.Mod
     return found
 
 
+def _whereabouts() -> str:
+    try:
+        return f"the current folder is {os.getcwd()!r}"
+    except FileNotFoundError:
+        return "the current folder has been removed"
+
+
 def _is_dotted_name(name: str) -> bool:
     return all(part.isidentifier() for part in name.split(".")) and not name.endswith(".py")
 
 
 def _names_in(folder: Path) -> list[str]:
     return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+def _scripts_in(folder: Path) -> list[str]:
+    return [
+        name
+        for name in _names_in(folder)
+        if (folder / name).is_file() or (folder / name / "__main__.py").is_file()
+    ]
 
 
 def _modules_in(places: Iterable[str]) -> list[str]:
