@@ -86,3 +86,23 @@ def _seconds(*words):
     started = time.monotonic()
     accel(*words)
     return time.monotonic() - started
+
+
+@pytest.mark.skipif(os.name != "posix", reason="shell redirections of POSIX systems")
+@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["env"], ["launch", "--cpu", "show.py"],
+                                   ["launch", "--cpu", "--num_processes", "2", "show.py"]])  # fmt: skip
+@pytest.mark.parametrize("redirection", ["| true", ">&-", "2>&-"])
+def test_output_that_nobody_reads_is_no_reason_for_a_traceback(words, redirection, tmp_path):
+    (tmp_path / "show.py").write_text("import os\nopen('ran', 'w').close()")
+    command = f"{sys.executable} -m accel_cli {' '.join(words)} {redirection}"
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": str(tmp_path)}
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stderr == ""
+    assert (tmp_path / "ran").exists() == ("show.py" in words)
+
+
+def test_help_takes_a_command(capsys):
+    assert main(["help", "env"]) == 0
+    assert "usage: accel env" in capsys.readouterr().out.lower()

@@ -7,6 +7,7 @@ import pytest
 from accel_cli.app import main
 from accel_cli.prompts import ask_launch_config
 from accel_state.config.files import load
+from accel_state.errors import ConfigError
 
 
 @pytest.fixture
@@ -116,5 +117,35 @@ def test_several_machines_are_asked_for_their_address():
     assert "machine_rank" not in asked
 
 
+def test_answers_fit_those_before():
+    seen = {}
+
+    def ask(bound, default):
+        seen[bound.path] = bound
+        return {"num_machines": 2, "num_processes": 3}.get(bound.path, default or "1")
+
+    assert ask_launch_config(ask, accelerators=0).num_processes == 6, "three on each of two machines"
+    assert "each machine" in seen["num_processes"].about.prompt
+    for path, answer, limits in (("machine_rank", "2", "0 to 1"), ("main_process_port", "0", "1 to 65535")):
+        with pytest.raises(ConfigError, match=f"the answer is '{answer}'; .*from {limits}"):
+            seen[path].parse(answer, "the answer")
+
+
 def test_giving_up_writes_nothing():
     assert ask_launch_config(lambda bound, default: None, accelerators=0) is None
+
+
+def test_a_place_that_cannot_be_written_is_named(home, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["config", "default", "--config_file", str(tmp_path / "file/c.yaml")]) == 2
+    assert "c.yaml cannot be written" in capsys.readouterr().err
+
+
+def test_a_link_stays_a_link(home, tmp_path):
+    real, link = tmp_path / "dotfiles.yaml", tmp_path / "c.yaml"
+    real.write_text("num_processes: 1\ndynamo_backend: EAGER\n")
+    link.symlink_to(real)
+    assert main(["config", "update", "--config_file", str(link)]) == 0
+    assert link.is_symlink()
+    assert "dynamo_config" in real.read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"dotfiles.yaml", "c.yaml"}

@@ -47,6 +47,10 @@ def test_help_names_every_flag_under_a_topic():
     for title in ("Starting and watching:", "Processes and devices:", "FSDP (not available yet):", "MPI:"):
         assert f"\n{title}\n" in text
     assert max(map(len, text.splitlines())) <= 130
+    titles = [
+        line for line in text.splitlines() if line.endswith(":") and not line.startswith((" ", "examples"))
+    ]
+    assert titles == sorted(titles, key=lambda title: "not available yet" in title), "what works comes first"
 
 
 @pytest.fixture
@@ -156,3 +160,46 @@ def test_flags_stop_at_two_dashes(script):
 
 def test_parse_flags_leaves_the_rest_alone():
     assert parse_flags(["--cpu", "a.py", "--cpu"]).rest == ("a.py", "--cpu")
+
+
+def test_a_log_that_cannot_be_written_is_named_before_anything_runs(script, tmp_path):
+    (tmp_path / "logs").write_text("a file, not a folder")
+    done = accel("--cpu", "--num_processes", "2", "--log_dir", "logs", script, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "accel launch: error: the log file logs/rank_0.log cannot be written" in done.stderr
+    assert "--log_dir" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("extra", [[], ["--num_processes", "2", "--log_dir", "logs"], ["--dry-run"]])
+def test_words_that_are_no_text_are_passed_on(extra, tmp_path):
+    (tmp_path / "show.py").write_text("import os, sys\nprint(os.fsencode(sys.argv[1]))")
+    done = accel("--cpu", *extra, "show.py", os.fsdecode(b"a\xff"), cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "show.py" in done.stdout if extra == ["--dry-run"] else "b'a\\xff'" in done.stdout
+
+
+@pytest.mark.parametrize("flag", ["--num_processes", "--mixed_precision", "--main_process_port"])
+def test_an_empty_value_is_no_value(flag, script):
+    # What a shell makes of --num_processes "$N" where N is not set.
+    for words in ([flag, ""], [f"{flag}="]):
+        done = accel("--cpu", "--dry-run", *words, script)
+        assert done.returncode == 2, done.stdout
+        assert f"{flag} is ''; expected" in done.stderr
+    done = accel("--config_file", "", script)
+    assert (done.returncode, "--config_file is ''; a value is needed" in done.stderr) == (2, True)
+
+
+def test_flags_without_use_on_one_machine_are_mentioned(script):
+    done = accel("--cpu", "--num_processes", "2", "--rdzv-conf", "timeout=900", "--same_network", script)
+    assert done.returncode == 0
+    assert "accel: --rdzv-conf has no effect on one machine\n" in done.stderr
+    assert "accel: --same_network has no effect on one machine\n" in done.stderr
+
+
+@pytest.mark.parametrize("extra", [[], ["--dry-run"], ["--num_processes", "2"]])
+def test_a_wrong_tee_leaves_nothing_behind(extra, script, tmp_path):
+    done = accel("--cpu", "--tee", "9", *extra, script, TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("accel launch: error: --tee '9' is none of 0, 1, 2, 3")
+    assert not list(tmp_path.glob("accel-logs-*"))

@@ -6,6 +6,8 @@ This module imports next to nothing: each command's module is loaded when the co
 from __future__ import annotations
 
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,6 +39,8 @@ COMMANDS: dict[str, Command] = {
 
 _USAGE = 2
 _FAILURE = 1
+_CUT_OFF = 141
+"""128 + SIGPIPE, as a shell has it for programs whose reader went away."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,11 +53,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 for a failure; 2 for a wrong command line or configuration; 128 + n after
         signal n; for ``launch``, that of the rank that failed first.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the descriptor closed
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+    try:
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has enough (accel launch --help | head). What is left would be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _CUT_OFF
+    return code
+
+
+def _main(words: list[str]) -> int:
     if not words:
         sys.stdout.write(_help())
         return _FAILURE
     name, *rest = words
+    if name == "help" and rest and rest[0] in COMMANDS:
+        name, rest = rest[0], ["--help"]
     if name in ("-h", "--help", "help"):
         sys.stdout.write(_help())
         return 0

@@ -19,6 +19,7 @@ from accel_state.launching.engines import MISSING_SECTIONS, MISSING_TYPES
 __all__ = ["launch_help"]
 
 _INDENT = 30
+_LATER = " (not available yet)"
 _INTRODUCTION = """\
 usage: accel launch [flags] script.py [the script's own arguments]
 
@@ -43,7 +44,7 @@ def launch_help(width: int | None = None) -> str:
     """
     width = min(120, shutil.get_terminal_size((100, 24)).columns) if width is None else width
     blocks = [_INTRODUCTION]
-    for title, rows in _topics():
+    for title, rows in sorted(_topics(), key=lambda topic: topic[0].endswith(_LATER)):
         heading = f"\033[1m{title}\033[0m" if sys.stdout.isatty() else title
         blocks.append(f"{heading}:\n" + "".join(_row(flags, text, width) for flags, text in rows))
     return "\n".join(blocks)
@@ -68,10 +69,10 @@ def _topics() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     for name, section in known.sections.items():
         rows = [_described(bound) for bound in known.options if bound.section == name and bound.flags]
         if rows:
-            later = " (not available yet)" if name in MISSING_SECTIONS else ""
+            later = _LATER if name in MISSING_SECTIONS else ""
             yield f"{section.title}{later}", rows
     cloud = [bound for bound in schema_of(SageMakerConfig).options if bound.flags and _is_new(bound)]
-    yield "SageMaker (not available yet)", [_described(bound) for bound in cloud]
+    yield f"SageMaker{_LATER}", [_described(bound) for bound in cloud]
 
 
 def _is_new(bound: BoundOption) -> bool:

@@ -33,11 +33,12 @@ def ask_launch_config(ask: Asker, accelerators: int) -> LaunchConfig | None:
         values["use_cpu"] = _answer(ask, "use_cpu", accelerators == 0)
         machines = values["num_machines"] = _answer(ask, "num_machines", 1)
         if machines > 1:
-            values["machine_rank"] = _answer(ask, "machine_rank", 0)
+            values["machine_rank"] = _answer(ask, "machine_rank", 0, high=machines - 1)
             values["main_process_ip"] = _answer(ask, "main_process_ip", None)
-            values["main_process_port"] = _answer(ask, "main_process_port", None)
+            values["main_process_port"] = _answer(ask, "main_process_port", None, low=1)
         here = 1 if values["use_cpu"] else max(1, accelerators)
-        values["num_processes"] = _answer(ask, "num_processes", here * machines)
+        each = {"prompt": "How many processes will you use on each machine?"} if machines > 1 else {}
+        values["num_processes"] = machines * _answer(ask, "num_processes", here, **each)
         if not values["use_cpu"] and accelerators > 1:
             values["gpu_ids"] = _answer(ask, "gpu_ids", "all")
         values["mixed_precision"] = _answer(ask, "mixed_precision", "no")
@@ -62,7 +63,7 @@ def questionary_asker() -> Asker:
 
         def check(text: str) -> bool | str:
             try:
-                return bound.parse(text, "this") is not None or "a value is needed"
+                return bound.parse(text, "the answer") is not None or "a value is needed"
             except ConfigError as error:
                 return str(error)
 
@@ -72,19 +73,28 @@ def questionary_asker() -> Asker:
     return ask
 
 
-def may_replace(path: Path) -> bool:
-    """Whether a file may be written: it does not exist, or the user agrees to lose it."""
+def may_replace(path: Path) -> bool | None:
+    """Whether a file may be written: it does not exist, or the user agrees to lose it.
+
+    Returns:
+        ``None`` if the user gave up.
+    """
+    if not path.exists():
+        return True
     import questionary
 
-    return not path.exists() or bool(questionary.confirm(f"{path} exists. Replace it?", default=False).ask())
+    answer: bool | None = questionary.confirm(f"{path} exists. Replace it?", default=False).ask()
+    return answer
 
 
 class _GaveUpError(Exception):
     """Ctrl-C at a question."""
 
 
-def _answer(ask: Asker, path: str, default: Any) -> Any:
-    value = ask(schema_of(LaunchConfig).by_path[path], default)
+def _answer(ask: Asker, path: str, default: Any, **narrower: Any) -> Any:
+    """Ask for an option; ``narrower`` replaces parts of its description that earlier answers settle."""
+    bound = schema_of(LaunchConfig).by_path[path]
+    value = ask(dataclasses.replace(bound, about=dataclasses.replace(bound.about, **narrower)), default)
     if value is None:
         raise _GaveUpError
     return value

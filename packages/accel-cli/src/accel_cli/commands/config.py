@@ -57,9 +57,11 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
 
     environ = snapshot()
     path = _writable(config_file)
-    config = None
-    if may_replace(path):
-        config = ask_launch_config(questionary_asker(), find_accelerators(environ).count)
+    replace = may_replace(path)
+    if replace is False:
+        typer.echo(f"{path} is left as it is")
+        return
+    config = ask_launch_config(questionary_asker(), find_accelerators(environ).count) if replace else None
     if config is None:
         raise KeyboardInterrupt
     typer.echo(f"wrote {save(config, path)}")

@@ -13,9 +13,11 @@ from typing import Annotated, Any
 
 import typer
 
+from accel_cli.render import show_facts
 from accel_cli.typer_app import HELP, run_app
 from accel_state.config.merge import Origin, Resolved, resolve
 from accel_state.config.schema import schema_of, value_of
+from accel_state.errors import ConfigError, ConfigNotFoundError
 
 __all__ = ["collect", "main"]
 
@@ -42,11 +44,7 @@ def env(
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
         return
-    for title, rows in facts.items():
-        typer.echo(f"{title}:")
-        width = max(map(len, rows), default=0)
-        for name, value in rows.items():
-            typer.echo(f"  {name:<{width}}  {value}")
+    show_facts(facts)
 
 
 def collect(config_file: str | None = None) -> dict[str, dict[str, Any]]:
@@ -56,15 +54,15 @@ def collect(config_file: str | None = None) -> dict[str, dict[str, Any]]:
         config_file: configuration file to show; by default the one that ``accel launch`` would read.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigNotFoundError: ``config_file`` does not exist.
     """
-    resolved = resolve(config_file)
+    configuration = _configuration(config_file)
     return {
         "packages": {name.replace("_", "-"): _own_version(name) for name in _PACKAGES},
         "libraries": {name: version for name in _LIBRARIES if (version := _version(name)) is not None},
         "system": _system(),
         "devices": _devices(),
-        "configuration": _configuration(resolved),
+        "configuration": configuration,
     }
 
 
@@ -117,7 +115,16 @@ def _build(version: Any) -> str:
     return f"ROCm {version.hip}" if getattr(version, "hip", None) is not None else "the CPU"
 
 
-def _configuration(resolved: Resolved) -> dict[str, Any]:
+def _configuration(config_file: str | None) -> dict[str, Any]:
+    try:
+        return _in_force(resolve(config_file))
+    except ConfigNotFoundError:
+        raise
+    except ConfigError as error:
+        return {"error": str(error)}  # what the bug report may be about
+
+
+def _in_force(resolved: Resolved) -> dict[str, Any]:
     config = resolved.config
     rows: dict[str, Any] = {"file": str(resolved.file) if resolved.file else "none"}
     for bound in schema_of(type(config)).options:

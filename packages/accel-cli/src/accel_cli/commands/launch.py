@@ -19,6 +19,7 @@ __all__ = ["main"]
 
 _OWN = {"config_file": True, "help": False, "-h": False}
 """Flags that are not part of the schema, and whether they take a value."""
+_FOR_SEVERAL_MACHINES = ("same_network", "rdzv_backend", "rdzv_conf")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -50,9 +51,17 @@ def main(arguments: Sequence[str]) -> int:
     target = _target(config, flags)
     if not config.quiet:
         unused = [f"{name} in {resolved.file} is not used by this run" for name in unused_sections(resolved)]
-        for note in (*resolved.notes, *unused):
+        for note in (*resolved.notes, *unused, *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
     return launch(config, target, environ)
+
+
+def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
+    """Notes about flags that this run has no use for."""
+    if config.num_machines > 1:
+        return []
+    typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)
+    return [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
 
 
 def _target(config: LaunchConfig, flags: ParsedFlags) -> Target:
