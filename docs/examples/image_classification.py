@@ -34,7 +34,9 @@ class Digits(Dataset):
 
 def main(args):
     accelerator = Accelerator()
-    set_seed(0)
+    set_seed(
+        0, device_specific=True
+    )  # each process shifts images differently; prepare makes the models equal
     train_loader = DataLoader(Digits(slice(0, 1200), augment=True), batch_size=32, shuffle=True)
     eval_loader = DataLoader(Digits(slice(1200, None), augment=False), batch_size=64)
     model = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(1024, 10))

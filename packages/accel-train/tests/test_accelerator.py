@@ -120,6 +120,18 @@ def test_a_state_is_made_by_an_accelerator_only(arguments):
         AcceleratorState(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"), [((), False), ((None,), False), ((True,), False), ((False,), True)]
+)
+def test_gradients_are_dropped_unless_zeros_are_asked_for(arguments, kept):
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).sum())
+    optimizer.zero_grad(*arguments)  # None means the default to accelerate 1.15
+    assert (model.weight.grad is not None) is kept
+
+
 def test_everything_prepared_is_marked():
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

@@ -105,8 +105,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     # What differs
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless they are still being accumulated.
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, unless they are still being accumulated; False: fill them with zeros instead.
 
         In a loop, `zero_grad()` may come first or last: gradients that were stepped with are dropped, those of an
         unfinished window are kept.
@@ -114,7 +114,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if self._spent or self._accumulator.may_drop_gradients():
             self._spent = False
             self._precision.discard(self.optimizer)
-            self.optimizer.zero_grad(set_to_none)
+            self.optimizer.zero_grad(set_to_none is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
