@@ -16,7 +16,7 @@ from accel_ckpt import complete_checkpoints, open_training_state, prune_checkpoi
 from accel_ckpt.disk import Disk
 from testkit import worlds
 
-MOMENTS = 20
+MOMENTS = [20, pytest.param(200, marks=pytest.mark.full)]
 SIZE = 100_000  # elements: a few MB, so that a save takes long enough to be hit
 
 
@@ -66,12 +66,13 @@ def series(folder, pipe, exchanges):
 
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
 @pytest.mark.parametrize("exchanges", [True, False])
-def test_one_process(tmp_path, exchanges):
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_one_process(tmp_path, exchanges, moments):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(worlds._PRELOAD)
     generator = random.Random(0)
     interrupted = 0
-    for _ in range(MOMENTS):
+    for _ in range(moments):
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=series, args=(str(tmp_path), theirs, exchanges))
         process.start()
@@ -90,7 +91,7 @@ def test_one_process(tmp_path, exchanges):
         assert found, os.listdir(tmp_path)
         assert max(found.values()) >= reported  # what was reported as saved is there
         assert all(name in ("checkpoint_0", f"checkpoint_{step}") for name, step in found.items())
-    print(f"{interrupted} of {MOMENTS} kills left a temporary folder")
+    print(f"{interrupted} of {moments} kills left a temporary folder")
     assert interrupted > 0
     save(tmp_path / "checkpoint_1000", 1000)
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
@@ -110,10 +111,11 @@ def two_ranks(folder, victim, delay):
 
 
 @pytest.mark.filterwarnings("ignore:a save that did not finish", "ignore:a save was interrupted")
-def test_two_ranks_with_either_killed(tmp_path):
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_two_ranks_with_either_killed(tmp_path, moments):
     generator = random.Random(1)
     last = 0
-    for moment in range(MOMENTS):
+    for moment in range(moments):
         with pytest.raises(worlds.RankError):
             worlds.run(two_ranks, 2, str(tmp_path), moment % 2, generator.uniform(0.0, 0.15))
         if (tmp_path / "c").exists():

@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Seconds to wait for another save that is just replacing the same folder. Removing the old one is all it has to do.
+_PATIENCE = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
@@ -222,10 +225,18 @@ class Transaction:
             self._publish(carried)
 
     def _publish(self, carried: set[str]) -> None:
-        replaces = self.directory.exists()
-        old = swap(self.temporary, self.directory, self.disk) if replaces else None
-        if not replaces:
+        if not self.directory.exists():
             self.disk.rename(self.temporary, self.directory)
+            self._sync_parent(None)
+            return
+        # The old folder is locked, too, so that no other save takes it for a dead one's while it is removed, and two
+        # saves of one name come one after the other.
+        with locked(self.directory, _PATIENCE):
+            old = swap(self.temporary, self.directory, self.disk)
+            self._sync_parent(old)
+            self._discard(old, carried)
+
+    def _sync_parent(self, old: Path | None) -> None:
         try:
             self.disk.sync_directory(self.directory.parent)
         except OSError:
@@ -235,8 +246,6 @@ class Transaction:
             else:
                 self._swap_back(old)
             raise
-        if old is not None:
-            self._discard(old, carried)
 
     def _swap_back(self, old: Path) -> None:
         rejected = swap(old, self.directory, self.disk)
@@ -364,17 +373,16 @@ def _sync_tree(folder: Path, disk: Disk) -> None:
 
 
 def swap(new: Path, directory: Path, disk: Disk) -> Path:
-    """Put ``new`` in the place of an existing folder; returns where the old one is now."""
+    """Put ``new`` in the place of an existing folder, whose lock is held; returns where the old one is now."""
     if disk.exchange(new, directory):
         return new
     old = previous_name(directory, new.name.partition(".saving-")[2] or host_token(secrets.token_hex(6)))
-    with locked(directory):
-        disk.rename(directory, old)
-        try:
-            disk.rename(new, directory)
-        except OSError:
-            disk.rename(old, directory)
-            raise
+    disk.rename(directory, old)
+    try:
+        disk.rename(new, directory)
+    except OSError:
+        disk.rename(old, directory)
+        raise
     return old
 
 
@@ -437,6 +445,7 @@ def prune_checkpoints(
     doomed = complete_checkpoints(base, prefix)[:-keep]
     for path in doomed:
         trash = temporary_name(path, host_token(secrets.token_hex(6)))
-        disk.rename(path, trash)
-        disk.remove_tree(trash)
+        with locked(path):  # so that no save takes it for a dead one's
+            disk.rename(path, trash)
+            disk.remove_tree(trash)
     return doomed

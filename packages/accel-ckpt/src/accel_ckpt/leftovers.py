@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import socket
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,17 +142,39 @@ def _is_alive(path: Path, token: str, now: float) -> bool:
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of an existing folder, so that others see its save as alive."""
+def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
+    """Hold the lock of an existing folder, so that others see its save as alive.
+
+    Args:
+        directory: the folder. The lock stays with it when it is renamed.
+        patience: seconds to wait for another save that holds it; after that, go on without.
+    """
     if fcntl is None:
         yield
         return
-    descriptor = os.open(directory, os.O_RDONLY)
+    descriptor = _lock(directory, time.monotonic() + patience)
     try:
-        _try_lock(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(directory: Path, until: float) -> int:
+    while True:
+        descriptor = os.open(directory, os.O_RDONLY)
+        if _try_lock(descriptor) and _is(directory, descriptor):
+            return descriptor
+        if time.monotonic() >= until:
+            return descriptor
+        os.close(descriptor)  # another save holds it, or has put another folder in its place
+        time.sleep(0.005)
+
+
+def _is(directory: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(directory), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def restore_interrupted_swaps(parent: Path, disk: Disk = LOCAL) -> None:

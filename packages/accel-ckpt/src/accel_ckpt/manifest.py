@@ -101,12 +101,17 @@ class Manifest:
         """Check that every file is there with its size.
 
         Raises:
+            CheckpointNotFoundError: the folder has been removed.
             CorruptCheckpointError: a file is missing or has another size.
             UnsafeCheckpointError: a name leaves the folder.
         """
         for name, record in self.files.items():
             path = inside(directory, name)
             if not path.is_file():
+                if not directory.exists():
+                    raise CheckpointNotFoundError(
+                        f"{directory} was removed while it was read, as by a training that keeps few checkpoints"
+                    )
                 raise CorruptCheckpointError(
                     f"{path} is missing, but the manifest of the checkpoint lists it"
                 )
