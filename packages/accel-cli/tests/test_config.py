@@ -3,10 +3,15 @@
 import io
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 from accel_cli.app import main
-from accel_cli.prompts import ask_launch_config
+from accel_cli.prompts import ask_launch_config, questionary_asker
 from accel_state.config.files import load
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError
 
 
@@ -22,7 +27,7 @@ def test_default_writes_our_own_file_once(home, capsys):
     assert load(file).mixed_precision == "bf16"
     before = file.read_bytes()
     assert main(["config", "default"]) == 0
-    assert "is left as it is" in capsys.readouterr().out
+    assert "is left as it is; remove it, or name another with --config_file" in capsys.readouterr().out
     assert file.read_bytes() == before
 
 
@@ -129,6 +134,16 @@ def test_answers_fit_those_before():
     for path, answer, limits in (("machine_rank", "2", "0 to 1"), ("main_process_port", "0", "1 to 65535")):
         with pytest.raises(ConfigError, match=f"the answer is '{answer}'; .*from {limits}"):
             seen[path].parse(answer, "the answer")
+
+
+@pytest.mark.parametrize(
+    ("typed", "default", "expected"),
+    [("2\r", 1, 2), ("\r", 1, 1), (" \r", 4, 4), ("\x03", 1, None), ("0\x083\r", 1, 3), ("\r7\r", None, 7)],
+)
+def test_what_is_typed_replaces_the_default(typed, default, expected):
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+        keyboard.send_text(typed)
+        assert questionary_asker()(schema_of(LaunchConfig).by_path["num_machines"], default) == expected
 
 
 def test_giving_up_writes_nothing():

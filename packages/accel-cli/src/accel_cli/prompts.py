@@ -59,16 +59,21 @@ def questionary_asker() -> Asker:
             return questionary.select(about.prompt, choices=choices, default=default).ask()
         if isinstance(bound.kind, Bool):
             return questionary.confirm(about.prompt, default=default).ask()
-        shown = "" if default is None else bound.kind.format(default)
+        # Shown, not filled in: a "2" typed behind a "1" that stands there already would ask for twelve.
+        hint = None if default is None else f"[{bound.kind.format(default)}]"
 
         def check(text: str) -> bool | str:
             try:
-                return bound.parse(text, "the answer") is not None or "a value is needed"
+                missing = bound.parse(text, "the answer") is None and default is None
             except ConfigError as error:
                 return str(error)
+            return "a value is needed" if missing else True
 
-        text = questionary.text(about.prompt, default=shown, validate=check).ask()
-        return None if text is None else bound.parse(text, about.prompt)
+        text = questionary.text(about.prompt, instruction=hint, validate=check).ask()
+        if text is None:
+            return None  # Ctrl-C
+        value = bound.parse(text, about.prompt)
+        return default if value is None else value
 
     return ask
 

@@ -78,7 +78,9 @@ def default(
     from accel_state.config.basic import write_basic_config
 
     path = _writable(config_file)
-    if write_basic_config(mixed_precision, path):
+    if path.exists():
+        typer.echo(f"{path} exists and is left as it is; remove it, or name another with --config_file")
+    elif write_basic_config(mixed_precision, path):
         typer.echo(f"wrote {path}")
 
 
