@@ -22,6 +22,7 @@ from accel_train import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accel_train.errors import ArgumentTypeError
 from accel_train.state import AcceleratorState, GradientState
 
 
@@ -484,3 +485,27 @@ def test_t27_a_step_probes_nothing_and_adds_nothing_to_the_graph(monkeypatch):
         loss = step(x)
         assert differentiated[-1] is loss
     assert len(differentiated) == 8
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"split_batches": "yes"}, {"dispatch_batches": "auto"}, {"even_batches": None}, {"data_seed": "7"}],
+)
+def test_options_of_loaders_are_of_their_types(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(ArgumentTypeError, match=rf"DataLoaderConfiguration\({name}={value!r}\) must be"):
+        DataLoaderConfiguration(**wrong)
+
+
+def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():
+    from accel_train.data import prepare_data_loader, skip_first_batches
+    from accel_train.prepare import overridden_even_batches
+
+    def shared(loader):
+        return prepare_data_loader(loader, num_processes=2, process_index=1)
+
+    single = shared(DataLoader([torch.tensor([i]) for i in range(5)], batch_size=None))
+    skipping = skip_first_batches(shared(DataLoader(range(5), batch_size=1)), 2)
+    with overridden_even_batches([single, skipping], False):
+        assert [len(list(loader)) for loader in (single, skipping)] == [2, 0]
+    assert [len(list(loader)) for loader in (single, skipping)] == [3, 1]

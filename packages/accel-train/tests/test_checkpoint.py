@@ -222,3 +222,28 @@ def test_t25_objects_are_saved_as_plain_data_or_not_at_all(tmp_path):
     holder.state = None
     accelerator.load_state(tmp_path / "state")
     assert holder.state["a"] == (1, 2.5)
+
+
+def test_a_run_resumed_by_skipping_can_be_saved_and_resumed_again(tmp_path):
+    def build():
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(3)
+        return accelerator, accelerator.prepare(DataLoader(range(12), batch_size=2, shuffle=True))
+
+    whole = [batch.tolist() for batch in build()[1]]
+    accelerator, loader = build()
+    for done, _ in enumerate(loader, 1):
+        if done == 2:
+            accelerator.save_state(tmp_path / "first")
+            break
+    accelerator, loader = build()
+    accelerator.load_state(tmp_path / "first")
+    for done, batch in enumerate(accelerator.skip_first_batches(loader, 2), 3):
+        assert batch.tolist() == whole[done - 1]
+        if done == 4:
+            accelerator.save_state(tmp_path / "second")
+            break
+    accelerator, loader = build()
+    accelerator.load_state(tmp_path / "second")
+    rest = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 4)]
+    assert rest == whole[4:]

@@ -101,3 +101,17 @@ def sent_for_rows():
 def test_rows_gathered_as_objects_do_not_take_the_batch_along():
     for sent, size in worlds.run(sent_for_rows, 2):
         assert sent < 3 * size
+
+
+def test_a_loader_that_was_not_prepared_is_refused():
+    for error in worlds.run(refused_loader, 2):
+        assert "wants the loader that prepare() returned, got DataLoader" in error
+
+
+def refused_loader():
+    from accel_train import Accelerator
+    from accel_train.errors import ArgumentTypeError
+
+    with pytest.raises(ArgumentTypeError) as error:
+        Accelerator(cpu=True).gather_for_metrics(torch.ones(2), dataloader=DataLoader(range(2)))
+    return str(error.value)

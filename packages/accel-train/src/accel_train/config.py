@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from accel_state.enums import BaseEnum, DynamoBackend, RNGType
 from accel_state.environment import parse_choice_from_env, parse_flag_from_env
 from accel_state.handlers import KwargsHandler
-from accel_train.errors import OptionError
+from accel_train.errors import ArgumentTypeError, OptionError
 
 __all__ = [
     "AutocastKwargs",
@@ -238,6 +238,16 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     pre_sharded: bool | None = None
+
+    def __post_init__(self) -> None:
+        for option in fields(self):
+            value, may_be_none = getattr(self, option.name), option.default is None
+            wanted: type = int if option.name == "data_seed" else bool
+            if not isinstance(value, wanted) and not (may_be_none and value is None):
+                raise ArgumentTypeError(
+                    f"DataLoaderConfiguration({option.name}={value!r}) must be {wanted.__name__}"
+                    f"{' or None' if may_be_none else ''}, not {type(value).__name__}. Give one of those."
+                )
 
 
 @dataclass

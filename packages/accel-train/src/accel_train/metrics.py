@@ -11,7 +11,8 @@ from torch import Tensor
 from accel_state.collectives import gather, gather_object
 from accel_state.trees import honor_type, is_namedtuple, recursively_apply
 from accel_train.data.ledger import LoaderLedger
-from accel_train.errors import AmbiguousLoaderError, MetricsShapeError
+from accel_train.data.loader import PreparedLoader
+from accel_train.errors import AmbiguousLoaderError, ArgumentTypeError, MetricsShapeError
 
 __all__ = ["gather_for_metrics"]
 
@@ -28,6 +29,11 @@ def gather_for_metrics(
     """See `Accelerator.gather_for_metrics`."""
     if world_size == 1:
         return data  # nothing was padded, nothing is to be gathered
+    if loader is not None and not isinstance(loader, PreparedLoader):
+        raise ArgumentTypeError(
+            f"gather_for_metrics(dataloader=…) wants the loader that prepare() returned, got {type(loader).__name__}, "
+            "which knows nothing of padding. Pass the prepared loader that yielded the batch."
+        )
     source = loader if loader is not None else _source(ledger)
     valid: tuple[int, ...] | None = source.valid_rows() if source is not None else None
     rows: int | None = source.batch_rows if source is not None and source.may_pad else None

@@ -136,8 +136,8 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
                     stacklevel=4,
                 )
                 continue
-            sampler = loader.batch_sampler
-            if hasattr(sampler, "even_batches"):
+            sampler = loader.share()
+            if sampler is not None:
                 changed.append((sampler, sampler.even_batches))
                 sampler.even_batches = even_batches
         yield

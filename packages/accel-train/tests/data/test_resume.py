@@ -478,3 +478,41 @@ def test_a_foreign_state_is_refused():
     loader.load_state_dict(stream.state_dict())
     with pytest.raises(DataError, match=r"local_batches.*samples"):
         iter(loader)
+
+
+class SamplerOfItsOwn(Sampler):
+    """Shuffled by a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, n):
+        self.n = n
+        self.generator = torch.Generator().manual_seed(4)
+
+    def __iter__(self):
+        return iter(torch.randperm(self.n, generator=self.generator).tolist())
+
+    def __len__(self):
+        return self.n
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_t5_the_draws_of_a_sampler_with_its_own_generator_come_back(dispatch):
+    def build():
+        return prepare_data_loader(
+            DataLoader(range(13), batch_size=2, sampler=SamplerOfItsOwn(13)),
+            device="cpu",
+            put_on_device=True,
+            num_processes=1,
+            process_index=0,
+            dispatch_batches=dispatch,
+            use_stateful_dataloader=True,
+        )
+
+    loader = build()
+    list(loader)  # the generator is not where a fresh one begins
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    rest = [batch.tolist() for batch in iterator] + [batch.tolist() for batch in loader]
+    again = build()
+    again.load_state_dict(state)
+    assert [batch.tolist() for _ in range(2) for batch in again] == rest

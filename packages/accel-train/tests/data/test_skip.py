@@ -12,7 +12,7 @@ from accel_train.data import (
     prepare_data_loader,
     skip_first_batches,
 )
-from accel_train.errors import DataError
+from accel_train.errors import ArgumentTypeError, DataError
 
 
 class Numbers(IterableDataset):
@@ -213,3 +213,9 @@ def test_a_skipping_stream_is_prepared_as_it_is_or_not_at_all():
     assert lists(prepare(stream)) == lists(stream) == [[4, 5], [6, 7], [8]]
     with pytest.raises(DataError, match=r"leaves out 2 batches.*skip_first_batches\(prepared"):
         prepare(stream, 2)
+
+
+@pytest.mark.parametrize("wrong", [2.5, "3", None])
+def test_only_whole_numbers_of_batches_are_skipped(wrong):
+    with pytest.raises(ArgumentTypeError, match="num_batches must be a whole number, got"):
+        skip_first_batches(prepare(DataLoader(range(4))), wrong)

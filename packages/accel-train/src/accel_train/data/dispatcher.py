@@ -14,7 +14,6 @@ from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored, Run
 from accel_train.data.iterators import LoaderIterator, early_end
-from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.resume import Randomness
 from accel_train.data.sharing import Alone
@@ -30,17 +29,15 @@ class DataLoaderDispatcher(PreparedLoader):
         dataset: the dataset; only rank 0's is read.
         split_batches: each batch is cut into one part per rank; otherwise a step takes one batch per rank.
         skip_batches: steps left out at the start of every iteration.
-        use_stateful_dataloader: whether a loaded state continues inside the epoch.
+        use_stateful_dataloader: as for `PreparedLoader`.
         _drop_last: whether an incomplete last round is dropped.
-        _non_blocking: whether the move to the device overlaps with the host.
+        _non_blocking: as for `PreparedLoader`.
         slice_fn: the user's way of cutting; see `prepare_data_loader`.
-        torch_device_mesh: kept for reference.
-        iteration: epochs iterated before.
+        torch_device_mesh: as for `PreparedLoader`.
+        iteration: as for `PreparedLoader`.
         num_processes: number of ranks; by default that of `PartialState`.
         process_index: this rank; likewise.
-        **kwargs: as for `torch.utils.data.DataLoader`.
-
-    The other parameters are those of `PreparedLoader`.
+        **kwargs: as for `PreparedLoader`.
     """
 
     skips_steps = True
@@ -57,10 +54,6 @@ class DataLoaderDispatcher(PreparedLoader):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         *,
-        device: torch.device | str | int | None = None,
-        rng_types: list[Any] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        ledger: LoaderLedger | None = None,
         num_processes: int | None = None,
         process_index: int | None = None,
         **kwargs: Any,
@@ -68,22 +61,18 @@ class DataLoaderDispatcher(PreparedLoader):
         state = PartialState()
         super().__init__(
             dataset,
-            device=device,
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
             skip_batches=skip_batches,
             use_stateful_dataloader=use_stateful_dataloader,
-            non_blocking=_non_blocking,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
             iteration=iteration,
-            ledger=ledger,
             num_processes=state.num_processes if num_processes is None else num_processes,
             process_index=state.process_index if process_index is None else process_index,
             **kwargs,
         )
         self.split_batches = split_batches
         self.slice_fn = slice_fn
-        self._drop_last = _drop_last
-        self.torch_device_mesh = torch_device_mesh
 
     @property
     def base_batches_per_step(self) -> int:

@@ -76,13 +76,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     """A `torch.utils.data.DataLoader` that knows its place among the ranks; base of the two prepared kinds.
 
     Args:
-        dataset: the dataset.
+        dataset: the dataset, or this rank's shard of it.
         device: where batches are moved; None leaves them.
-        rng_types: random number generators made equal on all ranks when an epoch begins.
-        synchronized_generator: the generator meant by ``"generator"`` in `rng_types`.
+        rng_types: generators made equal on all ranks at each epoch: "torch", "cuda", "generator", …
+        synchronized_generator: the generator meant by "generator".
         skip_batches: batches to leave out at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
-        non_blocking: whether the move to the device overlaps with the host.
+        _drop_last: whether the original loader dropped an incomplete last batch.
+        _non_blocking: whether the move to the device overlaps with the host.
+        torch_device_mesh: kept for reference.
         iteration: epochs that were iterated before.
         ledger: where to report; by default one of its own.
         num_processes: number of ranks.
@@ -105,14 +107,16 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def __init__(
         self,
         dataset: Any,
-        *,
         device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
         use_stateful_dataloader: bool = False,
-        non_blocking: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
         iteration: int = 0,
+        *,
         ledger: LoaderLedger | None = None,
         num_processes: int = 1,
         process_index: int = 0,
@@ -124,11 +128,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
         self.use_stateful_dataloader = use_stateful_dataloader
+        self.torch_device_mesh = torch_device_mesh
         self.ledger = LoaderLedger() if ledger is None else ledger
         self.num_processes = num_processes
         self.process_index = process_index
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
         self.epoch_state = Epoch(iteration)
-        self._non_blocking = non_blocking
         self._sharing: Sharing = sharing_for(num_processes)
         self._run: Run | None = None
         self.transfer = self._make_transfer()

@@ -358,9 +358,9 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
             )
             batch_size = None if batch_size is None else dataset.local_batch
     _drop_unused_rng_type(options)
-    return DataLoaderShard(
-        dataset, pre_sharded=anyhow, batch_size=batch_size, drop_last=loader.drop_last, **options
-    )
+    prepared = DataLoaderShard(dataset, batch_size=batch_size, drop_last=loader.drop_last, **options)
+    prepared.pre_sharded = anyhow
+    return prepared
 
 
 def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> PreparedLoader:
@@ -388,12 +388,8 @@ def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> Pre
     if isinstance(generator, torch.Generator) and not isinstance(innermost, SeedableRandomSampler):
         options["synchronized_generator"] = generator
     _drop_unused_rng_type(options)
-    prepared = DataLoaderShard(
-        loader.dataset,
-        pre_sharded=request.sharded is _Sharded.ANYHOW,
-        **_place(batch_sampler, sampler),
-        **options,
-    )
+    prepared = DataLoaderShard(loader.dataset, **_place(batch_sampler, sampler), **options)
+    prepared.pre_sharded = request.sharded is _Sharded.ANYHOW
     return _show(prepared, sampler, batch_size, loader.drop_last)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from accel_train.data.batches import (
     ShardedBatchSampler,
     SkipBatchSampler,
@@ -14,7 +12,6 @@ from accel_train.data.batches import (
 )
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate, valid_rows_of_round
 from accel_train.data.iterators import AheadIterator, LoaderIterator
-from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.transfer import Transfer, choose_transfer
 
@@ -24,61 +21,20 @@ __all__ = ["DataLoaderShard"]
 class DataLoaderShard(PreparedLoader):
     """A data loader for one rank: its dataset or batch sampler already yields that rank's part only.
 
-    Args:
-        dataset: the dataset, or its shard.
-        device: where batches are moved; None leaves them.
-        rng_types: generators made equal on all ranks at each epoch: "torch", "cuda", "generator", …
-        synchronized_generator: the generator meant by "generator".
-        skip_batches: batches left out at the start of every iteration.
-        use_stateful_dataloader: whether a loaded state continues inside the epoch.
-        _drop_last: whether the original loader dropped an incomplete last batch.
-        _non_blocking: whether the move overlaps with the host.
-        torch_device_mesh: kept for reference.
-        iteration: epochs iterated before.
-        pre_sharded: the dataset brought its own sharding, so ranks may hold different numbers of batches.
-        **kwargs: as for `torch.utils.data.DataLoader`.
-
-    The other parameters are those of `PreparedLoader`.
+    Its arguments are those of `PreparedLoader`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device | str | int | None = None,
-        rng_types: list[Any] | None = None,
-        synchronized_generator: torch.Generator | None = None,
-        skip_batches: int = 0,
-        use_stateful_dataloader: bool = False,
-        _drop_last: bool = False,
-        _non_blocking: bool = False,
-        torch_device_mesh: Any = None,
-        iteration: int = 0,
-        *,
-        pre_sharded: bool = False,
-        ledger: LoaderLedger | None = None,
-        num_processes: int = 1,
-        process_index: int = 0,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            dataset,
-            device=device,
-            rng_types=rng_types,
-            synchronized_generator=synchronized_generator,
-            skip_batches=skip_batches,
-            use_stateful_dataloader=use_stateful_dataloader,
-            non_blocking=_non_blocking,
-            iteration=iteration,
-            ledger=ledger,
-            num_processes=num_processes,
-            process_index=process_index,
-            **kwargs,
-        )
-        self._drop_last = _drop_last
-        self.torch_device_mesh = torch_device_mesh
-        self.pre_sharded = pre_sharded
-        self._shard = dataset if isinstance(dataset, IterableDatasetShard) else None
-        self.tagged = self._shard is not None
+    pre_sharded: bool = False
+    """Whether the dataset brought its own sharding, so that ranks may hold different numbers of batches."""
+
+    @property
+    def _shard(self) -> IterableDatasetShard | None:
+        return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
+
+    @property
+    def tagged(self) -> bool:  # type: ignore[override]
+        """Whether torch's iterator yields `Tagged` batches."""
+        return self._shard is not None
 
     def _make_transfer(self) -> Transfer | None:
         return choose_transfer(
@@ -93,10 +49,11 @@ class DataLoaderShard(PreparedLoader):
         return LoaderIterator(self)
 
     def _torch_iterator(self) -> Any:
-        if self._shard is None:
+        shard = self._shard
+        if shard is None:
             return super()._torch_iterator()
         # Torch's iterator takes the function over when it is created; users keep seeing their own.
-        collate, self.collate_fn = self.collate_fn, TaggingCollate(self._shard, self.collate_fn)
+        collate, self.collate_fn = self.collate_fn, TaggingCollate(shard, self.collate_fn)
         try:
             return super()._torch_iterator()
         finally:
@@ -123,9 +80,10 @@ class DataLoaderShard(PreparedLoader):
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
         """Whether rows can be padding."""
-        if self._shard is not None:
-            return not self._shard.drop_last
-        share = self._share()
+        shard = self._shard
+        if shard is not None:
+            return not shard.drop_last
+        share = self.share()
         if share is None:
             return padded_rows(self._batch_sampler()) is not None
         return share.even_batches and not share.drop_last
@@ -133,21 +91,23 @@ class DataLoaderShard(PreparedLoader):
     @property
     def may_be_uneven(self) -> bool:  # type: ignore[override]
         """Whether ranks can hold different numbers of batches."""
-        share = self._share()
+        share = self.share()
         if share is None:
             return self.pre_sharded
         return not share.even_batches and not share.drop_last
 
     def _stream_stride(self) -> int | None:
-        if self._shard is not None:
-            return self._shard.global_batch
+        shard = self._shard
+        if shard is not None:
+            return shard.global_batch
         return None if self.pre_sharded else super()._stream_stride()
 
     def _base_batches_per_step(self) -> int:
-        share = self._share()
+        share = self.share()
         return 1 if share is None or share.split_batches else self.num_processes
 
-    def _share(self) -> ShardedBatchSampler | None:
+    def share(self) -> ShardedBatchSampler | None:
+        """What gives this rank its batches of a map-style dataset; None where nothing is shared out."""
         sampler = self._batch_sampler()
         while isinstance(sampler, SkipBatchSampler):
             sampler = sampler.batch_sampler
@@ -156,9 +116,10 @@ class DataLoaderShard(PreparedLoader):
     @property
     def total_batch_size(self) -> int | None:
         """Samples per step over all ranks; None when batches vary."""
-        if self._shard is not None:
-            return self._shard.global_batch
-        share = self._share()
+        shard = self._shard
+        if shard is not None:
+            return shard.global_batch
+        share = self.share()
         if share is not None:
             return None if share.batch_size is None else share.layout(0).stride
         return super().total_batch_size
@@ -166,6 +127,7 @@ class DataLoaderShard(PreparedLoader):
     @property
     def total_dataset_length(self) -> int:
         """Samples in the dataset over all ranks."""
-        if self._shard is not None:
-            return len(self._shard.dataset)
+        shard = self._shard
+        if shard is not None:
+            return len(shard.dataset)
         return super().total_dataset_length

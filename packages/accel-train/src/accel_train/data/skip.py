@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data.batches import SkipBatchSampler
 from accel_train.data.loader import PreparedLoader
-from accel_train.errors import DataError
+from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["SkipDataLoader", "loader_options", "skip_first_batches"]
 
@@ -81,9 +82,16 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
         num_batches: batches of this rank to leave out.
 
     Raises:
+        ArgumentTypeError: `num_batches` is no whole number.
         DataError: `num_batches` is negative, or the loader is about to continue at a restored position
             already, or `num_batches` counts batches of another number of ranks.
     """
+    try:
+        num_batches = operator.index(num_batches)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"num_batches must be a whole number, got {num_batches!r} ({type(num_batches).__name__}). Round it first."
+        ) from None
     if num_batches < 0:
         raise DataError(f"num_batches must be 0 or more, got {num_batches}.")
     if isinstance(dataloader, PreparedLoader):
