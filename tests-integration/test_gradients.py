@@ -246,3 +246,50 @@ def test_the_manual_form_averages_gradients_once(ranks: int) -> None:
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     for _, ours in results:
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-14)
+
+
+def one_named(items: bool) -> list[list[float]]:
+    """Two models and a parameter of their own are trained, and one model is named, as many scripts do."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    ranks = accelerator.num_processes
+    named, other, scale = make_model(), make_model(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    parameters = [*named.parameters(), *other.parameters(), *([scale] if ranks == 1 else [])]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    loader = DataLoader(Tokens(6 * ranks), batch_size=1)
+    named, other, optimizer, loader = accelerator.prepare(named, other, optimizer, loader)
+    for _, x, y, _mask in loader:
+        with accelerator.accumulate(named):
+            loss = scale * (errors(named, x, y).sum() + 3 * errors(other, x, y).sum())
+            if items:
+                accelerator.backward(loss, num_items=x.shape[1])
+            else:
+                accelerator.backward(loss / x.shape[1])
+            gradients = [[] if p.grad is None else p.grad.flatten().tolist() for p in parameters]
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients
+
+
+def one_named_reference(ranks: int) -> list[list[float]]:
+    named, other, scale = make_model(), make_model(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    parameters = [*named.parameters(), *other.parameters(), *([scale] if ranks == 1 else [])]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    data = Tokens(6 * ranks)
+    for rows in (slice(0, 4 * ranks), slice(4 * ranks, 6 * ranks)):
+        optimizer.zero_grad()
+        x, y = data.x[rows], data.y[rows]
+        (scale * (errors(named, x, y) + 3 * errors(other, x, y)).mean()).backward()
+        gradients = [p.grad.flatten().tolist() for p in parameters if p.grad is not None]
+        optimizer.step()
+    return gradients
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("items", [False, True])
+def test_what_a_window_does_not_name_is_scaled_with_it(ranks: int, items: bool) -> None:
+    expected = one_named_reference(ranks)
+    for ours in worlds.run(one_named, ranks, items):
+        for mine, reference in zip(ours, expected, strict=True):
+            assert mine == pytest.approx(reference, rel=1e-10)

@@ -185,3 +185,30 @@ def test_items_of_one_micro_batch_cannot_be_counted_twice():
 def test_a_window_has_at_least_one_micro_batch(steps):
     with pytest.raises(ValueError, match="at least 1"):
         Accelerator(gradient_accumulation_steps=steps)
+
+
+def test_a_micro_batch_that_failed_before_backward_is_not_held():
+    """As when a batch that does not fit into memory is left out."""
+    accelerator, model, _, _ = setup()
+
+    def fails():
+        with accelerator.accumulate(model):
+            raise RuntimeError("out of memory")
+
+    flags = []
+    for x in (1.0, 3.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((1, 1), x)).sum())
+            flags.append(accelerator.sync_gradients)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            fails()
+    assert flags == [False, True]
+    assert model.weight.grad.item() == pytest.approx(2.0)
+
+
+def test_only_models_and_prepared_loaders_are_accumulated():
+    accelerator, model, _, [loader] = setup()
+    with pytest.raises(TypeError, match=r"got list.*accumulate\(a, b\)"):
+        accelerator.accumulate([model])
+    with pytest.raises(TypeError, match="prepared loader, got DataLoader"):
+        accelerator.accumulate(model, dataloader=DataLoader(loader.dataset))

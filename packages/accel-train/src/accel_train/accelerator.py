@@ -185,6 +185,7 @@ class Accelerator:
             self._ledger,
             sum_over_ranks=self._sum_over_ranks,
             all_models=self._prepared_models,
+            all_optimizers=self._optimizers,
             num_steps=plugin.num_steps or 1,
             sync_with_dataloader=plugin.sync_with_dataloader,
             sync_each_batch=plugin.sync_each_batch,
@@ -484,7 +485,8 @@ class Accelerator:
         """Context of one micro-batch; optimizers and schedulers inside act on the last one of a window.
 
         Args:
-            models: the models trained in this block (more than one, as in a GAN, share one window).
+            models: the models trained in this block, which share one window and hold back their reductions. Prepared
+                models and parameters of prepared optimizers that no other block names are part of it, too.
             dataloader: the loader whose last batch ends the window; None: the one that yielded last.
 
         Raises:
@@ -512,7 +514,8 @@ class Accelerator:
         window of `accumulate` also ends where another rank runs out, and `backward(num_items=…)` is refused.
 
         Args:
-            joinables: prepared models and optimizers that support torch's `Join`.
+            joinables: prepared models and optimizers that support torch's `Join`. Of several models, the forward and
+                backward of one must be done before those of the next begin, in this order.
             even_batches: overrides the setting of prepared map-style loaders inside the context.
         """
         even = self.even_batches if even_batches is None else even_batches

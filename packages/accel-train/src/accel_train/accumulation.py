@@ -47,7 +47,7 @@ class _Parallel(Protocol):
     gradient_averaging_ranks: int
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None: ...
-    def scale_gradients(self, models: Iterable[nn.Module], factor: float | Tensor) -> None: ...
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -83,7 +83,8 @@ class Accumulator:
         precision: runs the backward passes.
         ledger: which loader yielded last.
         sum_over_ranks: sums a tensor of counts over all ranks.
-        all_models: the prepared models, scaled when `accumulate()` names none.
+        all_models: the prepared models.
+        all_optimizers: the prepared optimizers.
         num_steps: planned length of a window.
         sync_with_dataloader: whether a window also ends with its loader.
         sync_each_batch: whether every micro-batch reduces (saves memory under sharding, costs communication).
@@ -97,6 +98,7 @@ class Accumulator:
         *,
         sum_over_ranks: Callable[[Tensor], Tensor],
         all_models: Sequence[nn.Module],
+        all_optimizers: Sequence[torch.optim.Optimizer],
         num_steps: int = 1,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
@@ -112,6 +114,7 @@ class Accumulator:
         self._ledger = ledger
         self._sum_over_ranks = sum_over_ranks
         self._all_models = all_models
+        self._all_optimizers = all_optimizers
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
         self._current: Window | None = None
         self._last_owner: weakref.ref[Any] | None = None
@@ -124,15 +127,23 @@ class Accumulator:
 
     def micro_batch(self, models: tuple[nn.Module, ...], loader: _Loader | None) -> _MicroBatch:
         """The context of one micro-batch; see `Accelerator.accumulate`."""
-        window = self._windows.get(models)
+        try:
+            window = self._windows.get(models)
+        except TypeError:  # a list is no key; it is refused like every other object that is no model
+            window = None
         if window is None:
             for model in models:
                 if not isinstance(model, nn.Module):
                     raise ArgumentTypeError(
                         f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what "
-                        "prepare() returned for the model; a loader goes to dataloader=."
+                        "prepare() returned for each, as accumulate(a, b); a loader goes to dataloader=."
                     )
             window = self._windows[models] = Window(models)
+        if loader is not None and not hasattr(loader, "may_be_uneven"):
+            raise ArgumentTypeError(
+                f"accumulate(dataloader=…) takes a prepared loader, got {type(loader).__name__}. Pass what prepare() "
+                "returned for it."
+            )
         return _MicroBatch(self, window, loader)
 
     def forget(self) -> None:
@@ -169,9 +180,11 @@ class Accumulator:
             for model in window.models or self._all_models:
                 self._strategy.set_gradient_sync(model, False)
 
-    def _exit(self, window: Window) -> None:
+    def _exit(self, window: Window, failed: bool) -> None:
         self._current = None
-        if window.synchronising:
+        if failed and not window.backwards_here:
+            window.micro_batches -= 1  # it left nothing behind
+        if window.synchronising and not (failed and window.micro_batches):
             window.reset()
         elif self._holds_back:
             for model in window.models or self._all_models:
@@ -329,14 +342,30 @@ class Accumulator:
             window.factor = ranks / total if total else 0.0
         window.corrected = True
         if window.backwards:
-            models = window.models or self._all_models
-            self._strategy.scale_gradients(models, window.factor * window.planned)
+            self._strategy.scale_gradients(self._trained_in(window), window.factor * window.planned)
+
+    def _trained_in(self, window: Window) -> Iterator[Tensor]:
+        """Parameters whose gradients a window holds: of the models it names, and of all that no other window names.
+
+        Many scripts train two models and name one; `accumulate()` asks for a name only to hold back reductions.
+        """
+        for model in window.models:
+            yield from model.parameters()
+        others = [models for models in self._windows if models != window.models]
+        elsewhere = {
+            id(parameter) for models in others for model in models for parameter in model.parameters()
+        }
+        for model in self._all_models:
+            yield from (parameter for parameter in model.parameters() if id(parameter) not in elsewhere)
+        for optimizer in self._all_optimizers:
+            for group in optimizer.param_groups:
+                yield from (parameter for parameter in group["params"] if id(parameter) not in elsewhere)
 
     def _rescale_waiting(self, factor: float) -> None:
         """Multiply the gradients of every open window, each once; the loss scale changed while they waited."""
         waiting = [window for window in [*self._windows.values(), self._manual] if window.backwards]
-        models = {id(model): model for window in waiting for model in window.models or self._all_models}
-        self._strategy.scale_gradients(models.values(), factor)
+        parameters = (parameter for window in waiting for parameter in self._trained_in(window))
+        self._strategy.scale_gradients(parameters, factor)
 
     # Contexts
 
@@ -384,7 +413,7 @@ class _MicroBatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._accumulator._exit(self._window)
+        self._accumulator._exit(self._window, failed=kind is not None)
 
 
 def _checked(num_items: int | Tensor | None) -> int | Tensor:

@@ -94,18 +94,14 @@ class Strategy:
         """Context in which ranks that ran out of data shadow the collectives of the others."""
         return contextlib.nullcontext()
 
-    def scale_gradients(self, models: Iterable[nn.Module], factor: float | Tensor) -> None:
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply the gradients accumulated so far, in place.
 
         Args:
-            models: models of the window; a parameter that two of them share is scaled once.
+            parameters: whose gradients; one that comes twice is scaled once.
             factor: a number, or a 0-d tensor on the gradients' device.
         """
-        gradients: dict[int, Tensor] = {}
-        for model in models:
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    gradients[id(parameter)] = parameter.grad
+        gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
         _scale(list(gradients.values()), factor)
 
     def clip_grad_norm_(
