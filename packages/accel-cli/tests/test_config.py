@@ -83,8 +83,9 @@ def test_mistakes(home, words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_questions_need_a_terminal(home, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO())
+@pytest.mark.parametrize("keyboard", [io.StringIO(), None])  # None: the descriptor is closed
+def test_questions_need_a_terminal(home, capsys, monkeypatch, keyboard):
+    monkeypatch.setattr("sys.stdin", keyboard)
     assert main(["config"]) == 2
     assert "accel config default" in capsys.readouterr().err
 

@@ -47,7 +47,7 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
                 f"{context.invoked_subcommand} --config_file {config_file}"
             )
         return
-    if not sys.stdin.isatty():
+    if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError(
             "questions need a terminal, and standard input is none; "
             "accel config default writes a file without questions"
