@@ -4,12 +4,20 @@ import collections
 import io
 import os
 import re
+import threading
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.launching.output import Console, RankOutput, _Splitter, last_traceback, stream_sink
+from accel_state.launching.output import (
+    Console,
+    RankOutput,
+    _DescriptorSink,
+    _Splitter,
+    last_traceback,
+    stream_sink,
+)
 
 
 class Terminal(io.BytesIO):
@@ -175,3 +183,26 @@ def test_a_full_disk_ends_the_log_and_not_the_run():
         pieces, said = forwarded(b"one\ntwo\n", log)
     assert pieces == [b"one\n", b"two\n"]
     assert said == ["accel: /dev/full ends here: No space left on device"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals and pipes of POSIX systems")
+def test_a_closed_terminal_takes_output_without_an_error():
+    # Ranks that still save their state would meet a broken pipe otherwise.
+    master, slave = os.openpty()
+    sink = _DescriptorSink(slave)
+    assert sink.isatty()
+    os.close(master)
+    sink.write(b"saving\n")
+    os.close(slave)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="terminals and pipes of POSIX systems")
+def test_a_descriptor_that_does_not_block_is_waited_for():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    data = os.urandom(1 << 20)  # more than a pipe holds
+    with os.fdopen(reading, "rb") as reader:
+        writer = threading.Thread(target=lambda: (_DescriptorSink(writing).write(data), os.close(writing)))
+        writer.start()
+        assert reader.read() == data
+        writer.join()

@@ -294,6 +294,8 @@ def stream_sink(stream: TextIO) -> ByteSink:
 
 
 def _standard_sink(stream: TextIO) -> ByteSink:
+    if sys.platform == "win32" and stream.isatty():
+        return stream.buffer  # a console there takes text, which Python makes of the bytes
     try:
         stream.flush()
         return _DescriptorSink(stream.fileno())
