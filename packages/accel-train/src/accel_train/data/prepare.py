@@ -256,8 +256,8 @@ def _decide_dispatch(asked: bool | None, put_on_device: bool, iterable: bool, sh
         return put_on_device and iterable and not sharded_already
     if asked and not put_on_device:
         raise DataError(
-            "dispatch_batches=True sends batches between devices and needs put_on_device=True. Pass it, "
-            "or use dispatch_batches=False."
+            "dispatch_batches=True sends batches between devices and needs put_on_device=True (of an Accelerator: "
+            "device_placement=True). Pass it, or use dispatch_batches=False."
         )
     if asked and sharded_already:
         raise DataError(
