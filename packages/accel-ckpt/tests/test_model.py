@@ -207,7 +207,7 @@ def test_what_a_killed_save_left_is_removed(tmp_path):
 
 def test_bad_targets_and_values(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CheckpointSaveError, match=r"file is a file; save_model writes a folder"):
+    with pytest.raises(CheckpointSaveError, match=r"file is a file; weights go to a folder"):
         save_model(net(), tmp_path / "file")
     state = save_training_state(tmp_path / "c", models=[], shared={}, per_rank={})
     with pytest.raises(CheckpointSaveError, match="is a training state"):
@@ -265,3 +265,10 @@ def test_t25_load_runs_no_code_unless_told(tmp_path):
         load(tmp_path / "x.pt")
     assert set(torch.serialization.get_safe_globals()) == before
     assert load(tmp_path / "x.pt", weights_only=False) == {"x": os.getcwd()}
+
+
+def test_load_reads_empty_arrays(tmp_path):
+    torch.save({"none": np.zeros(0, dtype=np.float32), "some": np.arange(2)}, tmp_path / "x.bin")
+    found = load(tmp_path / "x.bin")
+    assert found["none"].shape == (0,)
+    assert found["some"].tolist() == [0, 1]

@@ -15,8 +15,8 @@ from accel_ckpt.sharded import (
     Box,
     BoxFiles,
     Place,
-    _overlap,
     load_tensors,
+    overlap,
     places_of,
     sharding_metadata,
     tied_boxes,
@@ -44,12 +44,12 @@ areas = st.tuples(corners, corners).map(lambda c: (c[0], (c[0][0] + c[1][0], c[0
 @given(st.lists(areas, max_size=5))
 def test_overlaps_are_those_of_the_elements(boxes):
     elements = [(x, y) for low, high in boxes for x in range(low[0], high[0]) for y in range(low[1], high[1])]
-    assert _overlap(boxes) == (len(set(elements)) < len(elements))
+    assert overlap(boxes) == (len(set(elements)) < len(elements))
 
 
 def test_scalars_overlap_when_there_are_two():
-    assert _overlap([((), ()), ((), ())])
-    assert not _overlap([((), ())])
+    assert overlap([((), ()), ((), ())])
+    assert not overlap([((), ())])
 
 
 def write(path, *boxes, metadata=None):

@@ -8,6 +8,13 @@ __getattr__, __dir__, __all__ = attach(
     {
         "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
         "accel_ckpt.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
+        "accel_ckpt.convert.accelerate": [
+            "AccelerateCheckpoint",
+            "accelerate_checkpoints",
+            "is_accelerate_checkpoint",
+        ],
+        "accel_ckpt.convert.export": ["export_to_accelerate"],
+        "accel_ckpt.convert.merge": ["merge_fsdp_weights", "merge_weights"],
         "accel_ckpt.coordination": ["Coordinator", "SingleProcess", "default_coordinator", "run_together"],
         "accel_ckpt.errors": [
             "CheckpointError",

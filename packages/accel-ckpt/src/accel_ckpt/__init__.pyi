@@ -5,6 +5,12 @@ from accel_ckpt.checkpointer import Stateful as Stateful
 from accel_ckpt.commit import checkpoints_from as checkpoints_from
 from accel_ckpt.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.commit import prune_checkpoints as prune_checkpoints
+from accel_ckpt.convert.accelerate import AccelerateCheckpoint as AccelerateCheckpoint
+from accel_ckpt.convert.accelerate import accelerate_checkpoints as accelerate_checkpoints
+from accel_ckpt.convert.accelerate import is_accelerate_checkpoint as is_accelerate_checkpoint
+from accel_ckpt.convert.export import export_to_accelerate as export_to_accelerate
+from accel_ckpt.convert.merge import merge_fsdp_weights as merge_fsdp_weights
+from accel_ckpt.convert.merge import merge_weights as merge_weights
 from accel_ckpt.coordination import Coordinator as Coordinator
 from accel_ckpt.coordination import SingleProcess as SingleProcess
 from accel_ckpt.coordination import default_coordinator as default_coordinator

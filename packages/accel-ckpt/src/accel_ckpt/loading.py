@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accel_ckpt.convert.sources import find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
-from accel_ckpt.index import WeightFiles, find_weights
+from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers, rewrap
 from accel_ckpt.modules.ties import parent_and_leaf
 from accel_ckpt.names import canonical_state_dict
@@ -128,8 +129,11 @@ class _BroadcastWeights:
 def open_weights(checkpoint: str | os.PathLike[str]) -> WeightSource:
     """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
     yet.
+
+    Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
     """
-    return _MappedWeights(find_weights(Path(checkpoint)))
+    source = find_source(Path(checkpoint))
+    return _MappedWeights(source) if isinstance(source, WeightFiles) else open_pieces(source)
 
 
 def load_state_dict(

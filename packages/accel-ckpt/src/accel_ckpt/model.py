@@ -6,7 +6,7 @@ import codecs
 import importlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -40,6 +40,7 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     np.ndarray,
     np.dtype,
     codecs.encode,
+    bytes,  # of empty arrays
     *sorted({type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}, key=str),
 ]
 """What ``load`` allows besides tensors: NumPy arrays and scalars of plain types."""
@@ -88,42 +89,79 @@ def save_model(
     limit = convert_file_size_to_int(max_shard_size)
     state_dict = weights_of(model)
     directory = Path(save_directory)
+    check_weights_folder(directory)
+    files = plan_model_files(
+        state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
+    )
+    writers = {name: partial(files.write, tensors=part, disk=disk) for name, part in files.shards.items()}
+    return publish_weights(directory, writers, files.index, safe_serialization, disk)
+
+
+def check_weights_folder(directory: Path) -> None:
+    """Refuse to write weights where a file or a training state is.
+
+    Raises:
+        CheckpointSaveError: it is one.
+    """
     if directory.exists() and not directory.is_dir():
-        raise CheckpointSaveError(f"{directory} is a file; save_model writes a folder, choose another name")
+        raise CheckpointSaveError(f"{directory} is a file; weights go to a folder, choose another name")
     if (directory / MANIFEST_NAME).exists():
         raise CheckpointSaveError(
             f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
             f"to another folder"
         )
-    files = plan_model_files(
-        state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
-    )
+
+
+def publish_weights(
+    directory: Path,
+    writers: Mapping[str, Callable[[Path], FileRecord]],
+    index: str | None,
+    safe_serialization: bool,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Replace the weights in a folder: each file in one step, the index last, older files of weights removed.
+
+    Args:
+        directory: made if it is not there.
+        writers: file name → writes it to the path that it is given.
+        index: text of the index, if there is to be one.
+        safe_serialization: which of the two names the index gets.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    index = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
     for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         # Without an index a half-replaced set of shards cannot be taken for a whole one.
         if (directory / stale).is_file():
             disk.unlink(directory / stale)
-    for name, part in files.shards.items():
-        replace_file(directory / name, partial(files.write, tensors=part, disk=disk), disk)
-    written = [*files.shards]
-    if files.index is not None:
-        text = files.index.encode()
-        replace_file(directory / index, lambda path: write_bytes(path, text, disk), disk)
-        written.append(index)
+    for name, write in writers.items():
+        replace_file(directory / name, write, disk)
+    written = [*writers]
+    if index is not None:
+        text = index.encode()
+        name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+        replace_file(directory / name, lambda path: write_bytes(path, text, disk), disk)
+        written.append(name)
     now = (directory / written[0]).stat().st_mtime
     for path in directory.iterdir():
-        is_stale = _WEIGHT_FILE.fullmatch(path.name) and path.name not in written
+        is_stale = is_weight_file(path.name) and path.name not in written
         if (is_stale or _is_dead_part(path, now)) and path.is_file():
             disk.unlink(path)
     disk.sync_directory(directory)
     return tuple(written)
 
 
+def is_weight_file(name: str) -> bool:
+    """Whether `save_model` gives such names, so that a later save into the folder removes the file."""
+    return _WEIGHT_FILE.fullmatch(name) is not None
+
+
 def _is_dead_part(path: Path, now: float) -> bool:
     """Whether a killed save left this part of a file of weights: nobody has written to it for a while."""
     match = _PART.fullmatch(path.name)
-    if match is None or _WEIGHT_FILE.fullmatch(match[1]) is None:
+    if match is None or not is_weight_file(match[1]):
         return False
     return now - path.stat().st_mtime > _DEAD
 

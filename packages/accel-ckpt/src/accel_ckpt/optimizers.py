@@ -15,7 +15,7 @@ from torch import nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.names import canonical_state_dict
 
-__all__ = ["check_optimizer_state", "load_optimizer_state", "optimizer_state_by_name"]
+__all__ = ["check_optimizer_state", "load_optimizer_state", "name_positions", "optimizer_state_by_name"]
 
 
 def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
@@ -31,10 +31,32 @@ def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[n
         optimizer. What else its ``state_dict()`` holds is kept under its own key; state under keys that are
         not parameters is under ``"global_state"``.
     """
+    return name_positions(optimizer.state_dict(), optimizer, models)
+
+
+def name_positions(
+    packed: Mapping[str, Any], optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+) -> dict[str, Any]:
+    """Name the parameters in a state dict that numbers them, as torch's optimizers write it.
+
+    Args:
+        packed: written by an optimizer with the same groups of parameters in the same order.
+        optimizer: with these parameters.
+        models: name them.
+
+    Raises:
+        StateMismatchError: it has other groups, or groups of other sizes.
+    """
     names = _parameter_names(optimizer, models)
-    packed = dict(optimizer.state_dict())
+    packed = dict(packed)
     state = packed.pop("state")
     groups = packed.pop("param_groups")
+    here, there = [len(group) for group in names], [len(group["params"]) for group in groups]
+    if here != there:
+        raise StateMismatchError(
+            f"the saved optimizer has groups of {there} parameters, and this one of {here}. Build the optimizer as it "
+            "was when the checkpoint was saved"
+        )
     by_position = {position: name for name, position in _positions(names, groups).items()}
     tree: dict[str, Any] = {
         "state": {by_position[key]: value for key, value in state.items() if key in by_position},

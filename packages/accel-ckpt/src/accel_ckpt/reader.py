@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import torch
 import xxhash
@@ -18,7 +18,16 @@ import xxhash
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from accel_ckpt.tensors import DTYPES, as_bytes
 
-__all__ = ["Header", "MappedShard", "TensorEntry", "read_header", "read_json", "read_pickled", "read_tensors"]
+__all__ = [
+    "Header",
+    "MappedShard",
+    "TensorEntry",
+    "read_entry",
+    "read_header",
+    "read_json",
+    "read_pickled",
+    "read_tensors",
+]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _CHUNK = 1 << 22
@@ -163,6 +172,25 @@ class MappedShard:
         return self._bytes
 
 
+def read_entry(entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor of a safetensors file into memory of its own."""
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    if entry.nbytes:
+        with open(entry.file, "rb", buffering=0) as file:
+            file.seek(entry.offset)
+            _read_into(file, as_bytes(tensor), entry.file)
+    return tensor
+
+
+def _read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
+    filled = 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise CorruptCheckpointError(f"{path} ended while it was read; another process is changing it")
+        filled += count
+
+
 def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
     """Read every tensor of a safetensors file into memory of its own, in one pass that also checks the
     checksum.
@@ -178,14 +206,7 @@ def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str,
         for tensor, view in _destinations(header, tensors):
             for start in range(0, len(view), _CHUNK):
                 chunk = view[start : start + _CHUNK]
-                filled = 0
-                while filled < len(chunk):
-                    count = file.readinto(chunk[filled:])
-                    if not count:
-                        raise CorruptCheckpointError(
-                            f"{path} ended while it was read; another process is changing it"
-                        )
-                    filled += count
+                _read_into(file, chunk, path)
                 if xxh3 is not None:
                     digest.update(chunk)
             del tensor

@@ -20,7 +20,7 @@ from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
 from accel_ckpt.reader import Header, MappedShard
 from accel_ckpt.tensors import same_tensor_id
 
-__all__ = ["Box", "BoxFiles", "is_sharded", "load_tensors", "local_boxes", "sharding_metadata"]
+__all__ = ["Box", "BoxFiles", "is_sharded", "load_tensors", "local_boxes", "overlap", "sharding_metadata"]
 
 # https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/_hf_utils.py
 _METADATA_KEY = "DCP_SHARDING_INFO"
@@ -125,7 +125,7 @@ def _place(about: Mapping[str, Any]) -> Place:
     )
 
 
-def _overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+def overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     """Whether two boxes, each given by its first corner and the one behind its last, have an element in common."""
     boxes = [(low, high) for low, high in boxes if all(a < b for a, b in zip(low, high, strict=True))]
     if len(boxes) < 2:
@@ -167,7 +167,7 @@ class BoxFiles:
         fit = all(place.shape in (None, shape) for place, _ in boxes) and all(
             len(end) == len(shape) and all(e <= n for e, n in zip(end, shape, strict=True)) for end in ends
         )
-        apart = not _overlap(
+        apart = not overlap(
             [(place.offsets, tuple(end)) for (place, _), end in zip(boxes, ends, strict=True)]
         )
         if not fit or not apart or held != math.prod(shape) or len({entry.dtype for _, entry in boxes}) > 1:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import xxhash
 
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
-from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "replace_file",
     "write_bytes",
     "write_safetensors",
+    "write_safetensors_from",
     "write_torch",
 ]
 
@@ -118,25 +120,48 @@ def write_safetensors(
     Raises:
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
-    ordered = sorted(tensors.items(), key=_alignment_order)
-    entries, end = {}, 0
-    for name, tensor in ordered:
+    for name, tensor in tensors.items():
         _check_writable(name, tensor)
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
-    about = {"__metadata__": dict(metadata)} if metadata else {}
-    header = json.dumps({**about, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
+    about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return write_safetensors_from(path, about, lambda name: (tensors[name],), metadata, disk)
+
+
+def write_safetensors_from(
+    path: Path,
+    about: Mapping[str, tuple[Sequence[int], torch.dtype]],
+    runs: Callable[[str], Iterable[torch.Tensor]],
+    metadata: Mapping[str, str] | None = None,
+    disk: Disk = LOCAL,
+) -> FileRecord:
+    """Write a safetensors file of tensors that are not in memory.
+
+    Args:
+        path: must not exist.
+        about: shape and dtype by name.
+        runs: the tensors whose values, one after the other, are those of the tensor of that name.
+        metadata: of the file.
+        disk: where.
+    """
+    ordered = sorted(about, key=lambda name: _alignment_order(name, *about[name]))
+    entries, end = {}, 0
+    for name in ordered:
+        shape, dtype = about[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    extra = {"__metadata__": dict(metadata)} if metadata else {}
+    header = json.dumps({**extra, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     with FileWriter(path, disk) as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for _, tensor in ordered:
-            for chunk in _chunks(tensor):
-                file.write(chunk)
+        for name in ordered:
+            for run in runs(name):
+                _write_tensor(file, run)
+                del run  # before the next one is read
         record = file.finish()
+    if record.size != 8 + len(header) + end:
+        raise CorruptCheckpointError(
+            f"{path} got {record.size} bytes instead of {8 + len(header) + end}: what was to be written changed"
+        )
     return FileRecord(record.size, record.xxh3, entries)
 
 
@@ -157,12 +182,10 @@ def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = L
     return record
 
 
-def _alignment_order(item: tuple[str, torch.Tensor]) -> tuple[bool, int, str]:
+def _alignment_order(name: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[bool, int, str]:
     # The format allows no holes. Multiples of the alignment come first, so they start at multiples of it,
     # as memory from torch's allocator does; then wide dtypes, so that all start at multiples of their width.
-    name, tensor = item
-    width = tensor.element_size()
-    return bool(tensor.numel() * width % _ALIGNMENT), -width, name
+    return bool(math.prod(shape) * dtype.itemsize % _ALIGNMENT), -dtype.itemsize, name
 
 
 def _check_writable(name: str, tensor: torch.Tensor) -> None:
@@ -181,7 +204,7 @@ def _check_writable(name: str, tensor: torch.Tensor) -> None:
         raise UnsupportedValueError(f"the tensor {name!r} {reason}")
 
 
-def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if plain.numel():
-        yield as_bytes(plain)
+        file.write(as_bytes(plain))

@@ -1,0 +1,315 @@
+"""Reading training states that Accelerate wrote.
+
+Its folders are known by the names of their files; they have no manifest and nothing that says that a save was
+finished. Models and the other parts are in one file each, numbered by the order of preparation; under FSDP the
+models and optimizers are single files of full tensors, or folders of torch's Distributed Checkpoint. Optimizer
+states number parameters by position, under FSDP they name them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel_ckpt.commit import checkpoints_from
+from accel_ckpt.convert.dcp import DcpFolder, is_dcp_folder
+from accel_ckpt.convert.pickles import unpickle
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+from accel_ckpt.manifest import MANIFEST_NAME
+from accel_ckpt.names import canonical_name, canonical_state_dict
+from accel_ckpt.optimizers import name_positions
+from accel_ckpt.reader import MappedShard
+from accel_state.errors import NotAvailableError
+
+__all__ = [
+    "AccelerateCheckpoint",
+    "RankFile",
+    "accelerate_checkpoints",
+    "is_accelerate_checkpoint",
+]
+
+_MODEL = r"(?:model(?:_(?P<s>\d+))?\.safetensors|pytorch_model(?:_(?P<b>\d+))?\.bin)"
+_NUMBERED = {
+    "model": re.compile(_MODEL),
+    "fsdp_model": re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin"),
+    "fsdp_folder": re.compile(r"pytorch_model_fsdp_(?P<n>\d+)"),
+    "optimizer": re.compile(r"optimizer(?:_(?P<n>\d+))?\.bin"),
+    "optimizer_folder": re.compile(r"optimizer_(?P<n>\d+)"),
+    "scheduler": re.compile(r"scheduler(?:_(?P<n>\d+))?\.bin"),
+    "loader": re.compile(r"dl_state_dict(?:_(?P<n>\d+))?\.bin"),
+    "custom": re.compile(r"custom_checkpoint_(?P<n>\d+)\.pkl"),
+    "rank": re.compile(r"random_states_(?P<n>\d+)\.pkl"),
+    "rank_shard": re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin"),
+}
+_FOLDERS = {"fsdp_folder", "optimizer_folder"}
+_WEIGHTS = ("fsdp_folder", "fsdp_model", "model")
+_SCALER = "scaler.pt"
+_DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """What ``random_states_<rank>.pkl`` holds."""
+
+    step: int | None
+    rng: dict[str, Any]
+    """As `accel_state.seeding.get_rng_state` returns it; of devices, those of all devices of the rank's machine."""
+
+
+def _contents(folder: Path) -> dict[str, dict[int, Path]]:
+    """The parts of a folder by kind and number."""
+    found: dict[str, dict[int, Path]] = {kind: {} for kind in _NUMBERED}
+    for path in folder.iterdir():
+        for kind, pattern in _NUMBERED.items():
+            match = pattern.fullmatch(path.name)
+            if match is not None and path.is_dir() == (kind in _FOLDERS):
+                number = next((value for value in match.groups() if value is not None), "0")
+                if kind == "model" and path.suffix == ".bin" and int(number) in found[kind]:
+                    continue  # as there, safetensors come first
+                found[kind][int(number)] = path
+    return found
+
+
+def is_accelerate_checkpoint(folder: Path) -> bool:
+    """Whether a folder looks like a training state that Accelerate wrote, whole or not.
+
+    It has no manifest of ours, and something that only a training state has: a random state, an optimizer, a
+    scheduler, or weights in one of the layouts of FSDP.
+    """
+    if not folder.is_dir() or (folder / MANIFEST_NAME).exists():
+        return False
+    found = _contents(folder)
+    folders = any(is_dcp_folder(path) for kind in _FOLDERS for path in found[kind].values())
+    files = ("rank", "optimizer", "scheduler", "custom", "fsdp_model", "rank_shard")
+    return folders or any(found[kind] for kind in files)
+
+
+def accelerate_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path]:
+    """The folders ``<prefix><number>`` that look like training states of Accelerate, by number.
+
+    Whether one is complete cannot be seen.
+    """
+    return [path for path in checkpoints_from(base, 0, prefix) if is_accelerate_checkpoint(path)]
+
+
+class AccelerateCheckpoint:
+    """A training state that Accelerate wrote. Every access reads; tensors are on the CPU.
+
+    Args:
+        directory: the folder.
+        trusted: let custom objects and schedulers be unpickled, which can run code from the files.
+        opt_in: how the caller's user would ask for that, for messages.
+
+    Raises:
+        CheckpointNotFoundError: there is no such folder, or it is none of these layouts.
+        NotAvailableError: it was written by an engine whose files are not read here.
+    """
+
+    def __init__(self, directory: Path, *, trusted: bool = False, opt_in: str = "") -> None:
+        self.directory = directory
+        self._trusted = trusted
+        self._opt_in = opt_in
+        if not directory.is_dir():
+            raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
+        self._refuse_other_engines()
+        if not is_accelerate_checkpoint(directory):
+            raise CheckpointNotFoundError(
+                f"{directory} is no training state: it has neither a {MANIFEST_NAME} nor files with the names that "
+                "Accelerate gives (model.safetensors with optimizer.bin, random_states_0.pkl, …)"
+            )
+        self._found = _contents(directory)
+        if self._found["rank_shard"]:
+            raise NotAvailableError(
+                f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
+                "which only as many ranks of FSDP can read. Load it there, and save with "
+                "SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
+
+    def _refuse_other_engines(self) -> None:
+        engines = {
+            "DeepSpeed": ("zero_to_fp32.py", "pytorch_model/mp_rank_00_model_states.pt"),
+            "Megatron-LM": ("latest_checkpointed_iteration.txt",),
+        }
+        for engine, marks in engines.items():
+            if any((self.directory / mark).exists() for mark in marks):
+                raise NotAvailableError(
+                    f"{self.directory} was written by {engine}, whose own layout is not read here; convert it with "
+                    f"that engine's tools to plain weights, and load them with load_checkpoint_in_model"
+                )
+
+    # What is there
+
+    def _weights(self) -> dict[int, Path]:
+        return next((self._found[kind] for kind in _WEIGHTS if self._found[kind]), {})
+
+    def _optimizers(self) -> dict[int, Path]:
+        first, second = ("optimizer", "optimizer_folder")[:: -1 if self._found["fsdp_folder"] else 1]
+        return self._found[first] or self._found[second]
+
+    @property
+    def kind(self) -> str:
+        """The layout in words."""
+        if self._found["fsdp_folder"]:
+            return "FSDP, sharded"
+        return "FSDP, full" if self._found["fsdp_model"] else "single process or DDP"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks whose random states are there."""
+        return tuple(sorted(self._found["rank"]))
+
+    @property
+    def loaders(self) -> tuple[int, ...]:
+        """Loaders whose positions are there: those that were prepared with use_stateful_dataloader."""
+        return tuple(sorted(self._found["loader"]))
+
+    def parts(self) -> dict[str, int]:
+        """How many models, optimizers, schedulers, scalers and custom objects it holds."""
+        return {
+            "models": len(self._weights()),
+            "optimizers": len(self._optimizers()),
+            "schedulers": len(self._found["scheduler"]),
+            "scalers": int((self.directory / _SCALER).is_file()),
+            "custom objects": len(self._found["custom"]),
+        }
+
+    # What it holds
+
+    def model(self, index: int) -> dict[str, Any]:
+        """A model's state dict under canonical names; of tied names perhaps only one."""
+        path = self._part("model", self._weights(), index)
+        if path.is_dir():
+            state_dict = DcpFolder(path).tree("model")
+        elif path.suffix == ".safetensors":
+            shard = MappedShard(path)
+            names = {**{name: name for name in shard.header.entries}, **shard.header.aliases}
+            state_dict = {name: shard.tensor(key) for name, key in names.items()}
+        else:
+            state_dict = unpickle(path, str(path), mapped=True)
+        if not isinstance(state_dict, Mapping):
+            raise CorruptCheckpointError(f"{path} does not hold a state dict")
+        return canonical_state_dict(dict(state_dict))
+
+    def optimizer(
+        self, index: int, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> dict[str, Any]:
+        """An optimizer's state as `load_optimizer_state` takes it.
+
+        Args:
+            index: its number.
+            optimizer: the one that is to continue, built as it was there; positions become names through it.
+            models: name the parameters; optimizer ``i`` of FSDP belongs to model ``i``, as there.
+        """
+        path = self._part("optimizer", self._optimizers(), index)
+        saved = DcpFolder(path).tree("optimizer") if path.is_dir() else unpickle(path, str(path), mapped=True)
+        if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), Sequence)):
+            raise CorruptCheckpointError(f"{path} does not hold the state of an optimizer")
+        saved = {"state": {}, **saved}  # a sharded state without entries has no key
+        try:
+            if any(isinstance(p, str) for group in saved["param_groups"] for p in group["params"]):
+                return _rename(saved, index, models)
+            return name_positions(saved, optimizer, models)
+        except StateMismatchError as error:
+            raise StateMismatchError(f"{path} does not fit optimizer {index}: {error}") from error
+
+    def scheduler(self, index: int) -> Any:
+        """A scheduler's state dict."""
+        return self._unpickle(self._part("scheduler", self._found["scheduler"], index))
+
+    def scaler(self) -> Any:
+        """The state dict of the gradient scaler."""
+        path = self.directory / _SCALER
+        return unpickle(path, str(path))
+
+    def loader(self, index: int) -> Any:
+        """The state of a loader of torchdata."""
+        return self._unpickle(self._part("loader", self._found["loader"], index))
+
+    def custom(self, index: int) -> Any:
+        """The state dict of a registered object."""
+        return self._unpickle(self._part("custom object", self._found["custom"], index))
+
+    def rank(self, rank: int) -> RankFile:
+        """Random states and step of a rank.
+
+        Raises:
+            CheckpointNotFoundError: the rank has no file.
+            UnsafeCheckpointError: the file would run code.
+            CorruptCheckpointError: the file cannot be read, or lacks a generator.
+        """
+        path = self._found["rank"].get(rank)
+        if path is None:
+            raise CheckpointNotFoundError(
+                f"{self.directory} has no random_states_{rank}.pkl; it has those of the ranks {list(self.ranks)}"
+            )
+        content = unpickle(path, str(path))
+        try:
+            return RankFile(content.get("step"), _rng_tree(content))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CorruptCheckpointError(
+                f"{path} does not hold the random states of a rank: {error!r}"
+            ) from error
+
+    def _unpickle(self, path: Path) -> Any:
+        return unpickle(path, str(path), trusted=self._trusted, opt_in=self._opt_in)
+
+    def _part(self, what: str, parts: Mapping[int, Path], index: int) -> Path:
+        if index not in parts:
+            raise CheckpointNotFoundError(
+                f"{self.directory} ({self.kind}) holds no {what} {index}; it holds the numbers {sorted(parts)}"
+            )
+        return parts[index]
+
+
+def _rename(saved: Mapping[str, Any], index: int, models: Sequence[nn.Module]) -> dict[str, Any]:
+    """Names of one model, as FSDP gives them, to names among all models."""
+    owner = index if index < len(models) else 0
+    parameters = canonical_state_dict(
+        dict(models[owner].named_parameters(remove_duplicate=False)), models[owner]
+    )
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(id(parameter), name)
+
+    def full(name: str) -> str:
+        plain = canonical_name(name)
+        return f"model_{owner}.{first[id(parameters[plain])] if plain in parameters else plain}"
+
+    return {
+        **saved,
+        "state": {full(name): dict(value) for name, value in saved["state"].items()},
+        "param_groups": [
+            {**group, "params": [full(name) for name in group["params"]]} for group in saved["param_groups"]
+        ],
+    }
+
+
+def _rng_tree(content: Mapping[str, Any]) -> dict[str, Any]:
+    version, internal, gauss = content["random_state"]
+    generator, key, position, has_gauss, cached = content["numpy_random_seed"]
+    tree: dict[str, Any] = {
+        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "numpy": {
+            "bit_generator": str(generator),
+            "state": {"key": torch.from_numpy(np.asarray(key).astype(np.int64)), "pos": int(position)},
+            "has_gauss": int(has_gauss),
+            "gauss": float(cached),
+        },
+        "torch": content["torch_manual_seed"],
+    }
+    devices = {match[1]: key for key in content if (match := _DEVICE_SEED.fullmatch(key))}
+    devices |= {"xla": "xm_seed"} if "xm_seed" in content else {}
+    for kind, name in devices.items():
+        states = content[name]
+        tree["device"] = {
+            "type": kind,
+            "states": list(states) if isinstance(states, (list, tuple)) else [states],
+        }
+    return tree

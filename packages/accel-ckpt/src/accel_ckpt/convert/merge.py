@@ -1,0 +1,214 @@
+"""Merging sharded checkpoints into plain files of weights, a tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from accel_ckpt.convert.pieces import PiecedTensor, PiecedWeights
+from accel_ckpt.convert.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.index import WeightFiles, index_text
+from accel_ckpt.manifest import MANIFEST_NAME
+from accel_ckpt.model import check_weights_folder, is_weight_file, publish_weights
+from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.tensors import DTYPE_NAMES
+from accel_ckpt.writer import FileRecord, write_safetensors_from, write_torch
+
+__all__ = ["merge_fsdp_weights", "merge_weights"]
+
+Progress = Callable[[int, int], None]
+
+
+def merge_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+    *,
+    max_shard_size: int | str | None = None,
+    progress: Progress | None = None,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Write the weights of any checkpoint as ``model.safetensors``, or in shards with an index.
+
+    Needs no process group, and runs no code from the checkpoint. One tensor at a time is in memory, of a tensor
+    that is cut by rows one piece; with ``safe_serialization=False`` the tensors of one output file are.
+
+    Args:
+        checkpoint_dir: a Distributed Checkpoint of torch, or the folder that Accelerate or transformers put it
+            in; an FSDP checkpoint in one file; safetensors files of each rank, as torch's Hugging Face writer
+            saves them; shards with an index; a training state, or a folder of `save_model`.
+        output_path: the folder, made if it is not there. Other weights in it are replaced, as by `save_model`.
+        safe_serialization: safetensors, or else files of ``torch.save``.
+        remove_checkpoint_dir: afterwards, remove the folder that held the weights and nothing else.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``; ``None``: one file.
+        progress: called with the bytes written and the bytes in all.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included.
+
+    Raises:
+        CheckpointNotFoundError: there are no weights, or several models; names what to pass.
+        CheckpointSaveError: the output would replace what is being read, or it is a file or training state; or
+            the folder to be removed holds more than weights. Nothing is written then.
+        CorruptCheckpointError: a file is damaged or missing.
+        UnsafeCheckpointError: reading would run code.
+        UnsupportedValueError: safetensors does not know a dtype.
+    """
+    checkpoint, output = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
+    limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
+    if not checkpoint.exists():
+        raise CheckpointNotFoundError(f"there is no file or folder {checkpoint}")
+    refuse_several_models(checkpoint)
+    source = find_source(checkpoint)
+    check_weights_folder(output)
+    _check_output(source, output)
+    if remove_checkpoint_dir:
+        _check_removal(source, output)
+    weights = _canonical(open_pieces(source))
+    if safe_serialization:
+        _check_dtypes(weights)
+    written = _Merge(weights, safe_serialization, progress, disk).write(output, limit)
+    if remove_checkpoint_dir:
+        shutil.rmtree(_folder(source))
+    return written
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Accelerate's name for :func:`merge_weights`."""
+    merge_weights(checkpoint_dir, output_path, safe_serialization, remove_checkpoint_dir)
+
+
+def _folder(source: Source) -> Path:
+    return source.folder if isinstance(source, PiecedFolder) else source.files[0].parent
+
+
+def _check_output(source: Source, output: Path) -> None:
+    """The output's folder is cleared of other weights, which must not be those that are read."""
+    files = source.files
+    if isinstance(source, PiecedFolder) and output.resolve() == source.folder.resolve():
+        raise CheckpointSaveError(f"{output} is the checkpoint that is to be merged; choose another folder")
+    clash = [
+        path for path in files if path.resolve().parent == output.resolve() and is_weight_file(path.name)
+    ]
+    if clash:
+        raise CheckpointSaveError(
+            f"{output} is where {clash[0].name}, which is to be merged, lies, and the merge would replace it; choose "
+            "another folder"
+        )
+
+
+def _check_removal(source: Source, output: Path) -> None:
+    folder = _folder(source)
+    if output.resolve().is_relative_to(folder.resolve()):
+        raise CheckpointSaveError(
+            f"{output} is inside {folder}, which is to be removed; choose another folder"
+        )
+    if (folder / MANIFEST_NAME).exists():
+        raise CheckpointSaveError(
+            f"{folder} is a training state, which holds more than weights; it is not removed. Leave out "
+            "remove_checkpoint_dir"
+        )
+    if isinstance(source, WeightFiles):
+        known = {path.name for path in source.files}
+        others = [path.name for path in sorted(folder.iterdir()) if path.name not in known]
+        others = [name for name in others if not name.endswith(".index.json")]
+        if others:
+            raise CheckpointSaveError(
+                f"{folder} holds more than the weights ({', '.join(others[:5])}); it is not removed. Leave out "
+                "remove_checkpoint_dir, or move them"
+            )
+
+
+def _canonical(weights: PiecedWeights) -> PiecedWeights:
+    names = {name: name for name in weights.about}
+    new = {old: name for name, old in canonical_state_dict(names).items()}
+    return PiecedWeights(
+        {new[name]: tensor for name, tensor in weights.tensors.items()},
+        {new[alias]: new[name] for alias, name in weights.aliases.items()},
+    )
+
+
+def _check_dtypes(weights: PiecedWeights) -> None:
+    for name, tensor in weights.tensors.items():
+        if tensor.dtype not in DTYPE_NAMES:
+            raise UnsupportedValueError(
+                f"the tensor {name!r} has the dtype {tensor.dtype}, which safetensors does not know; pass "
+                "safe_serialization=False (--unsafe_serialization)"
+            )
+
+
+class _Merge:
+    """One merge; counts what it has written."""
+
+    def __init__(
+        self, weights: PiecedWeights, safe_serialization: bool, progress: Progress | None, disk: Disk
+    ) -> None:
+        self.weights = weights
+        self.safe = safe_serialization
+        self.disk = disk
+        self.total = sum(tensor.nbytes for tensor in weights.tensors.values())
+        self._done = 0
+        self._progress = progress
+
+    def write(self, output: Path, limit: int | None) -> tuple[str, ...]:
+        tensors = self.weights.tensors
+        planned = [PlannedTensor(name, tensor.nbytes) for name, tensor in tensors.items()]
+        shards = plan_shards(planned, max(1, self.total) if limit is None else limit)
+        stem, extension = ("model", "safetensors") if self.safe else ("pytorch_model", "bin")
+        names = shard_file_names(len(shards), stem, extension)
+        parts = {
+            file: {n: tensors[n] for n in shard.names} for file, shard in zip(names, shards, strict=True)
+        }
+        index = None
+        if len(parts) > 1:
+            places = {name: file for file, part in parts.items() for name in part}
+            if not self.safe:
+                places |= {alias: places[name] for alias, name in self.weights.aliases.items()}
+            index = index_text(places, self.total)
+        write = self._safetensors if self.safe else self._pickle
+        writers = {file: partial(write, part) for file, part in parts.items()}
+        return publish_weights(output, writers, index, self.safe, self.disk)
+
+    def _aliases(self, part: Mapping[str, PiecedTensor]) -> dict[str, str]:
+        return {alias: name for alias, name in self.weights.aliases.items() if name in part}
+
+    def _safetensors(self, part: Mapping[str, PiecedTensor], path: Path) -> FileRecord:
+        about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in part.items()}
+        metadata = {"format": "pt", **self._aliases(part)}
+
+        def runs(name: str) -> Iterator[torch.Tensor]:
+            for run in part[name].runs():
+                size = run.numel() * run.element_size()
+                yield run
+                del run  # before the next one is read
+                self._count(size)
+
+        return write_safetensors_from(path, about, runs, metadata, self.disk)
+
+    def _pickle(self, part: Mapping[str, PiecedTensor], path: Path) -> FileRecord:
+        whole = {name: tensor.whole() for name, tensor in part.items()}
+        record = write_torch(
+            path, {**whole, **{a: whole[name] for a, name in self._aliases(part).items()}}, self.disk
+        )
+        self._count(sum(tensor.nbytes for tensor in part.values()))
+        return record
+
+    def _count(self, nbytes: int) -> None:
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(self._done, self.total)

@@ -1,0 +1,154 @@
+"""Reading pickled files of others. What may be unpickled is decided here and nowhere else."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
+from accel_ckpt.model import TORCH_SAFE_GLOBALS
+
+__all__ = ["FileSlice", "read_plain", "unpickle"]
+
+_DAMAGE = (
+    RuntimeError,
+    EOFError,
+    OSError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    zipfile.BadZipFile,
+)
+
+
+class FileSlice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, file: IO[bytes], start: int, length: int) -> None:
+        super().__init__()
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def tell(self) -> int:
+        """Position in the part."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position of the part."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        """Read what fits."""
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        count: int = self._file.readinto(view)  # type: ignore[attr-defined]
+        self._position += count
+        return count
+
+
+def unpickle(
+    source: Path | IO[bytes], what: str, *, trusted: bool = False, opt_in: str = "", mapped: bool = False
+) -> Any:
+    """Read what ``torch.save`` wrote, to the CPU.
+
+    Without ``trusted`` only tensors, plain data and NumPy arrays of plain types are built, and nothing is
+    called.
+
+    Args:
+        source: a file, or an open one.
+        what: what is read, for messages.
+        trusted: build whatever objects the file describes. That can run any code: only for files that come
+            from yourself.
+        opt_in: how the caller's user would say so; empty where there is no way.
+        mapped: map the tensors of a file privately instead of reading them, where its layout allows.
+
+    Raises:
+        UnsafeCheckpointError: reading it would call something that is not on the list.
+        CorruptCheckpointError: it is truncated, changed, or not such a file.
+    """
+    if isinstance(source, Path):
+        if not source.is_file():
+            raise CheckpointNotFoundError(f"there is no file {source}")
+        mapped = mapped and zipfile.is_zipfile(source)
+    try:
+        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+            return torch.load(source, map_location="cpu", weights_only=not trusted, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        advice = f". If you trust the file: {opt_in}" if opt_in else ""
+        raise UnsafeCheckpointError(
+            f"{what} was not read: it holds objects that only running code from the file can build, or it is "
+            f"damaged ({_cause(error)}){advice}"
+        ) from error
+    except _DAMAGE as error:
+        raise CorruptCheckpointError(
+            f"{what} cannot be read; it is truncated or changed: {_cause(error)}"
+        ) from error
+
+
+def _cause(error: BaseException) -> str:
+    # torch explains at length how to switch the protection off; the name of the object is what helps.
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    lines = str(error).strip().splitlines()
+    return f"it refers to {named[1]}" if named else (lines[0] if lines else type(error).__name__)
+
+
+class _Restricted(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], find: Callable[[str, str], Any]) -> None:
+        super().__init__(file)
+        self._find = find
+
+    def find_class(self, module: str, name: str) -> Any:
+        return self._find(module, name)
+
+
+def read_plain(path: Path, find: Callable[[str, str], Any]) -> Any:
+    """Unpickle a small file that is a plain pickle, with the caller's stand-ins for the classes it names.
+
+    Args:
+        path: the file.
+        find: (module, name) → the stand-in; ``None`` where there is none, and then nothing is read.
+
+    Raises:
+        UnsafeCheckpointError: it names something that has no stand-in.
+        CorruptCheckpointError: it is no pickle, or truncated.
+    """
+
+    def lookup(module: str, name: str) -> Any:
+        found = find(module, name)
+        if found is None:
+            raise UnsafeCheckpointError(
+                f"{path} was not read: it refers to {module}.{name}, which has no place in such a file"
+            )
+        return found
+
+    try:
+        with open(path, "rb") as file:
+            return _Restricted(file, lookup).load()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    except UnsafeCheckpointError:
+        raise
+    except (pickle.UnpicklingError, TypeError, ImportError, *_DAMAGE) as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read; it is truncated or changed: {_cause(error)}"
+        ) from error
