@@ -21,6 +21,7 @@ __getattr__, __dir__, __all__ = attach(
             "load",
             "load_checkpoint_in_model",
             "load_state_dict",
+            "merge_fsdp_weights",
             "named_module_tensors",
             "retie_parameters",
             "save",

@@ -9,6 +9,7 @@ from accel_ckpt import id_tensor_storage as id_tensor_storage
 from accel_ckpt import load as load
 from accel_ckpt import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_ckpt import load_state_dict as load_state_dict
+from accel_ckpt import merge_fsdp_weights as merge_fsdp_weights
 from accel_ckpt import named_module_tensors as named_module_tensors
 from accel_ckpt import retie_parameters as retie_parameters
 from accel_ckpt import save as save

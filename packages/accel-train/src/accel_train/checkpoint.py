@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 import accel_ckpt
 from accel_state.seeding import get_rng_state, set_rng_state
+from accel_train import foreign
 from accel_train.errors import OptionError
 from accel_train.unwrap import extract_model_from_parallel
 
@@ -241,8 +242,8 @@ def load_state(
         hook(models, str(saved.directory))
     _apply(accelerator, saved, models, strict)
     if accelerator.project_configuration.automatic_checkpoint_naming:
-        numbers = [_number(path) for path in accel_ckpt.complete_checkpoints(_automatic_folder(accelerator))]
-        accelerator.project_configuration.iteration = max(numbers, default=-1) + 1
+        taken = accel_ckpt.checkpoints_from(_automatic_folder(accelerator), 0)
+        accelerator.project_configuration.iteration = _number(taken[-1]) + 1 if taken else 0
     return saved.directory
 
 
@@ -257,6 +258,8 @@ class _Saved:
 
 
 def _read(accelerator: Accelerator, directory: Path, allow_missing_rng: bool) -> _Saved:
+    if accel_ckpt.is_accelerate_checkpoint(directory):
+        return _Saved(directory, *foreign.read(accelerator, directory, allow_missing_rng))
     checkpoint = accel_ckpt.open_training_state(directory)
     shared = dict(checkpoint.shared)
     _check_parts(accelerator, set(shared), len(checkpoint.models), directory)
@@ -273,7 +276,8 @@ def _apply(accelerator: Accelerator, saved: _Saved, models: list[nn.Module], str
         tree = saved.shared[f"optimizer_{index}"]
         accel_ckpt.load_optimizer_state(optimizer.optimizer, tree, accelerator._models)
     for key, item in _stateful(accelerator):
-        item.load_state_dict(saved.shared[key])
+        if key in saved.shared:  # states of others may lack loaders; ours were checked to be whole
+            item.load_state_dict(saved.shared[key])
     accelerator.step = saved.shared["step"]
     if saved.rng is not None:
         set_rng_state(saved.rng)
@@ -291,12 +295,12 @@ def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
         )
     folder = _automatic_folder(accelerator)
-    complete = accel_ckpt.complete_checkpoints(folder)
-    if not complete:
+    chosen = foreign.newest(folder, accel_ckpt.complete_checkpoints(folder))
+    if chosen is None:
         raise accel_ckpt.CheckpointNotFoundError(
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
         )
-    return complete[-1]
+    return chosen
 
 
 def _check_parts(accelerator: Accelerator, parts: set[str], models: int, directory: Path) -> None:
