@@ -39,7 +39,7 @@ def test_version(capsys):
     ("word", "hint"),
     [
         ("lunch", "command lunch does not exist; did you mean launch?"),
-        ("xyz", "the commands are config, env, launch"),
+        ("xyz", "the commands are config, env, launch, merge-weights"),
         ("--halp", "option --halp does not exist"),
         ("train.py", "to start a script: accel launch train.py"),
     ],

@@ -35,6 +35,9 @@ COMMANDS: dict[str, Command] = {
         "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
     ),
     "launch": Command("accel_cli.commands.launch", "Start a script on one or many processes."),
+    "merge-weights": Command(
+        "accel_cli.commands.merge_weights", "Merge a sharded checkpoint into plain files of weights."
+    ),
 }
 
 _USAGE = 2

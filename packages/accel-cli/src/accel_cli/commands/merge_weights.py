@@ -1,0 +1,125 @@
+"""``accel merge-weights``: a sharded checkpoint as plain files of weights."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel_cli.typer_app import HELP, run_app
+from accel_state.errors import ConfigError
+
+__all__ = ["main"]
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with the words after its name; returns the exit code."""
+    return run_app(app, "accel merge-weights", arguments)
+
+
+@app.command(context_settings=HELP)
+def merge_weights(
+    checkpoint_directory: Annotated[
+        Path,
+        typer.Argument(
+            help="What to merge: a distributed checkpoint of torch or the folder around it, an FSDP checkpoint of "
+            "Accelerate, shards with an index, a training state."
+        ),
+    ],
+    output_path: Annotated[Path, typer.Argument(help="Folder for the result; made if it is not there.")],
+    unsafe_serialization: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe_serialization",
+            "--unsafe-serialization",
+            help="Write pytorch_model.bin, a pickle, instead of model.safetensors.",
+        ),
+    ] = False,
+    remove_checkpoint_dir: Annotated[
+        bool,
+        typer.Option(
+            "--remove_checkpoint_dir",
+            "--remove-checkpoint-dir",
+            help="Remove the folder that held the weights once the result is on the disk.",
+        ),
+    ] = False,
+    max_shard_size: Annotated[
+        str | None,
+        typer.Option(
+            "--max_shard_size",
+            "--max-shard-size",
+            help="Write shards of at most this size, such as 5GB, with an index; by default one file.",
+        ),
+    ] = None,
+    accelerate_state: Annotated[
+        bool,
+        typer.Option(
+            "--accelerate_state",
+            "--accelerate-state",
+            help="Write a training state of this library as one that Accelerate's load_state reads: not only the "
+            "weights, and in new files.",
+        ),
+    ] = False,
+) -> None:
+    """Merge the weights of a sharded checkpoint into plain files, a tensor at a time."""
+    from rich.filesize import decimal
+
+    import accel_ckpt
+
+    if accelerate_state:
+        if unsafe_serialization or remove_checkpoint_dir or max_shard_size is not None:
+            raise ConfigError("--accelerate_state goes with none of the other options; leave them out")
+        for note in accel_ckpt.export_to_accelerate(checkpoint_directory, output_path):
+            typer.echo(f"left out: {note}")
+        typer.echo(f"{output_path} can be loaded with Accelerate's load_state")
+        return
+    with _progress() as report:
+        names = accel_ckpt.merge_weights(
+            checkpoint_directory,
+            output_path,
+            safe_serialization=not unsafe_serialization,
+            remove_checkpoint_dir=remove_checkpoint_dir,
+            max_shard_size=_size(max_shard_size),
+            progress=report,
+        )
+    total = sum((output_path / name).stat().st_size for name in names)
+    typer.echo(f"{output_path}: {', '.join(_shorten(names))} ({decimal(total)})")
+
+
+def _size(words: str | None) -> int | str | None:
+    if words is None:
+        return None
+    if words.isdigit():
+        return int(words)
+    from accel_ckpt import convert_file_size_to_int
+
+    try:
+        return convert_file_size_to_int(words)
+    except ValueError as error:
+        raise ConfigError(f"--max_shard_size: {error}") from error
+
+
+def _shorten(names: Sequence[str]) -> Sequence[str]:
+    return names if len(names) <= 4 else (*names[:2], f"… {len(names) - 3} more", names[-1])
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar on the error stream, where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("merging", total=None)
+
+        def report(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report
