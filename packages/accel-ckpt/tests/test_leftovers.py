@@ -96,3 +96,20 @@ def test_a_name_with_special_characters(tmp_path):
     path.mkdir()
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, time.time()) == [path]
+
+
+def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
+    folder = TemporaryFolder(tmp_path / ".c.saving-0123456789ab@x")
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(reader, 1)
+        os._exit(0)
+    folder.release()
+    descriptor = os.open(folder.path, os.O_RDONLY)
+    try:
+        assert leftovers._try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+        os.write(writer, b"x")
+        os.waitpid(child, 0)

@@ -6,6 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_ckpt.background": ["BackgroundSaver", "SaveHandle"],
         "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
         "accel_ckpt.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.convert.accelerate": [
@@ -24,6 +25,7 @@ __getattr__, __dir__, __all__ = attach(
             "CorruptCheckpointError",
             "MissingPartError",
             "NameCollisionError",
+            "SaveInProgressError",
             "StateMismatchError",
             "UninitializedTensorError",
             "UnsafeCheckpointError",

@@ -1,4 +1,6 @@
 from accel_ckpt.__about__ import __version__ as __version__
+from accel_ckpt.background import BackgroundSaver as BackgroundSaver
+from accel_ckpt.background import SaveHandle as SaveHandle
 from accel_ckpt.checkpointer import Checkpointer as Checkpointer
 from accel_ckpt.checkpointer import RandomState as RandomState
 from accel_ckpt.checkpointer import Stateful as Stateful
@@ -22,6 +24,7 @@ from accel_ckpt.errors import CheckpointVersionError as CheckpointVersionError
 from accel_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from accel_ckpt.errors import MissingPartError as MissingPartError
 from accel_ckpt.errors import NameCollisionError as NameCollisionError
+from accel_ckpt.errors import SaveInProgressError as SaveInProgressError
 from accel_ckpt.errors import StateMismatchError as StateMismatchError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
 from accel_ckpt.errors import UnsafeCheckpointError as UnsafeCheckpointError

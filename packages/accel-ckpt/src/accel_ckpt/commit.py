@@ -135,6 +135,11 @@ class Transaction:
         transaction.together(transaction._open)
         return transaction
 
+    @property
+    def token(self) -> str:
+        """What tells this save from all others; the same on all ranks."""
+        return self.temporary.name.rpartition(".saving-")[2]
+
     def together(self, step: Callable[[], T]) -> list[T]:
         """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
         try:

@@ -14,7 +14,14 @@ import shutil
 import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows
+    _fcntl = None  # type: ignore[assignment]
+fcntl: ModuleType | Any = _fcntl
 
 __all__ = ["LOCAL", "Disk"]
 
@@ -28,6 +35,20 @@ class Disk:
     def open_new(self, path: Path) -> int:
         """Create a file that must not exist and open it for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+
+    def set_direct(self, descriptor: int, direct: bool) -> bool:
+        """Ask for writes past the page cache, or take that back; returns whether they now go past it."""
+        if fcntl is None or not hasattr(os, "O_DIRECT"):
+            return False
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        flags = flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return False
+        return direct
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of ``data`` and return how many bytes were taken."""

@@ -4,6 +4,7 @@ AccelError
 └── CheckpointError (RuntimeError)
     ├── CheckpointNotFoundError (FileNotFoundError)  there is no checkpoint, file or part of that name
     ├── CheckpointSaveError (OSError)        a save failed; what was there before is still there
+    ├── SaveInProgressError                  another save is still under way, and was not to be waited for
     ├── CorruptCheckpointError (ValueError)  a file is truncated, changed, or not what its header says
     ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
     ├── MissingPartError (KeyError)          a part of a training state was not saved
@@ -26,6 +27,7 @@ __all__ = [
     "CorruptCheckpointError",
     "MissingPartError",
     "NameCollisionError",
+    "SaveInProgressError",
     "StateMismatchError",
     "UninitializedTensorError",
     "UnsafeCheckpointError",
@@ -43,6 +45,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointSaveError(CheckpointError, OSError):
     """A save failed; nothing that was there before has been lost."""
+
+
+class SaveInProgressError(CheckpointError):
+    """Another save is still under way in the background, and the caller did not want to wait for it."""
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):

@@ -11,16 +11,8 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
-from accel_ckpt.disk import LOCAL, Disk
-
-try:
-    import fcntl as _fcntl
-except ImportError:  # Windows
-    _fcntl = None  # type: ignore[assignment]
-fcntl: ModuleType | Any = _fcntl
+from accel_ckpt.disk import LOCAL, Disk, fcntl
 
 __all__ = [
     "TemporaryFolder",
@@ -77,7 +69,7 @@ class TemporaryFolder:
     def release(self) -> None:
         """Give up the lock; the folder stays."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            _unlock(self._descriptor)
             self._descriptor = None
 
 
@@ -90,6 +82,13 @@ def _try_lock(descriptor: int) -> bool:
         logger.info("folders of this file system cannot be locked: %s", error)
         return False
     return True
+
+
+def _unlock(descriptor: int) -> None:
+    # Closing is not enough: processes forked meanwhile, such as a loader's workers, have the lock in common with us.
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def host_token(random: str) -> str:
@@ -156,7 +155,7 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
     try:
         yield
     finally:
-        os.close(descriptor)
+        _unlock(descriptor)
 
 
 def _lock(directory: Path, until: float) -> int:
@@ -166,7 +165,7 @@ def _lock(directory: Path, until: float) -> int:
             return descriptor
         if time.monotonic() >= until:
             return descriptor
-        os.close(descriptor)  # another save holds it, or has put another folder in its place
+        _unlock(descriptor)  # another save holds it, or has put another folder in its place
         time.sleep(0.005)
 
 

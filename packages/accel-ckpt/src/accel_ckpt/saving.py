@@ -30,7 +30,7 @@ from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import convert_file_size_to_int, divide
 from accel_ckpt.sharded import Box, is_sharded, local_boxes, sharding_metadata, tied_boxes
 from accel_ckpt.tensors import as_bytes
-from accel_ckpt.writer import FileRecord, json_bytes, write_bytes, write_safetensors
+from accel_ckpt.writer import FileRecord, check_writable, json_bytes, write_bytes, write_safetensors
 
 __all__ = ["PlannedFile", "StateDraft", "StatePlan", "Tree", "save_training_state"]
 
@@ -263,6 +263,8 @@ class StateDraft:
             if held and not plain:
                 homes.append(())
                 continue
+            if safe_serialization:
+                _check_writable(plain)
             model = plan_model_files(plain, max_shard_size, safe_serialization, stem)
             files += [PlannedFile(name, part, model.write) for name, part in model.shards.items()]
             homes.append(tuple(model.shards))
@@ -270,6 +272,7 @@ class StateDraft:
                 suffix = "safetensors" if safe_serialization else "bin"
                 texts[f"{stem}.{suffix}.index.json"] = model.index.encode()
         boxes["state"], tensors = _take_boxes(tensors)
+        _check_writable({**tensors, **own})
         prefixes = tuple(f"{name}." for name in replicated)
         alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
         return cls(rank, leads, texts, tuple(files), tuple(homes), tensors, alike, boxes, own)
@@ -356,6 +359,11 @@ def _any_of(keys: Iterable[str], stem: str) -> bool:
 
 def _name_of(key: str) -> str:
     return key.partition("/")[2]
+
+
+def _check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        check_writable(name, tensor)
 
 
 def _take_boxes(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, Box], dict[str, torch.Tensor]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
+from accel_ckpt.blocks import BlockStream
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
@@ -28,9 +28,6 @@ __all__ = [
     "write_safetensors_from",
     "write_torch",
 ]
-
-# Bytes per write: enough for the disk's full rate, and little enough to be in the cache still for the hash.
-_CHUNK = 1 << 24
 
 # Bytes. Kernels may take another path, and round otherwise, for memory that is less aligned.
 _ALIGNMENT = 64
@@ -52,10 +49,8 @@ class FileWriter(io.RawIOBase):
     def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
         super().__init__()
         self.path = path
-        self.disk = disk
-        self.size = 0
-        self.hash = xxhash.xxh3_64()
         self.descriptor = disk.open_new(path)
+        self._stream = BlockStream(self.descriptor, disk)
 
     def writable(self) -> bool:
         """It is."""
@@ -64,23 +59,19 @@ class FileWriter(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write all of ``data``."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), _CHUNK):
-            chunk = view[start : start + _CHUNK]
-            self.hash.update(chunk)
-            while chunk:
-                chunk = chunk[self.disk.write(self.descriptor, chunk) :]
-        self.size += len(view)
+        self._stream.write(view)
         return len(view)
 
     def finish(self) -> FileRecord:
         """Put the content on the disk and say what it is."""
-        self.disk.fsync(self.descriptor)
+        self._stream.finish()
         self.close()
-        return FileRecord(self.size, self.hash.hexdigest())
+        return FileRecord(self._stream.size, self._stream.hash.hexdigest())
 
     def close(self) -> None:
         """Close the file, finished or not."""
         if not self.closed:
+            self._stream.settle()
             os.close(self.descriptor)
         super().close()
 
@@ -121,7 +112,7 @@ def write_safetensors(
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
     for name, tensor in tensors.items():
-        _check_writable(name, tensor)
+        check_writable(name, tensor)
     about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     return write_safetensors_from(path, about, lambda name: (tensors[name],), metadata, disk)
 
@@ -188,7 +179,8 @@ def _alignment_order(name: str, shape: Sequence[int], dtype: torch.dtype) -> tup
     return bool(math.prod(shape) * dtype.itemsize % _ALIGNMENT), -dtype.itemsize, name
 
 
-def _check_writable(name: str, tensor: torch.Tensor) -> None:
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raise UnsupportedValueError unless a tensor can be written to a safetensors file."""
     reason = None
     if tensor.device.type == "meta":
         reason = "is on the meta device and has no values; load its weights first"

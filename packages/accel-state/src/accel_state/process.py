@@ -23,7 +23,7 @@ from accel_state.devices import (
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.exchange import Channel, Channels
-from accel_state.process_group import OPTIONS, Membership, adopt, join
+from accel_state.process_group import OPTIONS, Membership, adopt, client_of, join
 from accel_state.splitting import split_for_rank
 from accel_state.system import set_numa_affinity
 from accel_state.topology import Topology, detect
@@ -209,6 +209,15 @@ class PartialState:
     def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
         """What a collective of ``group`` (None: all ranks) uses; None where there is nobody to talk to."""
         return None if self.channels is None else self.channels.of(group)
+
+    def connect(self, prefix: str) -> Store | None:
+        """A connection of its own to ``store``, for keys that begin with ``prefix``, so that waiting blocks nobody
+        else; None without a process group.
+
+        Raises:
+            LaunchError: the store does not answer, because rank 0, in which it lives, has ended.
+        """
+        return None if self.store is None else client_of(self.store, prefix)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.

@@ -36,7 +36,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel_state.errors import CollectiveMismatchError
 
-__all__ = ["REPORT_AFTER", "Peer", "Watch", "Watched", "call_site", "judge"]
+__all__ = [
+    "REPORT_AFTER",
+    "Peer",
+    "Watch",
+    "Watched",
+    "birth_of",
+    "call_site",
+    "judge",
+    "this_machine",
+]
 
 REPORT_AFTER = 30.0
 """Seconds that a collective waits before it is reported."""
@@ -171,7 +180,7 @@ class Watch:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._identity = {"machine": _machine(), "pid": os.getpid(), "born": _birth(os.getpid())}
+        self._identity = {"machine": this_machine(), "pid": os.getpid(), "born": birth_of(os.getpid())}
         self.report_after = report_after
 
     @property
@@ -416,8 +425,8 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> Peer:
         return Peer(rank)
     number, operation, site = record["at"].get(channel, (0, None, None))
     gone = record["gone"]
-    if gone is None and record["machine"] is not None and record["machine"] == _machine():
-        gone = None if _birth(record["pid"]) == record["born"] else f"process {record['pid']} has ended"
+    if gone is None and record["machine"] is not None and record["machine"] == this_machine():
+        gone = None if birth_of(record["pid"]) == record["born"] else f"process {record['pid']} has ended"
     return Peer(rank, number, operation, site, gone)
 
 
@@ -430,7 +439,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
 
 
-def _machine() -> str | None:
+def this_machine() -> str | None:
     """What two processes that can see each other's ids have in common; None where that is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -439,7 +448,7 @@ def _machine() -> str | None:
         return None
 
 
-def _birth(pid: int) -> str | None:
+def birth_of(pid: int) -> str | None:
     """When a process started, in the kernel's ticks; None when it has ended, reaped or not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accel_ckpt.background import BackgroundSaver, SaveHandle
 from accel_state import collectives
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.environment import get_int_from_env
@@ -177,6 +178,7 @@ class Accelerator:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._hooks = checkpoint.Hooks()
+        self._saver = BackgroundSaver()
         self._custom_objects: list[Any] = []
         self._ledger = LoaderLedger()
         self._accumulator = Accumulator(
@@ -687,8 +689,15 @@ class Accelerator:
         return summed
 
     def end_training(self) -> None:
-        """Leave the process group; the last call of a script."""
-        self._process.destroy_process_group()
+        """Finish what is being saved, and leave the process group; the last call of a script.
+
+        Raises:
+            CheckpointSaveError: an asynchronous save has failed.
+        """
+        try:
+            self._saver.drain()
+        finally:
+            self._process.destroy_process_group()
 
     # Saving
 
@@ -722,15 +731,58 @@ class Accelerator:
         """Call `hook(models, input_dir)` before `load_state` loads; returns a removable handle."""
         return self._hooks.add_load(hook)
 
+    @overload
     def save_state(
-        self, output_dir: str | Path | None = None, safe_serialization: bool = True, **save_model_kwargs: Any
-    ) -> Path:
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: Literal[False] = False,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        **save_model_kwargs: Any,
+    ) -> Path: ...
+
+    @overload
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: Literal[True],
+        when_busy: Literal["wait", "refuse"] = "wait",
+        **save_model_kwargs: Any,
+    ) -> SaveHandle: ...
+
+    def save_state(
+        self,
+        output_dir: str | Path | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: bool = False,
+        when_busy: Literal["wait", "refuse"] = "wait",
+        **save_model_kwargs: Any,
+    ) -> Path | SaveHandle:
         """Save everything prepared and registered; the folder appears when it is complete.
 
+        Args:
+            output_dir: the folder; unused with automatic naming.
+            safe_serialization: weights as safetensors, or as files of `torch.save`.
+            asynchronous: return when what training may change is copied, and write in the background. Parameters and
+                optimizer states are copied in the background too, and prepared optimizers wait for it before their
+                next step. Change them otherwise only after `handle.wait_staged()`.
+            when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
+            save_model_kwargs: none is known; anything raises.
+
         Returns:
-            The folder.
+            The folder, or with `asynchronous` a handle with `done()`, `result()`, `staged()` and `wait_staged()`.
+
+        Raises:
+            CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed.
+            SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
-        return checkpoint.save_state(self, output_dir, safe_serialization, **save_model_kwargs)
+        return checkpoint.save_state(
+            self, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+        )
 
     def load_state(
         self,

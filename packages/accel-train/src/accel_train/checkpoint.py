@@ -18,6 +18,7 @@ from accel_train.errors import OptionError
 from accel_train.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
+    from accel_ckpt.background import SaveHandle, WhenBusy
     from accel_train.accelerator import Accelerator
 
 __all__ = [
@@ -118,14 +119,21 @@ def _writes(accelerator: Accelerator) -> bool:
 
 
 def save_state(
-    accelerator: Accelerator, output_dir: str | Path | None, safe_serialization: bool, **kwargs: Any
-) -> Path:
+    accelerator: Accelerator,
+    output_dir: str | Path | None,
+    safe_serialization: bool,
+    asynchronous: bool,
+    when_busy: WhenBusy,
+    **kwargs: Any,
+) -> Path | SaveHandle:
     """See `Accelerator.save_state`."""
     if kwargs:
         raise OptionError(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
     config = accelerator.project_configuration
+    saver = accelerator._saver
+    saver.make_room(when_busy)
     directory = _target(accelerator, output_dir)
     accelerator._plan.precision.settle()
     weights = [model_state_dict(model) for model in accelerator._models]
@@ -134,19 +142,29 @@ def save_state(
         for hook in accelerator._hooks.save.values():
             hook(accelerator._models, weights, str(folder))
 
-    saved = accel_ckpt.save_training_state(
-        directory,
-        models=weights,
-        shared=_shared(accelerator),
-        per_rank={"rng": get_rng_state()},
-        replicated=_replicated(accelerator),
-        safe_serialization=safe_serialization,
-        each_node=config.save_on_each_node,
-        before_write=run_hooks,
-    )
+    def prune() -> None:
+        if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(accelerator):
+            accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
+
+    parts: dict[str, Any] = {
+        "models": weights,
+        "shared": _shared(accelerator),
+        "per_rank": {"rng": get_rng_state()},
+        "replicated": _replicated(accelerator),
+        "safe_serialization": safe_serialization,
+        "each_node": config.save_on_each_node,
+        "before_write": run_hooks,
+    }
+    saved: Path | SaveHandle
+    if asynchronous:
+        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+        saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
+        if any(hasattr(optimizer, "eval") for optimizer in optimizers):
+            saved.wait_staged()  # schedule-free optimizers change parameters between steps, too
+    else:
+        saved = accel_ckpt.save_training_state(directory, **parts)
+        prune()
     config.iteration += 1
-    if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(accelerator):
-        accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
     return saved
 
 
@@ -229,6 +247,7 @@ def load_state(
         raise OptionError(
             f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out."
         )
+    accelerator._saver.make_room()
     found: list[_Saved] = []
 
     def read() -> None:
