@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 
 import pytest
 
@@ -10,6 +11,14 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add ``--full``."""
     parser.addoption("--full", action="store_true", help="also run the tests marked `full`, which take long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Heed the signals that tests send; a run that was started by nohup or in the background ignores them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @functools.cache

@@ -161,8 +161,8 @@ def test_installed_versions_are_compared():
     installed = importlib.metadata.version("torch")
     assert compare_versions("torch", "==", installed)
     assert is_torch_version("==", installed)
-    assert is_torch_version(">=", "2.13.0")
-    assert torch_version == Version(torch.__version__)
+    assert is_torch_version(">=", "2.8.0")
+    assert torch_version.public == Version(torch.__version__).public  # builds differ in their local part
 
 
 def test_wrong_comparisons_are_named():

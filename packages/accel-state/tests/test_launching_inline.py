@@ -13,6 +13,7 @@ import pytest
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching import inline
 from accel_state.launching.inline import debug_launcher, notebook_launcher
+from testkit import worlds
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -25,7 +26,7 @@ def run(body, folder, timeout=60, **environ):
     )
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     variables |= {"PYTHONPATH": os.pathsep.join(sys.path), **environ}
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, str(script)],
         env=variables,
         cwd=folder,
@@ -33,6 +34,8 @@ def run(body, folder, timeout=60, **environ):
         text=True,
         timeout=timeout,
     )
+    done.stdout = worlds.without_gloo_notes(done.stdout)
+    return done
 
 
 @forks

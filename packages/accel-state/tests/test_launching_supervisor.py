@@ -21,10 +21,6 @@ DRIVER = Path(__file__).with_name("launching_driver.py")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups of POSIX systems")
 
 
-def _heed_hangups():
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
 class Launcher:
     """Starts the launcher on scripts, and finds what it left running."""
 
@@ -49,8 +45,6 @@ class Launcher:
             "stdout": subprocess.PIPE,
             "stderr": subprocess.PIPE,
             "stdin": subprocess.DEVNULL,
-            # Ignored signals are inherited: a suite that was started by nohup must not change what is tested.
-            "preexec_fn": _heed_hangups if os.name == "posix" else None,
         } | options
         return subprocess.Popen(
             [sys.executable, str(DRIVER), "--cpu", *words],
@@ -287,9 +281,7 @@ def test_ranks_without_handler_end_at_once_on_sigterm(launcher):
 
 @posix
 def test_a_closed_terminal_ends_the_ranks(launcher):
-    # Those who run the tests may have started them with nohup.
-    listens = {"preexec_fn": lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)}
-    process = launcher.start("--num_processes", "2", launcher.script(SLEEP), **listens)
+    process = launcher.start("--num_processes", "2", launcher.script(SLEEP))
     wait_for(launcher.folder / "ready_*", 2)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=10)

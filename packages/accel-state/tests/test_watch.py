@@ -50,7 +50,8 @@ def launch(script: str, world: int, environ: dict[str, str] | None = None, timeo
     try:
         for process in processes:
             out, err = process.communicate(timeout=timeout)
-            results.append((process.returncode, out.decode(), err.decode(), time.monotonic() - begin))
+            text = worlds.without_gloo_notes(out.decode())
+            results.append((process.returncode, text, err.decode(), time.monotonic() - begin))
     finally:
         for process in processes:
             process.kill()
