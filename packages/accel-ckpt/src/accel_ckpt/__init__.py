@@ -31,6 +31,7 @@ __getattr__, __dir__, __all__ = attach(
             "UnsafeCheckpointError",
             "UnsupportedValueError",
         ],
+        "accel_ckpt.hub": ["push_to_hub"],
         "accel_ckpt.index": [
             "SAFE_WEIGHTS_INDEX_NAME",
             "SAFE_WEIGHTS_NAME",

@@ -29,6 +29,7 @@ from accel_ckpt.errors import StateMismatchError as StateMismatchError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
 from accel_ckpt.errors import UnsafeCheckpointError as UnsafeCheckpointError
 from accel_ckpt.errors import UnsupportedValueError as UnsupportedValueError
+from accel_ckpt.hub import push_to_hub as push_to_hub
 from accel_ckpt.index import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
 from accel_ckpt.index import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_ckpt.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME

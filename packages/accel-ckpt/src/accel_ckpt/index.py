@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -19,6 +20,7 @@ __all__ = [
     "find_weights",
     "index_text",
     "inside",
+    "is_weight_file",
     "read_index",
 ]
 
@@ -26,6 +28,10 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "pytorch_model.bin"
 WEIGHTS_INDEX_NAME = "pytorch_model.bin.index.json"
+_WEIGHT_FILE = re.compile(
+    r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
+    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +106,11 @@ def index_text(weight_map: Mapping[str, str], total_size: int) -> str:
         )
         + "\n"
     )
+
+
+def is_weight_file(name: str) -> bool:
+    """Whether `save_model` gives such names, so that a later save into the folder removes the file."""
+    return _WEIGHT_FILE.fullmatch(name) is not None
 
 
 def find_weights(checkpoint: Path) -> WeightFiles:

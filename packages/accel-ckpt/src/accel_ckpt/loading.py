@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from accel_ckpt import hub
 from accel_ckpt.convert.sources import find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
@@ -97,12 +98,18 @@ def _about(shard: MappedShard | dict[str, torch.Tensor], key: str) -> tuple[torc
 class _BroadcastWeights:
     """The weights that rank 0 has opened; every ``tensor`` is a collective."""
 
-    def __init__(self, checkpoint: str | os.PathLike[str], coordinator: Coordinator) -> None:
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        coordinator: Coordinator,
+        revision: str | None,
+        token: str | bool | None,
+    ) -> None:
         self.opened: WeightSource | None = None
 
         def open_on_rank_0() -> Any:
             if coordinator.rank == 0:
-                self.opened = open_weights(checkpoint)
+                self.opened = open_weights(checkpoint, revision=revision, token=token)
                 return dict(self.opened.about)
             return None
 
@@ -126,12 +133,25 @@ class _BroadcastWeights:
         return received
 
 
-def open_weights(checkpoint: str | os.PathLike[str]) -> WeightSource:
+def open_weights(
+    checkpoint: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
+) -> WeightSource:
     """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
     yet.
 
     Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
+
+    Args:
+        checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
     """
+    if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
+        checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
+    elif revision is not None or token is not None:
+        raise ValueError(
+            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
+        )
     source = find_source(Path(checkpoint))
     return _MappedWeights(source) if isinstance(source, WeightFiles) else open_pieces(source)
 
@@ -195,6 +215,9 @@ def load_checkpoint_in_model(
     strict: bool | None = None,
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
 ) -> LoadReport:
     """Load weights into a model that is on one device, or on none yet.
 
@@ -205,7 +228,8 @@ def load_checkpoint_in_model(
     Args:
         model: changed in place.
         checkpoint: a file, an index, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an
-            index.
+            index, or of a distributed checkpoint. A string ``org/name`` that is no local path is a repository
+            of a hub, whose weights are downloaded to huggingface_hub's cache.
         device_map: ``None``: every tensor stays on its device, those without one go to the CPU. ``{"":
             device}``: all go there, buffers that no checkpoint holds included.
         offload_folder: for maps with several devices; accel-bigmodel's.
@@ -221,6 +245,8 @@ def load_checkpoint_in_model(
         full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
         broadcast_from_rank0: rank 0 reads and sends every tensor to the others, which need not see the files.
             Collective.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
 
     Returns:
         What was missing, unexpected or of another shape.
@@ -260,7 +286,9 @@ def load_checkpoint_in_model(
     coordinator = default_coordinator() if broadcast_from_rank0 else SingleProcess()
     source: WeightSource
     source = (
-        _BroadcastWeights(checkpoint, coordinator) if coordinator.world_size > 1 else open_weights(checkpoint)
+        _BroadcastWeights(checkpoint, coordinator, revision, token)
+        if coordinator.world_size > 1
+        else open_weights(checkpoint, revision=revision, token=token)
     )
     targets = _targets(model)
     report, steps = _compare(source, targets)

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from accel_ckpt import hub
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.index import (
     SAFE_WEIGHTS_INDEX_NAME,
     WEIGHTS_INDEX_NAME,
     index_text,
+    is_weight_file,
 )
 from accel_ckpt.manifest import MANIFEST_NAME
 from accel_ckpt.names import canonical_state_dict
@@ -45,11 +47,6 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 ]
 """What ``load`` allows besides tensors: NumPy arrays and scalars of plain types."""
 
-_WEIGHT_FILE = re.compile(
-    r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
-    r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
-)
-
 _PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
 _DEAD = 600  # seconds without a write
 
@@ -60,6 +57,10 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
     *,
+    push_to_hub: str | None = None,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    commit_message: str | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
     """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
@@ -76,17 +77,29 @@ def save_model(
         max_shard_size: bytes per file, or a size such as ``"5GB"``; 10 GB as in Accelerate. A larger tensor
             gets a file of its own.
         safe_serialization: safetensors, or else files of ``torch.save``.
+        push_to_hub: a repository ``org/name`` to upload the weights to afterwards, see :func:`push_to_hub`.
+        token: for the upload; by default the one that was logged in with.
+        private: whether a repository that is made is private.
+        commit_message: of the upload.
         disk: where.
 
     Returns:
         The names of the files written, the index included.
 
     Raises:
-        CheckpointSaveError: the folder is a file, or is a training state.
+        CheckpointSaveError: the folder is a file, or is a training state; or the upload failed, and the weights are
+            in the folder.
+        MissingDependencyError: ``push_to_hub`` without huggingface_hub.
         UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
             layout that the format does not know.
     """
     limit = convert_file_size_to_int(max_shard_size)
+    if push_to_hub is not None:
+        hub.check_repo_id(push_to_hub)
+    elif given := [
+        n for n, v in (("token", token), ("private", private), ("commit_message", commit_message)) if v
+    ]:
+        raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
     state_dict = weights_of(model)
     directory = Path(save_directory)
     check_weights_folder(directory)
@@ -94,7 +107,10 @@ def save_model(
         state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
     )
     writers = {name: partial(files.write, tensors=part, disk=disk) for name, part in files.shards.items()}
-    return publish_weights(directory, writers, files.index, safe_serialization, disk)
+    written = publish_weights(directory, writers, files.index, safe_serialization, disk)
+    if push_to_hub is not None:
+        hub.push_to_hub(directory, push_to_hub, token=token, private=private, commit_message=commit_message)
+    return written
 
 
 def check_weights_folder(directory: Path) -> None:
@@ -151,11 +167,6 @@ def publish_weights(
             disk.unlink(path)
     disk.sync_directory(directory)
     return tuple(written)
-
-
-def is_weight_file(name: str) -> bool:
-    """Whether `save_model` gives such names, so that a later save into the folder removes the file."""
-    return _WEIGHT_FILE.fullmatch(name) is not None
 
 
 def _is_dead_part(path: Path, now: float) -> bool:

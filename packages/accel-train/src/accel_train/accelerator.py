@@ -711,9 +711,36 @@ class Accelerator:
         save_directory: str | Path,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        push_to_hub: str | None = None,
+        token: str | bool | None = None,
+        private: bool | None = None,
+        commit_message: str | None = None,
     ) -> None:
-        """Write a model's weights so that transformers, safetensors and torch can read them."""
-        checkpoint.save_model(self, model, save_directory, max_shard_size, safe_serialization)
+        """Write a model's weights so that transformers, safetensors and torch can read them.
+
+        Args:
+            model: prepared or not.
+            save_directory: the folder; weights of an earlier save in it are replaced.
+            max_shard_size: bytes per file, or a size such as ``"5GB"``.
+            safe_serialization: safetensors, or else ``.bin``.
+            push_to_hub: a repository ``org/name``; the main process uploads the saved weights to it. All processes
+                must call then, and all raise if it fails.
+            token: for the upload; by default the one that was logged in with.
+            private: whether a repository that is made is private.
+            commit_message: of the upload.
+        """
+        checkpoint.save_model(
+            self,
+            model,
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            push_to_hub,
+            token=token,
+            private=private,
+            commit_message=commit_message,
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""

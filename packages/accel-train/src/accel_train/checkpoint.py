@@ -101,16 +101,29 @@ def save_model(
     save_directory: str | Path,
     max_shard_size: int | str,
     safe_serialization: bool,
+    push_to_hub: str | None,
+    **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
-    if not _writes(accelerator):
-        return
-    accel_ckpt.save_model(
-        extract_model_from_parallel(model, keep_torch_compile=False),
-        save_directory,
-        max_shard_size=max_shard_size,
-        safe_serialization=safe_serialization,
-    )
+
+    def write() -> None:
+        if _writes(accelerator):
+            uploads = accelerator.is_main_process
+            accel_ckpt.save_model(
+                extract_model_from_parallel(model, keep_torch_compile=False),
+                save_directory,
+                max_shard_size=max_shard_size,
+                safe_serialization=safe_serialization,
+                push_to_hub=push_to_hub if uploads else None,
+                **(upload if uploads else {}),
+            )
+
+    if push_to_hub is None:
+        write()
+    else:
+        accel_ckpt.run_together(
+            write, accel_ckpt.default_coordinator(), doing=f"uploading the model to {push_to_hub}"
+        )
 
 
 def _writes(accelerator: Accelerator) -> bool:
