@@ -215,3 +215,40 @@ def test_an_incomplete_folder_is_no_step(tmp_path):
     assert checkpointer.steps() == [1]
     with pytest.raises(CheckpointSaveError, match="step_2 exists"):
         checkpointer.save(2, {"n": 2})
+
+
+def test_a_save_in_the_background_is_the_one_that_was_asked_for(tmp_path):
+    state = training()
+    train(state, 2)
+    checkpointer = Checkpointer(tmp_path, keep=2)
+    handles = []
+    expected = []
+    for step in (2, 3, 4):
+        expected.append(copy.deepcopy(state["model"].state_dict()))
+        handles.append(checkpointer.save(step, state, per_rank={"random": RandomState()}, asynchronous=True))
+        train(state, 1)
+    checkpointer.wait()
+    assert [handle.result().name for handle in handles] == ["step_2", "step_3", "step_4"]
+    assert checkpointer.steps() == [3, 4]
+    for step in (3, 4):
+        weights = open_training_state(tmp_path / f"step_{step}").models[0]
+        assert all(torch.equal(weights[name], value) for name, value in expected[step - 2].items())
+    other = training(seed=1)
+    assert checkpointer.load(other) == 4
+    assert other["progress"]["step"] == 4
+
+
+def test_a_failure_in_the_background_is_told_by_the_next_call(tmp_path, monkeypatch):
+    from accel_ckpt.disk import Disk
+
+    def full(self, descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    checkpointer = Checkpointer(tmp_path)
+    monkeypatch.setattr(Disk, "write", full)
+    checkpointer.save(1, {"n": torch.ones(100)}, asynchronous=True)
+    with pytest.raises(CheckpointSaveError, match="No space left"):
+        checkpointer.save(2, {"n": torch.ones(100)})
+    monkeypatch.undo()
+    assert checkpointer.steps() == []
+    checkpointer.save(2, {"n": torch.ones(100)})

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import nn
 
+from accel_ckpt.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.errors import (
@@ -92,32 +93,71 @@ class Checkpointer:
         self.keep = keep
         self.max_shard_size = max_shard_size
         self._coordinator = coordinator
+        self._saver = BackgroundSaver()
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in rising order."""
         return [_step_of(path) for path in complete_checkpoints(self.directory, _PREFIX)]
 
-    def save(self, step: int, state: Mapping[str, Any], *, per_rank: Mapping[str, Any] | None = None) -> Path:
-        """Save a state. Collective; returns when the checkpoint is complete and on the disk.
+    @overload
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: Literal[False] = False,
+        when_busy: WhenBusy = "wait",
+    ) -> Path: ...
+
+    @overload
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: Literal[True],
+        when_busy: WhenBusy = "wait",
+    ) -> SaveHandle: ...
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        per_rank: Mapping[str, Any] | None = None,
+        asynchronous: bool = False,
+        when_busy: WhenBusy = "wait",
+    ) -> Path | SaveHandle:
+        """Save a state. Collective; returns when the checkpoint is complete and on the disk, or with a handle.
 
         Args:
             step: its number. One that exists, or is below one that exists, is refused: an older run would be mixed
                 into this one.
             state: see ``Checkpointer``.
             per_rank: a state of which every rank has its own.
+            asynchronous: write in the background. Optimizers wait before their next step until their part is
+                copied; before anything else changes modules in place, ask ``handle.staged()``.
+            when_busy: while an earlier save goes on in the background, ``"wait"`` for it or ``"refuse"``.
 
         Returns:
-            The checkpoint's folder.
+            The checkpoint's folder; of an asynchronous save its handle, whose ``result()`` is the folder.
 
         Raises:
-            CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank.
+            CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank; or the
+                earlier save in the background has failed.
+            SaveInProgressError: an earlier save goes on, and ``when_busy`` is ``"refuse"``.
             UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise ValueError(f"step is {step!r}; a checkpoint is numbered by an integer from 0 on")
+        if asynchronous and self._coordinator is not None:
+            raise ValueError("asynchronous saves are those of the process group; leave coordinator out")
+        self._saver.make_room(when_busy)
         ranks = self._ranks()
         target = self.directory / f"{_PREFIX}{step}"
-        collected: list[tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any], list[str]]] = []
+        collected: list[tuple[_Leaves, dict[str, Any]]] = []
 
         def collect() -> None:
             taken = checkpoints_from(self.directory, step, _PREFIX)
@@ -133,22 +173,34 @@ class Checkpointer:
                     f"{', '.join(own.modules)}: a module is no part of per_rank; its weights belong to the state"
                 )
             models = [canonical_state_dict(module.state_dict(), module) for module in leaves.modules.values()]
-            collected.append((models, leaves.dump(), own.dump(), leaves.replicated()))
+            parts = {
+                "models": models,
+                "shared": leaves.dump(),
+                "per_rank": own.dump(),
+                "replicated": leaves.replicated(),
+                "max_shard_size": self.max_shard_size,
+            }
+            collected.append((leaves, parts))
+
+        def prune() -> None:
+            if self.keep is not None and ranks.rank == 0:
+                prune_checkpoints(self.directory, self.keep, _PREFIX)
 
         run_together(collect, ranks, doing=f"saving step {step} to {self.directory}")
-        models, shared, own, replicated = collected[0]
-        saved = save_training_state(
-            target,
-            models=models,
-            shared=shared,
-            per_rank=own,
-            replicated=replicated,
-            max_shard_size=self.max_shard_size,
-            coordinator=ranks,
-        )
-        if self.keep is not None and ranks.rank == 0:
-            prune_checkpoints(self.directory, self.keep, _PREFIX)
+        leaves, parts = collected[0]
+        if asynchronous:
+            return self._saver.save(target, **parts, optimizers=[*leaves.optimizers.values()], after=prune)
+        saved = save_training_state(target, **parts, coordinator=ranks)
+        prune()
         return saved
+
+    def wait(self) -> None:
+        """Wait for the end of a save in the background, if one goes on. Collective.
+
+        Raises:
+            CheckpointSaveError: it has failed.
+        """
+        self._saver.make_room()
 
     def load(
         self,
@@ -174,6 +226,7 @@ class Checkpointer:
             CorruptCheckpointError: a file is not what was written.
             StateMismatchError: the state has other parts, names or shapes than the one saved.
         """
+        self.wait()
         ranks = self._ranks()
         found: list[tuple[int, list[Callable[[], object]]]] = []
 
