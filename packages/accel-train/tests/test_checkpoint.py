@@ -1,6 +1,9 @@
 """Saving and loading through the façade, on one process."""
 
 import json
+import os
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -9,8 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
-from accel_train import Accelerator, OptionError, ProjectConfiguration
+from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, Manifest, StateMismatchError
+from accel_train import Accelerator, GradScalerKwargs, OptionError, ProjectConfiguration
+from accel_train.training_state import read
 
 
 def build(accelerator, seed=0, width=4):
@@ -161,17 +165,56 @@ def test_nothing_is_changed_when_a_part_is_damaged(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before[0], snapshot(*parts[:3])[0], strict=True))
 
 
-def test_t7_a_rank_without_random_state_is_an_error_unless_allowed(tmp_path):
+def pretend(accelerator, **shared):
+    """Let the process seem to be another rank, or to be in another world."""
+    before = dict(accelerator._process._shared_state)
+    accelerator._process._shared_state.update(shared)
+    return before
+
+
+def test_t7_a_missing_random_state_is_an_error_unless_allowed(tmp_path, monkeypatch):
     accelerator = Accelerator()
     build(accelerator)
-    accelerator.save_state(tmp_path / "state")
-    accelerator._process._shared_state["process_index"] = 1
+    folder = accelerator.save_state(tmp_path / "state")
+    manifest = Manifest.read(folder)  # as if node 1, with rank 1, had saved to a disk of its own
+    monkeypatch.setattr(Manifest, "read", lambda folder: replace(manifest, world_size=2))
+    before = pretend(accelerator, process_index=1, num_processes=2)
     try:
         with pytest.raises(CheckpointNotFoundError, match="rank 1"):
-            accelerator.load_state(tmp_path / "state")
-        accelerator.load_state(tmp_path / "state", allow_missing_rng=True)
+            read(accelerator, folder, allow_missing_rng=False, trust_custom_objects=False)
+        saved = read(accelerator, folder, allow_missing_rng=True, trust_custom_objects=False)
+        assert saved.rng is None
     finally:
-        accelerator._process._shared_state["process_index"] = 0
+        accelerator._process._shared_state.update(before)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors"])
+def test_t7_an_unreadable_random_state_is_an_error_even_if_it_may_be_missing(tmp_path, name):
+    accelerator = Accelerator()
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    (folder / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=name):
+        accelerator.load_state(folder, allow_missing_rng=True)
+
+
+def test_t9_a_rank_that_is_new_derives_its_random_state(tmp_path, caplog):
+    accelerator = Accelerator()
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    drawn = []
+    for rank in (0, 1, 2, 1):
+        before = pretend(accelerator, process_index=rank, num_processes=3)
+        try:
+            saved = read(accelerator, folder, allow_missing_rng=False, trust_custom_objects=False)
+        finally:
+            accelerator._process._shared_state.update(before)
+        drawn.append(saved.rng["torch"])
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert "rank 1, 2 is new and derives its random state" in caplog.text
 
 
 def test_other_objects_than_were_saved_are_named(tmp_path):
@@ -247,3 +290,173 @@ def test_a_run_resumed_by_skipping_can_be_saved_and_resumed_again(tmp_path):
     accelerator.load_state(tmp_path / "second")
     rest = [batch.tolist() for batch in accelerator.skip_first_batches(loader, 4)]
     assert rest == whole[4:]
+
+
+class Held:
+    """A registered object whose state is whatever it is given."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_t25_a_trusted_pickle_needs_the_word_twice(tmp_path):
+    accelerator = Accelerator()
+    plain, rich = Held({"a": 1}), Held({"what": Fraction(1, 3), "tensor": torch.ones(2)})
+    accelerator.register_for_checkpointing(plain, rich, trusted=True)
+    folder = accelerator.save_state(tmp_path / "state")
+    plain.state = rich.state = None
+    with pytest.raises(
+        ValueError, match=r"object 1 \(Held\) as a pickle.*load_state\(…, trust_custom_objects=True\)"
+    ):
+        accelerator.load_state(folder)
+    assert plain.state is None, "nothing is changed"
+    careless = Accelerator()
+    careless.register_for_checkpointing(Held(), Held())
+    with pytest.raises(ValueError, match=r"register_for_checkpointing\(…, trusted=True\)"):
+        careless.load_state(folder, trust_custom_objects=True)
+    accelerator.load_state(folder, trust_custom_objects=True)
+    assert plain.state == {"a": 1}
+    assert rich.state["what"] == Fraction(1, 3)
+    assert torch.equal(rich.state["tensor"], torch.ones(2))
+
+
+def test_t25_nothing_is_unpickled_without_it(tmp_path):
+    accelerator = Accelerator()
+    held = Held({"bomb": Bomb(tmp_path / "exploded")})
+    accelerator.register_for_checkpointing(held, trusted=True)
+    folder = accelerator.save_state(tmp_path / "state")
+    with pytest.raises(ValueError, match="as a pickle"):
+        accelerator.load_state(folder)
+    assert not (tmp_path / "exploded").exists()
+    accelerator.load_state(folder, trust_custom_objects=True)
+    assert (tmp_path / "exploded").exists(), "the test's pickle does run code"
+
+
+def test_a_skipping_loader_does_not_add_to_the_state(tmp_path):
+    accelerator = Accelerator()
+    *_, loader = build(accelerator)
+    skipping = accelerator.skip_first_batches(loader, 2)
+    iterator = iter(skipping)
+    next(iterator)
+    accelerator.save_state(tmp_path / "state")
+    fresh = Accelerator()
+    *_, loader = build(fresh)
+    fresh.load_state(tmp_path / "state")
+    assert loader.state_dict()["batches_yielded"] == 3
+
+
+def test_the_number_of_the_next_checkpoint_comes_back(tmp_path):
+    accelerator = Accelerator()
+    build(accelerator)
+    for number in range(3):
+        accelerator.save_state(tmp_path / str(number))
+    fresh = Accelerator()
+    build(fresh)
+    fresh.load_state(tmp_path / "1")
+    assert fresh.save_iteration == 2
+
+
+def open_window(steps=4, taken=2, seed=0, precision="no"):
+    """A training in the middle of a window."""
+    accelerator = Accelerator(gradient_accumulation_steps=steps, mixed_precision=precision)
+    parts = build(accelerator, seed=seed)
+    model = parts[0]
+    for number in range(taken):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.full((2, 4), number + 1.0)).sum(), num_items=3 + number)
+    return accelerator, parts
+
+
+def test_gradients_and_counts_of_an_unfinished_window_come_back(tmp_path):
+    accelerator, (model, *_) = open_window()
+    folder = accelerator.save_state(tmp_path / "state")
+    other, (restored, *_) = open_window(taken=0, seed=9)
+    other.load_state(folder)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), restored.parameters(), strict=True)
+    )
+    assert other.sync_gradients is accelerator.sync_gradients is False
+    [window] = other._accumulator.unfinished()
+    assert (window.micro_batches, window.items, window.planned, window.weighted) == (2, 7, 4, True)
+    for each, net in ((accelerator, model), (other, restored)):
+        for _ in range(2):
+            with each.accumulate(net):
+                each.backward(net(torch.ones(2, 4)).sum(), num_items=2)
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), restored.parameters(), strict=True)
+    )
+
+
+def test_gradients_that_were_stepped_with_are_not_saved(tmp_path):
+    accelerator, (model, optimizer, *_) = open_window(steps=1, taken=1)
+    optimizer.step()
+    folder = accelerator.save_state(tmp_path / "state")
+    other, (restored, *_) = open_window(steps=1, taken=0)
+    other.load_state(folder)
+    assert model.weight.grad is not None
+    assert restored.weight.grad is None
+
+
+def test_gradients_of_zeros_come_back_as_zeros(tmp_path):
+    accelerator, (_, optimizer, *_) = open_window(steps=1, taken=1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    folder = accelerator.save_state(tmp_path / "state")
+    other, (restored, *_) = open_window(steps=1, taken=0)
+    other.load_state(folder)
+    assert torch.equal(restored.weight.grad, torch.zeros(1, 4))
+
+
+def test_a_window_of_a_model_that_was_not_prepared_cannot_be_saved(tmp_path):
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    build(accelerator)
+    stranger = nn.Linear(4, 1)
+    with accelerator.accumulate(stranger):
+        accelerator.backward(stranger(torch.ones(2, 4)).sum())
+    with pytest.raises(RuntimeError, match="no part of a prepared model"):
+        accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+
+
+def test_an_update_of_the_loss_scale_that_is_due_is_saved_and_stays_due(tmp_path):
+    def run(save, fresh):
+        scaling = GradScalerKwargs(init_scale=8.0)
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+        model, optimizer, *_ = build(accelerator)
+        scales = []
+        for number in range(4):
+            if number == 2 and fresh:
+                accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+                model, optimizer, *_ = build(accelerator, seed=3)
+                accelerator.load_state(tmp_path / "state")
+            huge = 1e30 if number == 1 else 1.0  # overflows: the step is skipped, and the scale shrinks later
+            accelerator.backward(model(torch.full((2, 4), 1.0)).sum() * huge)
+            optimizer.step()
+            scales.append((accelerator.scaler.get_scale(), optimizer.step_was_skipped))
+            if number == 1 and save:
+                accelerator.save_state(tmp_path / "state")
+            optimizer.zero_grad()
+        return scales, [p.detach().clone() for p in model.parameters()]
+
+    alone, saving, resumed = run(False, False), run(True, False), run(True, True)
+    assert alone[0] == saving[0] == resumed[0]
+    assert [skipped for _, skipped in alone[0]] == [False, True, False, False]
+    assert alone[0][2][0] < alone[0][1][0]
+    for other in (saving, resumed):
+        assert all(torch.equal(a, b) for a, b in zip(alone[1], other[1], strict=True))

@@ -43,6 +43,7 @@ from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.scheduler import AcceleratedScheduler
 from accel_train.state import AcceleratorState, GradientState, register_newest
+from accel_train.training_state import Registered
 from accel_train.unwrap import extract_model_from_parallel
 
 __all__ = ["Accelerator"]
@@ -179,7 +180,7 @@ class Accelerator:
         self._dataloaders: list[Any] = []
         self._hooks = checkpoint.Hooks()
         self._saver = BackgroundSaver()
-        self._custom_objects: list[Any] = []
+        self._custom_objects: list[Registered] = []
         self._ledger = LoaderLedger()
         self._accumulator = Accumulator(
             self._plan.strategy,
@@ -746,9 +747,16 @@ class Accelerator:
         """A model's full state dict under its own names, whatever wraps it."""
         return checkpoint.model_state_dict(model, unwrap)
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`."""
-        checkpoint.register(self._custom_objects, objects)
+    def register_for_checkpointing(self, *objects: Any, trusted: bool = False) -> None:
+        """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`.
+
+        Args:
+            objects: the objects; on loading they must be registered in the same order.
+            trusted: pickle what they return where it is more than plain data and tensors; without it, saving that is
+                an error. A pickle can run any code when it is loaded, so `load_state` needs `trust_custom_objects=True`
+                then.
+        """
+        checkpoint.register(self._custom_objects, objects, trusted)
 
     def register_save_state_pre_hook(self, hook: checkpoint.SaveHook) -> checkpoint.RemovableHandle:
         """Call `hook(models, weights, output_dir)` before `save_state` writes; returns a removable handle."""
@@ -817,6 +825,7 @@ class Accelerator:
         load_kwargs: dict[str, Any] | None = None,
         *,
         allow_missing_rng: bool = False,
+        trust_custom_objects: bool = False,
         **kwargs: Any,
     ) -> Path:
         """Restore what `save_state` saved; without a folder, from the newest complete automatic checkpoint.
@@ -826,7 +835,10 @@ class Accelerator:
         Args:
             input_dir: the folder.
             load_kwargs: must be empty; kept for scripts that pass it.
-            allow_missing_rng: go on with the random state as it is when the checkpoint has none for this rank.
+            allow_missing_rng: go on with the random state as it is when this rank's is missing in the checkpoint. (A
+                rank that is new in a larger world needs no permission: it derives a state from a saved one.)
+            trust_custom_objects: unpickle objects that were registered as `trusted` and saved as pickles. Only for
+                checkpoints of people you trust: a pickle can run any code.
             kwargs: `strict=False` loads models as `load_state_dict(strict=False)` does.
 
         Returns:
@@ -837,7 +849,9 @@ class Accelerator:
             CorruptCheckpointError: a file is not what was written.
             StateMismatchError: other objects are prepared or registered than were saved.
         """
-        return checkpoint.load_state(self, input_dir, load_kwargs, allow_missing_rng, **kwargs)
+        return checkpoint.load_state(
+            self, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, **kwargs
+        )
 
     # The object itself
 

@@ -117,13 +117,30 @@ class Accumulator:
         self._all_optimizers = all_optimizers
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
         self._current: Window | None = None
-        self._last_owner: weakref.ref[Any] | None = None
-        self._manual = Window()  # for backward() outside accumulate()
+        self.last_owner: weakref.ref[Any] | None = None
+        self.manual = Window()  # for backward() outside accumulate()
         self._held_back = 0  # depth of no_sync() contexts
         precision.rescale_waiting = self._rescale_waiting
         self._may_count = True  # false where a rank may be out of data and could not take part
 
     # Windows
+
+    @property
+    def gradient_averaging_ranks(self) -> int:
+        """Ranks over whose gradients a window's end averages."""
+        return self._strategy.gradient_averaging_ranks
+
+    def unfinished(self) -> list[Window]:
+        """Windows that hold micro-batches and go on; one whose last micro-batch is running ends with it."""
+        return [
+            window
+            for window in self._windows.values()
+            if window.micro_batches and not (window is self._current and window.synchronising)
+        ]
+
+    def window_of(self, models: tuple[nn.Module, ...]) -> Window:
+        """The window of a group of models, opened now if there is none."""
+        return self._windows.setdefault(models, Window(models))
 
     def micro_batch(self, models: tuple[nn.Module, ...], loader: _Loader | None) -> _MicroBatch:
         """The context of one micro-batch; see `Accelerator.accumulate`."""
@@ -149,8 +166,8 @@ class Accumulator:
     def forget(self) -> None:
         """Drop every window and the models they were for."""
         self._windows.clear()
-        self._current = self._last_owner = None
-        self._manual.reset()
+        self._current = self.last_owner = None
+        self.manual.reset()
         self.sync_gradients = True
 
     def forget_model(self, model: nn.Module) -> None:
@@ -207,7 +224,7 @@ class Accumulator:
     def _owner(self, window: Window, loader: _Loader | None) -> _Loader | None:
         """The loader whose end ends the window; chosen when the window opens, or when its loader was left early."""
         if loader is not None:
-            window.owner = self._last_owner = weakref.ref(loader)
+            window.owner = self.last_owner = weakref.ref(loader)
             return loader
         ledger = self._ledger
         if window.micro_batches and window.owner is not None:
@@ -220,7 +237,7 @@ class Accumulator:
             return None
         rivals = ledger.interleaved()
         if rivals:
-            previous = self._last_owner() if self._last_owner is not None else None
+            previous = self.last_owner() if self.last_owner is not None else None
             if previous is not active and previous not in rivals:
                 names = ", ".join(sorted(_describe(item) for item in [active, *rivals]))
                 raise AmbiguousLoaderError(
@@ -228,7 +245,7 @@ class Accumulator:
                     "Say it: accelerator.accumulate(model, dataloader=train_loader)."
                 )
             active = previous
-        window.owner = self._last_owner = weakref.ref(active)
+        window.owner = self.last_owner = weakref.ref(active)
         return active
 
     def may_drop_gradients(self) -> bool:
@@ -248,7 +265,7 @@ class Accumulator:
         """See `Accelerator.backward`."""
         window = self._current
         if window is None:
-            manual = self._manual
+            manual = self.manual
             if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
                 self._precision.backward(loss, False, kwargs)
             else:
@@ -363,7 +380,7 @@ class Accumulator:
 
     def _rescale_waiting(self, factor: float) -> None:
         """Multiply the gradients of every open window, each once; the loss scale changed while they waited."""
-        waiting = [window for window in [*self._windows.values(), self._manual] if window.backwards]
+        waiting = [window for window in [*self._windows.values(), self.manual] if window.backwards]
         parameters = (parameter for window in waiting for parameter in self._trained_in(window))
         self._strategy.scale_gradients(parameters, factor)
 
@@ -393,7 +410,7 @@ class Accumulator:
     def __getstate__(self) -> dict[str, Any]:
         # An open window refers to live iterations, which do not travel to another process.
         state = dict(self.__dict__)
-        state.update(_windows={}, _current=None, _last_owner=None, _manual=Window())
+        state.update(_windows={}, _current=None, last_owner=None, manual=Window())
         return state
 
 

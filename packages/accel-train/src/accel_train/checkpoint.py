@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import accel_ckpt
-from accel_state.seeding import get_rng_state, set_rng_state
 from accel_train import foreign
 from accel_train.errors import OptionError
+from accel_train.training_state import Registered, Saved, apply, collect, read
 from accel_train.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     return handle
 
 
-def register(registered: list[Any], objects: tuple[Any, ...]) -> None:
+def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bool) -> None:
     """Add objects to those that a state includes.
 
     Raises:
@@ -78,7 +77,7 @@ def register(registered: list[Any], objects: tuple[Any, ...]) -> None:
             f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(); {', '.join(wrong)} "
             "lack one of them."
         )
-    registered.extend(objects)
+    registered.extend(Registered(item, trusted) for item in objects)
 
 
 def model_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -148,7 +147,7 @@ def save_state(
     saver = accelerator._saver
     saver.make_room(when_busy)
     directory = _target(accelerator, output_dir)
-    accelerator._plan.precision.settle()
+    shared, own = collect(accelerator, copy=asynchronous)
     weights = [model_state_dict(model) for model in accelerator._models]
 
     def run_hooks(folder: Path) -> None:
@@ -161,8 +160,8 @@ def save_state(
 
     parts: dict[str, Any] = {
         "models": weights,
-        "shared": _shared(accelerator),
-        "per_rank": {"rng": get_rng_state()},
+        "shared": shared,
+        "per_rank": own,
         "replicated": _replicated(accelerator),
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
@@ -210,29 +209,6 @@ def _automatic_folder(accelerator: Accelerator) -> Path:
     return Path(project).expanduser() / "checkpoints"
 
 
-def _stateful(accelerator: Accelerator) -> Iterator[tuple[str, Any]]:
-    """Everything but models and optimizers that a state holds, with its key."""
-    for index, scheduler in enumerate(accelerator._schedulers):
-        yield f"scheduler_{index}", scheduler
-    if accelerator.scaler is not None:
-        yield "scaler", accelerator.scaler
-    for index, loader in enumerate(accelerator._dataloaders):
-        yield f"loader_{index}", loader
-    for index, custom in enumerate(accelerator._custom_objects):
-        yield f"custom_{index}", custom
-
-
-def _shared(accelerator: Accelerator) -> dict[str, Any]:
-    shared: dict[str, Any] = {"step": accelerator.step}
-    for index, optimizer in enumerate(accelerator._optimizers):
-        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(
-            optimizer.optimizer, accelerator._models
-        )
-    for key, item in _stateful(accelerator):
-        shared[key] = item.state_dict()
-    return shared
-
-
 def _replicated(accelerator: Accelerator) -> list[str]:
     """The optimizers of which every rank holds the same."""
     strategy = accelerator._plan.strategy
@@ -250,6 +226,7 @@ def load_state(
     input_dir: str | Path | None,
     load_kwargs: dict[str, Any] | None,
     allow_missing_rng: bool,
+    trust_custom_objects: bool,
     **kwargs: Any,
 ) -> Path:
     """See `Accelerator.load_state`."""
@@ -258,61 +235,27 @@ def load_state(
     if kwargs or load_kwargs:
         names = ", ".join(sorted({*kwargs, *(load_kwargs or {})}))
         raise OptionError(
-            f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out."
+            f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out; objects that "
+            "were registered as trusted need trust_custom_objects=True."
         )
     accelerator._saver.make_room()
-    found: list[_Saved] = []
+    found: list[Saved] = []
 
-    def read() -> None:
-        found.append(_read(accelerator, _source(accelerator, input_dir), allow_missing_rng))
+    def work() -> None:
+        directory = _source(accelerator, input_dir)
+        found.append(read(accelerator, directory, allow_missing_rng, trust_custom_objects))
 
     # Ranks agree that everything could be read before anything is changed on any of them.
-    accel_ckpt.run_together(read, accel_ckpt.default_coordinator(), doing="reading the training state")
+    accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
     [saved] = found
     models = list(accelerator._models)
     for hook in accelerator._hooks.load.values():
         hook(models, str(saved.directory))
-    _apply(accelerator, saved, models, strict)
+    apply(accelerator, saved, models, strict)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         taken = accel_ckpt.checkpoints_from(_automatic_folder(accelerator), 0)
         accelerator.project_configuration.iteration = _number(taken[-1]) + 1 if taken else 0
     return saved.directory
-
-
-@dataclass
-class _Saved:
-    """What a checkpoint holds for this rank, read and verified."""
-
-    directory: Path
-    models: list[dict[str, Any]]
-    shared: dict[str, Any]
-    rng: dict[str, Any] | None
-
-
-def _read(accelerator: Accelerator, directory: Path, allow_missing_rng: bool) -> _Saved:
-    if accel_ckpt.is_accelerate_checkpoint(directory):
-        return _Saved(directory, *foreign.read(accelerator, directory, allow_missing_rng))
-    checkpoint = accel_ckpt.open_training_state(directory)
-    shared = dict(checkpoint.shared)
-    _check_parts(accelerator, set(shared), len(checkpoint.models), directory)
-    own = checkpoint.per_rank(accelerator.process_index, allow_missing=allow_missing_rng)
-    models = [checkpoint.models[index] for index in range(len(accelerator._models))]
-    return _Saved(directory, models, shared, None if own is None else own["rng"])
-
-
-def _apply(accelerator: Accelerator, saved: _Saved, models: list[nn.Module], strict: bool) -> None:
-    for model, weights in zip(accelerator._models, saved.models, strict=True):
-        if any(model is kept for kept in models):  # hooks take out what they loaded themselves
-            _load_model(model, weights, strict)
-    for index, optimizer in enumerate(accelerator._optimizers):
-        tree = saved.shared[f"optimizer_{index}"]
-        accel_ckpt.load_optimizer_state(optimizer.optimizer, tree, accelerator._models)
-    for key, item in _stateful(accelerator):
-        if key in saved.shared:  # states of others may lack loaders; ours were checked to be whole
-            item.load_state_dict(saved.shared[key])
-    accelerator.step = saved.shared["step"]
-    if saved.rng is not None:
-        set_rng_state(saved.rng)
 
 
 def _number(directory: Path) -> int:
@@ -333,31 +276,3 @@ def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
         )
     return chosen
-
-
-def _check_parts(accelerator: Accelerator, parts: set[str], models: int, directory: Path) -> None:
-    """Say what does not match, before anything is changed."""
-    prepared = {f"optimizer_{index}" for index in range(len(accelerator._optimizers))}
-    prepared |= {key for key, _ in _stateful(accelerator)}
-    saved = parts - {"step"}
-    problems = []
-    if prepared - saved:
-        problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
-    if saved - prepared:
-        problems.append(f"nothing was prepared or registered for its {', '.join(sorted(saved - prepared))}")
-    if models != len(accelerator._models):
-        problems.append(f"it holds {models} models, and {len(accelerator._models)} were prepared")
-    if problems:
-        raise accel_ckpt.StateMismatchError(
-            f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
-            "the same order, as the script that saved it."
-        )
-
-
-def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
-    plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    own = plain.state_dict()
-    canonical = accel_ckpt.canonical_state_dict({name: name for name in own}, plain)
-    plain.load_state_dict(
-        {canonical.get(name, name): value for name, value in weights.items()}, strict=strict
-    )

@@ -130,6 +130,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Whether the last step was skipped because gradients were not finite."""
         return self._skipped
 
+    @property
+    def gradients_spent(self) -> bool:
+        """Whether the gradients were stepped with and wait for `zero_grad()` to drop them."""
+        return self._spent
+
+    def restore_flags(self, skipped: bool, spent: bool) -> None:
+        """Be where a saved run was between its steps."""
+        self._skipped, self._spent = skipped, spent
+
     def train(self) -> None:
         """Tell a schedule-free optimizer that training begins; others have no such mode."""
         self._switch_mode("train")

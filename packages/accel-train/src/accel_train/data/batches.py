@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from accel_train.data.layout import Layout
 from accel_train.data.orders import (
@@ -17,6 +17,7 @@ from accel_train.data.orders import (
     order_source,
     share_generator,
 )
+from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.sharing import Alone, Sharing
 from accel_train.data.streams import (
     ArithmeticStream,
@@ -90,6 +91,8 @@ class ShardedBatchSampler(BatchSampler):
         self.even_batches = even_batches
         if split_batches:
             check_split(self.batch_size, num_processes)
+        # Under a user's batch sampler torch's random sampler draws its seed on every rank.
+        self._drawing = _drawing_sampler(batch_sampler) if num_processes > 1 else None
 
     @property
     def total_length(self) -> int:
@@ -123,10 +126,15 @@ class ShardedBatchSampler(BatchSampler):
             kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
             return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
         per_round = 1 if self.split_batches else self.num_processes
-        record = _share_sampler(self.batch_sampler, opening)
+        if self._drawing is None:
+            record = _share_sampler(self.batch_sampler, opening)
+            items = iter(self.batch_sampler)
+        else:
+            record = {}
+            items = self._drawing_items(self._drawing, opening, record)
         first = max(_position(position, "base_batches"), skip * per_round)
         return RoundStream(
-            _reader(self.batch_sampler, opening, first, 3 * self.num_processes),
+            _reader(items, opening, first, 3 * self.num_processes),
             ranks=self.num_processes,
             rank=self.process_index,
             split=self.split_batches,
@@ -137,6 +145,18 @@ class ShardedBatchSampler(BatchSampler):
             skip_base=first,
             in_flight=opening.in_flight,
         )
+
+    def _drawing_items(self, sampler: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
+        """The batches, drawn alike on all ranks; `record` gets what they were drawn from.
+
+        With the first batch, when torch's sampler would draw its seed; and the generator is what it makes of it.
+        """
+        seed = (opening.recorded or {}).get("seed")
+        if seed is None:
+            seed = opening.sharing.integer(int(torch.empty((), dtype=torch.int64).random_().item()))
+        record["seed"] = seed
+        sampler.generator = torch.Generator().manual_seed(seed)
+        yield from self.batch_sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
         return self.open(Opening())
@@ -210,7 +230,7 @@ def open_stream(sampler: Any, opening: Opening) -> IndexStream:
         return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
     first = max(_position(position, "base_batches"), skip)
     return SingleStream(
-        _reader(sampler, opening, first, 3),
+        _reader(iter(sampler), opening, first, 3),
         skip=first,
         real_rows=padded_rows(sampler),
         in_flight=opening.in_flight,
@@ -230,6 +250,18 @@ def _source_of(sampler: Any) -> OrderSource | None:
     return None if isinstance(sampler, BatchSampler) else order_source(sampler)
 
 
+def _drawing_sampler(sampler: Any) -> RandomSampler | None:
+    """Torch's random sampler below a user's batch sampler, if it has no generator of its own."""
+    if _source_of(sampler) is not None:
+        return None
+    while sampler is not None:
+        if isinstance(sampler, RandomSampler):
+            own = sampler.generator is not None or isinstance(sampler, SeedableRandomSampler)
+            return None if own else sampler
+        sampler = getattr(sampler, "sampler", None)
+    return None
+
+
 def _share_sampler(sampler: Any, opening: Opening) -> Record:
     """Give an iterated sampler's own generator the same state on all ranks; returns that state."""
     while sampler is not None:
@@ -240,12 +272,12 @@ def _share_sampler(sampler: Any, opening: Opening) -> Record:
     return {}
 
 
-def _reader(sampler: Any, opening: Opening, first: int, keep: int) -> SamplerReader:
+def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> SamplerReader:
     """A user's sampler, read from its beginning; `first` is the first item that will be handed out."""
     reached = opening.reached or {}
     here = reached.get("base_batches") == first
     return SamplerReader(
-        iter(sampler),
+        items,
         position=first,
         ahead=reached.get("ahead", []) if here else [],
         pulled=reached.get("pulled") if here else None,

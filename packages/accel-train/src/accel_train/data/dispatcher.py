@@ -193,18 +193,19 @@ class DataLoaderDispatcher(PreparedLoader):
             indexes.opening, indexes.stream = Opening(), None
         reader = _Reader(self, run, source, randomness, passed[0] if passed else None)
         if restored is not None and restored.batches:
-            self._read_again(reader, restored, randomness)
+            self._read_again(reader, restored)
         return reader
 
-    def _read_again(self, reader: _Reader, restored: Restored, randomness: Randomness) -> None:
+    def _read_again(self, reader: _Reader, restored: Restored) -> None:
         """Draw and read as far ahead as the interrupted run had."""
         base = reader.run.first_base
+        reader.run.first_with = restored.ahead.get("first_with")
         if reader.run.stream is not None:
             reader.run.stream.prime()
         elif not base:
             reader.fetch()  # a stream may draw its order no earlier than it is read
-        if restored.ahead and base == restored.position.get("base_batches"):
-            with randomness.as_of(restored.ahead["with"]):
+        if "with" in restored.ahead and base == restored.position.get("base_batches"):
+            with reader.reading.as_of(restored.ahead["with"]):
                 reader.fetch(restored.ahead["batches"])
 
     def _read_first(self, stream: IndexStream | None) -> Any:
@@ -273,7 +274,7 @@ class _Reader:
         self._source = source
         self._stream = stream = run.stream
         self._scatterer = Scatterer() if loader.num_processes > 1 else None
-        self._generators = randomness
+        self.reading = randomness if randomness.everything else Randomness(randomness.own, True)
         self._reads_here = (
             loader.num_workers == 0
         )  # so that reading ahead draws from this process's generators
@@ -309,6 +310,9 @@ class _Reader:
 
     def _round(self) -> list[Envelope] | None:
         batches: list[Any] = []
+        if self.run.first_with is None and self._stream is not None and self._reads_here:
+            self._stream.begin()
+            self.run.first_with = self.reading.tree(self.reading.now())
         while len(batches) < self._per_step and self.fetch():
             batches.append(self._ahead.pop(0))
             self._taken += 1
@@ -330,10 +334,10 @@ class _Reader:
 
     def _first_batch(self) -> Any:
         if self._first is None:
-            # Read for a second time, for padding: what comes later must not draw other numbers for that.
-            now = self._generators.now()
-            self._first = self._read_first(self._stream)
-            self._generators.put_back(now)
+            # Read for a second time, for padding: with the same draws, and without any for what comes later.
+            reading = self.reading
+            with reading.as_of(self.run.first_with or reading.tree(reading.now())):
+                self._first = self._read_first(self._stream)
         return self._first
 
     def follows(self) -> bool:
@@ -354,7 +358,7 @@ class _Reader:
         """Have `wanted` batches ready, and note with which draws they were read."""
         noted = self.run.looked_ahead
         if noted is None and self._reads_here:
-            noted = (self._generators.now(), 0)
+            noted = (self.reading.now(), 0)
         enough = self.fetch(wanted)
         self.run.looked_ahead = None if noted is None or not self._ahead else (noted[0], len(self._ahead))
         return enough

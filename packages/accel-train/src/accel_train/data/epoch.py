@@ -25,6 +25,7 @@ class Run:
         "drew_along",
         "ended",
         "first_base",
+        "first_with",
         "found_end",
         "iterator",
         "looked_ahead",
@@ -45,6 +46,8 @@ class Run:
         """Batches left out before the first one, where the stream does not count them."""
         self.first_base = 0
         """The same in batches of the user's loader, where one batch here takes several."""
+        self.first_with: dict[str, Any] | None = None
+        """The generators before the epoch's first batch was read, where it may be read again for padding."""
         self.stride: int | None = None
         """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
         self.ended = False
@@ -86,7 +89,8 @@ class Restored:
     batches: int
     ranks: int
     ahead: dict[str, Any]
-    """What had been read ahead: ``batches``, and the generators ``with`` which they were read."""
+    """What had been read ahead: ``batches``, and the generators ``with`` which they were read; and ``first_with``, the
+    generators with which the epoch's first batch was read, where it may be read again."""
     source: dict[str, Any] | None
     """The state of a source that says itself where it is."""
 

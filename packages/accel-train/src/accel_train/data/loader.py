@@ -298,9 +298,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if isinstance(sampler, SeedableRandomSampler):
             state["sampler_seed"] = sampler.initial_seed
         randomness = self._randomness()
-        if run is not None and run.looked_ahead is not None and not (finished or run.ended):
-            raw, batches = run.looked_ahead
-            state["ahead"] = {"batches": batches, "with": randomness.tree(raw)}
+        if run is not None and not run.ended:
+            state["ahead"] = _dump_ahead(run, Randomness(self._own_generators, True))
         state["generators"] = self._generators_after(run if finished else None, randomness)
         state["samplers"] = [sampler.state_dict() for sampler in self._stateful_samplers()]
         return state
@@ -462,7 +461,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if not run.skipped:
             # A stream may draw its order no earlier than it is read, so one item is read now and kept.
             return itertools.chain(list(itertools.islice(source, 1)), source)
-        if restored.ahead and restored.ranks == self.num_processes and run.skipped == restored.batches:
+        if (
+            "with" in restored.ahead
+            and restored.ranks == self.num_processes
+            and run.skipped == restored.batches
+        ):
             with randomness.as_of(restored.ahead["with"]):
                 return itertools.chain(list(itertools.islice(source, restored.ahead["batches"])), source)
         return source
@@ -523,3 +526,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             if first is not None and done == 0:
                 first.append(batch)
         return batches
+
+
+def _dump_ahead(run: Run, randomness: Randomness) -> dict[str, Any]:
+    ahead: dict[str, Any] = {} if run.first_with is None else {"first_with": run.first_with}
+    if run.looked_ahead is not None:
+        raw, batches = run.looked_ahead
+        ahead |= {"batches": batches, "with": randomness.tree(raw)}
+    return ahead

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
-from accel_train.data.batches import ShardedBatchSampler, arithmetic_source, check_split
+from accel_train.data.batches import ShardedBatchSampler, check_split
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.ledger import LoaderLedger
@@ -369,15 +369,6 @@ def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> Pre
     batch_size = loader.batch_size
     innermost = innermost_sampler(batch_sampler, sampler)
     if request.ranks > 1 and request.sharded is _Sharded.NO:
-        if (
-            isinstance(innermost, RandomSampler)
-            and innermost.generator is None
-            and arithmetic_source(base) is None
-        ):
-            # Under a user's batch sampler torch's random sampler draws on every rank: from equal
-            # generators then.
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())
-            innermost.generator = torch.Generator().manual_seed(seed)
         share = ShardedBatchSampler(base, request.ranks, request.rank, request.split, request.even)
         if batch_sampler is None:
             sampler = share

@@ -49,6 +49,10 @@ class IndexStream(ABC):
         return self.record
 
     @abstractmethod
+    def begin(self) -> None:
+        """Make the draws that come before the first batch, which is asked for next."""
+
+    @abstractmethod
     def __next__(self) -> Any:
         """The next batch of indices."""
 
@@ -147,6 +151,10 @@ class ArithmeticStream(IndexStream):
         if self._order is None:
             self._order, self.record = self._source.draw(self._sharing, self._recorded)
         return self._order
+
+    def begin(self) -> None:
+        """Draw the order."""
+        self._begin()
 
     def prime(self) -> None:
         """Make the draws again that an interrupted run made from a generator that may have other users."""
@@ -338,11 +346,15 @@ class _Iterated(IndexStream):
         """Whether the sampler was found to have no more."""
         return self._exhausted and yielded >= self._drawn
 
+    def begin(self) -> None:
+        """Draw the first batch, and keep it."""
+        self.ends_at(self._drawn)
+
     def prime(self) -> None:
         # A sampler may draw as late as its first batch, so one batch is drawn and kept if nothing better is known.
         self._pass_over()
         if not self._reader.catch_up():
-            self.ends_at(self._drawn)
+            self.begin()
 
     @abstractmethod
     def _pass_over(self) -> None:

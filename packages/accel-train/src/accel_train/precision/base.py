@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -94,7 +94,18 @@ class Precision:
         """Told when an optimizer's gradients are thrown away without a step."""
 
     def settle(self) -> None:
-        """Finish what waits between steps, so that `scaler` is up to date (called before it is saved)."""
+        """Finish what waits between steps, so that `scaler` is up to date."""
+
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
+        """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.
+
+        Args:
+            optimizers: all that are trained, in an order that `load_state_dict` is given again.
+        """
+        return None
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Go back to what `state_dict` returned."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Precision:
         return self  # a copied optimizer still uses its accelerator's scaler

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
 from accel_train.errors import AccumulationError, OptionError
 from accel_train.precision.autocast import AutocastPrecision
@@ -123,6 +124,51 @@ class FP16Precision(AutocastPrecision):
         factor = self.scaler.get_scale() / before
         if factor != 1.0 and self.rescale_waiting is not None:
             self.rescale_waiting(factor)
+
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """The scaler's own state, and under ``pending`` what its next update will go by."""
+        waiting = self.scaler._per_optimizer_states
+        pending = {}
+        for number, optimizer in enumerate(optimizers):
+            if id(optimizer) in waiting:
+                state = waiting[id(optimizer)]
+                pending[number] = {
+                    "stage": state["stage"].name,
+                    "found_inf": max(
+                        (flag.item() for flag in state["found_inf_per_device"].values()), default=None
+                    ),
+                    "unscaled": id(optimizer) in self._unscaled,
+                    "stepped": id(optimizer) in self._stepped,
+                    "spent": id(optimizer) in self._spent,
+                }
+        return {**self.scaler.state_dict(), "pending": pending, "update_due": self._update_due}
+
+    def load_state_dict(self, state: Mapping[str, Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Go back to what `state_dict` returned."""
+        own = {key: value for key, value in state.items() if key not in ("pending", "update_due")}
+        self.scaler.load_state_dict(own)
+        device = torch.device(self.options.device_type)
+        self.scaler.scale(
+            torch.zeros((), device=device)
+        )  # the scaler makes its tensors when it is first used
+        self._unscaled.clear()
+        self._stepped.clear()
+        self._spent.clear()
+        waiting = self.scaler._per_optimizer_states
+        waiting.clear()
+        for number, saved in state.get("pending", {}).items():
+            optimizer = optimizers[number]
+            found = saved["found_inf"]
+            waiting[id(optimizer)]["stage"] = OptState[saved["stage"]]
+            if found is not None:
+                waiting[id(optimizer)]["found_inf_per_device"] = {device: torch.tensor(found, device=device)}
+            if saved["unscaled"]:
+                self._unscaled[id(optimizer)] = optimizer
+            if saved["stepped"]:
+                self._stepped.add(id(optimizer))
+            if saved["spent"]:
+                self._spent.add(id(optimizer))
+        self._update_due = bool(state.get("update_due", False))
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()  # the scaler pickles only between steps

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,13 @@ class Strategy:
     def is_outdated(self, model: nn.Module) -> bool:
         """Whether a prepared `model` has changed so that it must be prepared anew."""
         return False
+
+    def replica_state(self, model: nn.Module) -> dict[str, Any]:
+        """Plain data that the wrapper of this rank's replica goes on with, between two micro-batches."""
+        return {}
+
+    def restore_replica(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `replica_state` returned."""
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Say whether the next backward passes of `model` reduce gradients across ranks."""

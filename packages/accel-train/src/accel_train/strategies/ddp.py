@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 
@@ -66,6 +66,19 @@ class DDPStrategy(Strategy):
     def keeps_replicas(self, model: nn.Module) -> bool:
         """True of a model whose gradients it averages."""
         return isinstance(_ddp_of(model), DistributedDataParallel)
+
+    def replica_state(self, model: nn.Module) -> dict[str, Any]:
+        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window."""
+        inner = _ddp_of(model)
+        if not isinstance(inner, DistributedDataParallel):
+            return {}
+        return {"takes_buffers": inner.require_forward_param_sync}
+
+    def restore_replica(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `replica_state` returned."""
+        inner = _ddp_of(model)
+        if isinstance(inner, DistributedDataParallel):
+            inner.require_forward_param_sync = state.get("takes_buffers", True)
 
     def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
         """Switch the reduction of the next backward passes, as DDP's own `no_sync` does."""
