@@ -35,6 +35,7 @@ from accel_train.config import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     collect_handlers,
+    project_configuration,
     rng_type_names,
 )
 from accel_train.data import LoaderLedger, skip_first_batches
@@ -151,7 +152,7 @@ class Accelerator:
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.dataloader_config = _loader_config(dataloader_config, split_batches)
-        self.project_configuration = _project(project_config, project_dir)
+        self.project_configuration = project_configuration(project_config, project_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types = rng_type_names(rng_types)
@@ -956,11 +957,4 @@ def _loader_config(
             stacklevel=3,
         )
         config = dataclasses.replace(config, split_batches=split_batches)
-    return config
-
-
-def _project(config: ProjectConfiguration | None, project_dir: str | Path | None) -> ProjectConfiguration:
-    config = config or ProjectConfiguration()
-    if project_dir is not None and config.project_dir is None:
-        config.set_directories(project_dir)
     return config

@@ -284,6 +284,16 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
+def project_configuration(
+    config: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """The configuration that was given, or a new one, with the folder that was given beside it."""
+    config = config or ProjectConfiguration()
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    return config
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile` for prepared models; unset ones come from the launcher's environment.
