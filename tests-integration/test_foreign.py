@@ -254,6 +254,23 @@ def test_other_objects_than_were_saved(copy):
     refuses(other, copy, StateMismatchError, "0 scalers, and here are 1")
 
 
+def test_models_that_hooks_saved_themselves(copy):
+    """As scripts do that save adapters or pipelines: the save hook drops the weights, the load hook brings them."""
+    files = ("model.safetensors", "model_1.safetensors")
+    for name in files:
+        (copy / name).rename(copy / f"mine-{name}")
+    run = Run(None)
+    refuses(run, copy, StateMismatchError, "0 models, and here are 2")
+
+    def load_mine(models, folder):
+        for name in files:
+            models.pop(0).load_state_dict(load_file(f"{folder}/mine-{name}"), strict=False)
+
+    run.accelerator.register_load_state_pre_hook(load_mine)
+    quiet_load(run.accelerator, copy)
+    assert_same(run.finish(), FOLDERS / "single")
+
+
 def test_a_scaler_is_restored(copy):
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     torch.save(scaler.state_dict(), copy / "scaler.pt")

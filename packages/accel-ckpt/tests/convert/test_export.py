@@ -45,7 +45,7 @@ def save(folder, **options):
             "step": 6,
             "optimizer_0": optimizer_state_by_name(optimizer, [model]),
             "scheduler_0": {"last_epoch": 2, "base_lrs": [0.1]},
-            "scaler": {"scale": 8.0},
+            "scaler": {"scale": 8.0, "pending": {}},
             "custom_0": {"seen": 3, "tuple": (1, 2)},
             "custom_1": np.arange(3),
             **options.get("shared", {}),
@@ -76,6 +76,7 @@ def test_every_part_has_its_file(safe, size, tmp_path):
     torch.set_rng_state(states["torch_manual_seed"])
     assert (random.random(), np.random.rand(2).tolist(), torch.rand(2).tolist()) == drawn
     assert states["step"] == 6
+    assert torch.load(tmp_path / "theirs" / "scaler.pt", weights_only=True) == {"scale": 8.0}
     saved = torch.load(tmp_path / "theirs" / "optimizer.bin", weights_only=True)
     expected = optimizer.state_dict()
     assert saved["param_groups"] == expected["param_groups"]
@@ -97,19 +98,38 @@ def test_extra_state_of_modules_needs_a_pickle(tmp_path):
 
 
 def test_what_has_no_place_is_said(tmp_path):
-    loader = {"epoch": 2, "batches_yielded": 7, "finished": False}
     device = {**get_rng_state(), "device": {"type": "cuda", "states": [torch.get_rng_state()]}}
     save(
         tmp_path / "ours",
-        shared={"loader_0": loader, "loader_1": {"epoch": 0, "batches_yielded": 0}, "mine": 1},
-        per_rank={"window": {"g": torch.ones(1)}, "rng": device},
+        shared={
+            "loader_0": {"epoch": 2, "batches_yielded": 7, "finished": False},
+            "loader_1": {"epoch": 0, "batches_yielded": 0},
+            "mine": 1,
+            "pickled_2": b"",
+            "progress": {"save_iteration": 3},
+        },
+        per_rank={
+            "loader_2": {"epoch": 1, "batches_yielded": 9, "finished": True},
+            "windows": {"windows": [], "gradients": {"model_0.a.weight": torch.ones(1)}},
+            "buffers": {"model_0.mean": torch.ones(1)},
+            "replicas": [{}],
+            "own": 1,
+            "rng": device,
+        },
     )
     notes = export_to_accelerate(tmp_path / "ours", tmp_path / "theirs")
-    assert len(notes) == 3
-    assert "loader 0 is not in" in notes[0]
-    assert "loader.set_epoch(2) and skip_first_batches(loader, 7)" in notes[0]
-    assert "'mine'" in notes[1]
-    assert "rank 0 saved window" in notes[2]
+    expected = [
+        "loader.set_epoch(2) and skip_first_batches(loader, 7)",
+        "'mine'",
+        "object 2 was saved as a pickle",
+        "unfinished accumulation window",
+        "buffers of rank 0 differ",
+        "the position of loader 2 is not in Accelerate's layout: go on in epoch 1 with loader.set_epoch(1) and "
+        "skip_first_batches(loader, 0)",
+        "rank 0 saved 'own'",
+    ]
+    assert len(notes) == len(expected)
+    assert all(part in note for part, note in zip(expected, notes, strict=True))
     states = torch.load(tmp_path / "theirs" / "random_states_0.pkl", weights_only=False)
     assert len(states["torch_cuda_manual_seed"]) == 1
 

@@ -81,7 +81,11 @@ def read(
             notes += [f"loader {index}: {note}"] if note else []
     own = _rank_file(accelerator, checkpoint, allow_missing_rng, notes)
     shared["step"] = 0 if own is None or own.step is None else own.step
-    models = [_with_ties(model, checkpoint.model(index)) for index, model in enumerate(accelerator._models)]
+    # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
+    models = [
+        _with_ties(model, checkpoint.model(index)) if checkpoint.parts()["models"] else {}
+        for index, model in enumerate(accelerator._models)
+    ]
     if accelerator.is_main_process:
         _say(checkpoint, notes)
     return models, shared, None if own is None else own.rng
@@ -107,6 +111,8 @@ def _check_parts(accelerator: Accelerator, checkpoint: AccelerateCheckpoint) -> 
         "custom objects": len(accelerator._custom_objects),
     }
     there = checkpoint.parts()
+    if accelerator._hooks.load and not there["models"]:
+        del here["models"]
     problems = [
         f"{there[name]} {name}, and here are {here[name]}" for name in here if here[name] != there[name]
     ]

@@ -19,6 +19,10 @@ from accel_ckpt.writer import write_safetensors_from, write_torch
 
 __all__ = ["export_to_accelerate"]
 
+_SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch's
+_OURS = {"progress", "replicas"}
+"""Parts that only this library's own wrappers go on with."""
+
 
 def export_to_accelerate(
     checkpoint_dir: str | os.PathLike[str], output_dir: str | os.PathLike[str], *, disk: Disk = LOCAL
@@ -115,16 +119,19 @@ class _Export:
         elif kind == "custom":
             self._save(f"custom_checkpoint_{number}.pkl", tree)
         elif name == "scaler":
-            self._save("scaler.pt", tree)
+            self._save("scaler.pt", {key: value for key, value in tree.items() if key in _SCALER_KEYS})
         elif kind == "loader":
             self._loader(number, tree)
-        else:
-            self.notes.append(f"the part {name!r} has no place in Accelerate's layout")
+        elif kind == "pickled":
+            self._note(f"the registered object {number} was saved as a pickle, which is not opened here")
+        elif name not in _OURS:
+            self._note(f"the part {name!r} has no place in Accelerate's layout")
 
     def _loader(self, number: str, tree: Mapping[str, Any]) -> None:
-        batches, epoch = tree.get("batches_yielded", 0), tree.get("epoch", 0)
+        epoch = tree.get("epoch", 0)
+        batches = 0 if tree.get("finished") else tree.get("batches_yielded", 0)
         if batches or epoch:
-            self.notes.append(
+            self._note(
                 f"the position of loader {number} is not in Accelerate's layout: go on in epoch {epoch} with "
                 f"loader.set_epoch({epoch}) and skip_first_batches(loader, {batches})"
             )
@@ -134,10 +141,19 @@ class _Export:
         rng = trees.pop("rng", None)
         if rng is not None:
             self._save(f"random_states_{rank}.pkl", {"step": step, **self._random_states(rng)})
-        if trees:
-            self.notes.append(
-                f"rank {rank} saved {', '.join(sorted(trees))}, which has no place in Accelerate's layout"
+        windows = trees.pop("windows", {})
+        if windows.get("windows") or windows.get("gradients"):
+            self._note(
+                "the gradients of an unfinished accumulation window have no place in Accelerate's layout"
             )
+        if trees.pop("buffers", {}):
+            self._note(f"buffers of rank {rank} differ from those of rank 0, and Accelerate keeps one copy")
+        for name, tree in trees.items():
+            kind, _, number = name.rpartition("_")
+            if kind == "loader":
+                self._loader(number, tree)
+            elif name not in _OURS:
+                self._note(f"rank {rank} saved {name!r}, which has no place in Accelerate's layout")
 
     def _random_states(self, rng: Mapping[str, Any]) -> dict[str, Any]:
         python, numpy = rng["python"], rng["numpy"]
