@@ -246,6 +246,19 @@ def test_a_plain_pickle_is_not_executed(copy, capsys):
     assert "executed" not in capsys.readouterr().out
 
 
+class Best:
+    def __init__(self, loss):
+        self.loss = loss
+
+
+def test_objects_of_other_classes_need_trust(copy):
+    torch.save({"seen": 3, "losses": Best(0.5)}, copy / "custom_checkpoint_0.pkl")
+    run = Run(None)
+    refuses(run, copy, UnsafeCheckpointError, r"it refers to .*Best.*trust_custom_objects=True")
+    quiet_load(run.accelerator, copy, trust_custom_objects=True)
+    assert run.notes.losses.loss == 0.5
+
+
 def test_other_objects_than_were_saved(copy):
     run = Run(None)
     run.accelerator.register_for_checkpointing(run.recipe.Notes())
