@@ -123,6 +123,38 @@ def test_too_few_gpu_ids_for_the_processes():
         planned("--gpu_ids", "0", "--num_processes", "2", host=gpus(4))
 
 
+def test_resume_reaches_ranks_of_every_style_by_one_variable():
+    there = ("--num_machines", "2", "--main_process_ip", "10.0.0.1", "--main_process_port", "1")
+    for flags in ((), ("--num_processes", "2"), ("--num_processes", "4", *there), ("--mpirun_hostfile", "h")):
+        plain, resuming = planned("--cpu", *flags), planned("--cpu", *flags, "--resume")
+        for before, after in zip(plain.processes, resuming.processes, strict=True):
+            assert {name for name in after.env if name not in before.env} - {
+                "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"  # of one process, which is watched now
+            } == {"ACCELERATE_RESUME"}  # fmt: skip
+            assert after.env["ACCELERATE_RESUME"] == "true"
+    assert "-x" in after.argv
+    assert after.argv[after.argv.index("ACCELERATE_RESUME") - 1] == "-x"
+
+
+def test_one_process_that_can_be_resumed_is_watched():
+    assert planned("--cpu", "--resume").style == "ranks"
+
+
+def test_who_restarts_preempted_ranks():
+    cases = {(): False, ("--resume",): True, ("--max_restarts", "1"): True}
+    for flags, restarted in cases.items():
+        assert policy_of(configured(*flags)).restart_preempted is restarted
+        assert policy_of(configured(*flags), agent=True).restart_preempted is False
+        assert policy_of(configured(*flags)).resumable is ("--resume" in flags)
+
+
+def test_the_agent_passes_on_the_signal_of_slurm():
+    argv = first(
+        "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "--main_process_port", "1"
+    ).argv
+    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in argv
+
+
 def test_threads_are_shared_between_processes_of_a_machine():
     assert planned("--cpu", "--num_processes", "4").processes[0].env["OMP_NUM_THREADS"] == "2"
     assert planned("--cpu", "--num_processes", "9").processes[0].env["OMP_NUM_THREADS"] == "1"

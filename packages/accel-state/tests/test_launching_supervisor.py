@@ -428,6 +428,81 @@ def test_a_stopped_launch_does_not_restart(launcher):
     assert "restarting" not in err
 
 
+ATTEMPTS = """
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    print("attempt", count, "resume", os.environ.get("ACCELERATE_RESUME"))
+    if count < 2:
+        sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_resume_starts_preempted_ranks_again(launcher, size):
+    done = launcher.run("--num_processes", str(size), "--resume", launcher.script(ATTEMPTS))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 2 resume true") == size
+    assert done.stderr.count("accel: training was preempted (exit code 75); restarting all ranks") == 2
+
+
+def test_resume_alone_does_not_restart_after_a_crash(launcher):
+    done = launcher.run("--num_processes", "2", "--resume", launcher.script("sys.exit(3)"))
+    assert done.returncode == 3
+    assert "restarting" not in done.stderr
+
+
+def test_crashes_and_preemptions_are_counted_apart(launcher):
+    script = launcher.script("""
+        count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        sys.exit({0: 75, 1: 1, 2: 75, 3: 1}[count])
+    """)
+    done = launcher.run("--num_processes", "2", "--max_restarts", "1", "--resume", script)
+    assert done.returncode == 1
+    assert done.stderr.count("preempted (exit code 75); restarting") == 2
+    assert done.stderr.count("restarting all ranks (1 of 1)") == 1
+
+
+@posix
+@pytest.mark.parametrize(
+    ("number", "codes"),
+    [(signal.SIGTERM, (143, 75)), (signal.SIGUSR1, (138, 75)), (signal.SIGINT, (130, 130))],
+)
+def test_a_stopped_launch_that_can_be_resumed_says_so_by_its_code(launcher, number, codes):
+    """Also if ranks could not save any more: what is complete on the disk is what the next start finds."""
+    for flags, code in zip(([], ["--resume"]), codes, strict=True):
+        process = launcher.start("--num_processes", "2", *flags, launcher.script(SLEEP))
+        wait_for(launcher.folder / "ready_*", 2)
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+        assert process.returncode == code, err
+        assert "restarting" not in err
+        for path in launcher.folder.glob("ready_*"):
+            path.unlink()
+
+
+@posix
+def test_a_stopped_launch_that_can_be_resumed_tells_of_ranks_that_finished_or_failed(launcher):
+    for code in (0, 5):
+        script = launcher.script(f"signal.signal(signal.SIGTERM, lambda n, f: sys.exit({code}))\n" + SLEEP)
+        process = launcher.start("--num_processes", "2", "--resume", script)
+        wait_for(launcher.folder / "ready_*", 2)
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode == code
+        for path in launcher.folder.glob("ready_*"):
+            path.unlink()
+
+
+@posix
+def test_ranks_that_are_killed_after_the_grace_period_can_be_resumed(launcher):
+    script = launcher.script("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEP)
+    process = launcher.start("--num_processes", "2", "--resume", "--grace_period", "0.3", script)
+    wait_for(launcher.folder / "ready_*", 2)
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert "did not end in time; killing" in err
+
+
 def test_lines_never_mix(launcher):
     script = launcher.script("""
         for number in range(300):

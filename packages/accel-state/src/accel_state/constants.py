@@ -1,4 +1,4 @@
-"""Names of files, and lists of choices, that scripts written for Accelerate import. Loads no torch."""
+"""Names of files, and lists of choices, that scripts written for Accelerate import; exit codes. Loads no torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "MODEL_NAME",
     "OPTIMIZER_NAME",
+    "PREEMPTED",
     "PROFILE_PATTERN_NAME",
     "RNG_STATE_NAME",
     "SAFE_MODEL_NAME",
@@ -35,6 +36,9 @@ __all__ = [
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
+
+PREEMPTED = 75
+"""Exit code of a rank that was told to stop and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
 
 MODEL_NAME = "pytorch_model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

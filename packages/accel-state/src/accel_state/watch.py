@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +43,8 @@ __all__ = [
     "Watched",
     "birth_of",
     "call_site",
+    "has_ended",
+    "identity",
     "judge",
     "this_machine",
 ]
@@ -180,7 +182,7 @@ class Watch:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._identity = {"machine": this_machine(), "pid": os.getpid(), "born": birth_of(os.getpid())}
+        self._identity = identity()
         self.report_after = report_after
 
     @property
@@ -425,9 +427,24 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> Peer:
         return Peer(rank)
     number, operation, site = record["at"].get(channel, (0, None, None))
     gone = record["gone"]
-    if gone is None and record["machine"] is not None and record["machine"] == this_machine():
-        gone = None if birth_of(record["pid"]) == record["born"] else f"process {record['pid']} has ended"
+    if gone is None and has_ended(record):
+        gone = f"process {record['pid']} has ended"
     return Peer(rank, number, operation, site, gone)
+
+
+def identity() -> dict[str, Any]:
+    """What tells this process from all others; plain data, for ``has_ended`` in another process."""
+    return {"machine": this_machine(), "pid": os.getpid(), "born": birth_of(os.getpid())}
+
+
+def has_ended(process: Mapping[str, Any]) -> bool:
+    """Whether a process has certainly ended; False for one of another machine.
+
+    Args:
+        process: its ``identity()``.
+    """
+    here = process["machine"] is not None and process["machine"] == this_machine()
+    return here and birth_of(process["pid"]) != process["born"]
 
 
 def _stack() -> str:

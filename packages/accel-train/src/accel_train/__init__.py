@@ -240,6 +240,7 @@ __getattr__, __dir__, __all__ = attach(
             "AcceleratedOptimizer",
             "move_to_device",
         ),
+        "accel_train.preemption": ("PreemptionConfig",),
         "accel_train.scheduler": ("AcceleratedScheduler",),
         "accel_train.state": (
             "AcceleratorState",

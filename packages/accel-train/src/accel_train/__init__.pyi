@@ -210,6 +210,7 @@ from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_train.optimizer import move_to_device as move_to_device
+from accel_train.preemption import PreemptionConfig as PreemptionConfig
 from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accel_train.state import AcceleratorState as AcceleratorState
 from accel_train.state import GradientState as GradientState

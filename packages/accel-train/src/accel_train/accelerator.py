@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, NoReturn, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from accel_ckpt.background import BackgroundSaver, SaveHandle
 from accel_state import collectives
+from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.environment import get_int_from_env
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
@@ -41,6 +42,9 @@ from accel_train.config import (
 from accel_train.data import LoaderLedger, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.preemption import Preemption, PreemptionConfig
+from accel_train.preemption import resume as resume_training
+from accel_train.preemption import start as start_preemption
 from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.scheduler import AcceleratedScheduler
 from accel_train.state import AcceleratorState, GradientState, register_newest
@@ -87,6 +91,8 @@ class Accelerator:
         dynamo_plugin: instead of `dynamo_backend`, with more options.
         scale_scheduler: a prepared scheduler takes one step per process for each optimizer step (unless batches are
             split), which suits a schedule planned on the length of the unprepared loader. False: one step for each.
+        preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
+            same step. A `PreemptionConfig` says which signals.
 
     `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin`,
     `parallelism_config` and `log_with` are not available yet; anything but None raises.
@@ -94,6 +100,7 @@ class Accelerator:
     Raises:
         OptionError: a value that cannot be used, or two that exclude each other.
         NotAvailableError: an option whose feature this version does not have.
+        StateError: `preemption` was asked for outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Accelerator:
         parallelism_config: Any = None,
         *,
         scale_scheduler: bool = True,
+        preemption: bool | PreemptionConfig = False,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -170,6 +178,7 @@ class Accelerator:
         )
         self.state = AcceleratorState(self._process, mixed_precision=precision, dynamo_plugin=dynamo)
         self._begin(plugin)
+        self.preemption: Preemption | None = start_preemption(self, preemption)
         register_newest(self)
 
     def _begin(self, plugin: GradientAccumulationPlugin) -> None:
@@ -530,6 +539,8 @@ class Accelerator:
                 stack.enter_context(self._accumulator.without_counting())
                 stack.enter_context(self._plan.strategy.join(joinables))
             yield
+        if not even and self.num_processes > 1 and self.preemption is not None:
+            self.preemption.level()  # ranks with less data have taken fewer steps
 
     def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
         """Compute gradients, scaled so that they are exact at the end of an accumulation window.
@@ -699,7 +710,42 @@ class Accelerator:
         try:
             self._saver.drain()
         finally:
+            if self.preemption is not None:
+                self.preemption.close()
             self._process.destroy_process_group()
+
+    # Stopping early
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether training was told to stop and this is the time; False without `preemption`.
+
+        It becomes true at the end of an optimizer step, the same one on all ranks, and stays so; inside an accumulation
+        window it never changes. It may be read anywhere and any number of times.
+        """
+        return self.preemption is not None and self.preemption.should_stop
+
+    def exit_preempted(self) -> NoReturn:
+        """End training and the process, on all ranks, after `save_state`.
+
+        The exit code is 75, which tells `accel launch` and schedulers that training is not finished.
+        """
+        if self.preemption is not None:
+            self.preemption.heed()
+        self.end_training()
+        raise SystemExit(PREEMPTED)
+
+    def resume(self) -> bool:
+        """Load the newest complete automatic checkpoint if `accel launch --resume` asks for it, on all ranks.
+
+        Returns:
+            Whether a checkpoint was loaded; False also if there is none yet, which is said.
+
+        Raises:
+            OptionError: checkpoints are not named automatically.
+            CheckpointNotFoundError: there are checkpoints, but none is complete for all ranks.
+        """
+        return resume_training(self)
 
     # Saving
 

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_state.agreement import Boundaries
 from accel_train.data.ledger import LoaderLedger
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.precision.base import Precision
@@ -106,6 +107,7 @@ class Accumulator:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_gradients = True
+        self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
         self._strategy: _Parallel = strategy
         self._precision = precision
         # Whether micro-batches before the last hold back a reduction; without one, no model need be told.

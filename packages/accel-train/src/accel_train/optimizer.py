@@ -20,6 +20,7 @@ class _AlwaysSync:
     """Stands in for an accumulator when the wrapper is built by hand."""
 
     sync_gradients = True
+    boundaries = None
 
     def may_drop_gradients(self) -> bool:
         return True
@@ -123,6 +124,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._spent = True
         stepped, result = self._precision.step(self.optimizer, closure)
         self._skipped = not stepped
+        boundaries = self._accumulator.boundaries
+        if boundaries is not None:
+            boundaries.passed += 1
         return result
 
     @property

@@ -119,6 +119,8 @@ def prepare_loader(
         pre_sharded=config.pre_sharded,
     )
     prepared._is_accelerate_prepared = True
+    if accelerator.preemption is not None:
+        accelerator.preemption.protect_workers(prepared)
     accelerator._dataloaders.append(prepared)
     return prepared
 

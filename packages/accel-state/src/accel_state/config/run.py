@@ -38,7 +38,7 @@ class RunOptions(Section):
     )
     resume: bool = option(
         False,
-        help="Ask the program to continue from its newest complete checkpoint.",
+        help="Ask the program to continue from its newest complete checkpoint, and start it again when preempted.",
         env=("ACCELERATE_RESUME",),
         toggle=True,
         in_file=False,

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["elastic_argv", "main"]
 
 _MODULE = "accel_state.launching.elastic"
+_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+"""What the agent passes on to ranks: what torch's passes on by default, and the one that Slurm's users choose."""
 
 
 def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: str) -> tuple[str, ...]:
@@ -54,6 +56,7 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
         f"--max-restarts={config.max_restarts}",
         f"--monitor-interval={config.monitor_interval}",
         f"--role={config.role}",
+        f"--signals-to-handle={_SIGNALS}",
     ]
     endpoint = f"{config.main_process_ip}:{config.main_process_port}"
     if config.rdzv_backend == "static" or config.same_network:

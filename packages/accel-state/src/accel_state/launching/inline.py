@@ -147,7 +147,12 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interval: float) -> None:
     console = Console(stream_sink(sys.stdout), stream_sink(sys.stderr))
-    policy = Policy(max_restarts=ranks.max_restarts, monitor_interval=monitor_interval, interrupt_grace=2.0)
+    policy = Policy(
+        max_restarts=ranks.max_restarts,
+        restart_preempted=ranks.max_restarts > 0,
+        monitor_interval=monitor_interval,
+        interrupt_grace=2.0,
+    )
 
     def start(attempt: int) -> Sequence[Member]:
         if not own_port:

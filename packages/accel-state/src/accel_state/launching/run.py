@@ -79,6 +79,8 @@ def launch(
     console = console or Console()
     if config.log_dir is not None and not config.quiet:
         console.say(f"accel: logs go to {config.log_dir}")
+    if config.resume and first.style == "agent" and not config.quiet:
+        console.say(f"accel: --resume: {_who_restarts(config)}")
     with contextlib.closing(_Attempts(config, target, environ, host, console)) as attempts:
         outcome = supervise(attempts.start, policy_of(config, agent=first.style == "agent"), console)
     if outcome.failed is not None and first.style == "ranks":
@@ -96,9 +98,19 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
         grace_period=30.0 if given is None else given,
         interrupt_grace=5.0 if given is None else given,
         max_restarts=0 if agent else config.max_restarts,
+        restart_preempted=not agent and (config.resume or config.max_restarts > 0),
+        resumable=config.resume,
         monitor_interval=config.monitor_interval,
         quiet=config.quiet,
         patience=_AGENT_PATIENCE if agent else 0.0,
+    )
+
+
+def _who_restarts(config: LaunchConfig) -> str:
+    if config.mpirun.hostfile is not None:
+        return "mpirun starts ranks once; run this command again after a preemption or a crash"
+    return (
+        f"torch's agent counts preemptions as crashes: --max_restarts {config.max_restarts} for both together"
     )
 
 

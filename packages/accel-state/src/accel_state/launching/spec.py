@@ -192,8 +192,12 @@ def plan(
         argv = elastic_argv(config, shape.local_size, target, host.python)
         return _agent(argv, changes, drop, shape)
     if shape.size == 1:
-        spec = ProcessSpec(0, python_target, changes, drop, _log_path(config, 0))
-        return LaunchPlan((spec,), "direct" if _needs_no_supervisor(config) else "ranks", shape)
+        if _needs_no_supervisor(config):
+            return LaunchPlan((ProcessSpec(0, python_target, changes, drop),), "direct", shape)
+        changes |= _attempt(config, attempt)
+        return LaunchPlan(
+            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0)),), "ranks", shape
+        )
     assert port is not None, "several ranks on one machine need a port"
     common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, shape, attempt)
     if "PYTHONUNBUFFERED" not in environ:
@@ -212,7 +216,8 @@ def _for_ranks(config: LaunchConfig, shape: World) -> LaunchConfig:
 
 
 def _needs_no_supervisor(config: LaunchConfig) -> bool:
-    return config.log_dir is None and config.tee in (None, "", "0") and config.max_restarts == 0
+    logged = config.log_dir is not None or config.tee not in (None, "", "0")
+    return not (logged or config.max_restarts or config.resume)
 
 
 def _log_path(config: LaunchConfig, rank: int) -> Path | None:
@@ -235,17 +240,22 @@ def _agreed_port(config: LaunchConfig, port: int | None) -> int:
     return chosen
 
 
+def _attempt(config: LaunchConfig, attempt: int) -> dict[str, str]:
+    return {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
+    }
+
+
 def _group(config: LaunchConfig, shape: World, attempt: int) -> dict[str, str]:
     # The names that torchrun gives its workers; libraries read them all.
-    return {
+    return _attempt(config, attempt) | {
         "WORLD_SIZE": str(shape.size),
         "LOCAL_WORLD_SIZE": str(shape.local_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": config.role,
         "ROLE_WORLD_SIZE": str(shape.size),
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),
     }
 
 

@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from accel_state.constants import PREEMPTED
 from accel_state.launching.output import Console, RankOutput, StreamName, last_traceback
 from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_lives
 from accel_state.launching.signals import EXITED, Inbox, receive_signals
 
-__all__ = ["PREEMPTED", "Member", "Outcome", "Policy", "supervise"]
-
-PREEMPTED = 75
-"""Exit code of a rank that was told to stop and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
+__all__ = ["Member", "Outcome", "Policy", "supervise"]
 
 _SETTLE = 0.5
 """Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed
@@ -40,9 +38,11 @@ class Policy:
     Attributes:
         grace_period: seconds between a forwarded SIGTERM or SIGUSR1 and the kill.
         interrupt_grace: the same after the first Ctrl-C.
-        max_restarts: how often the group is started again after a crash. Preemptions (exit code 75) do not
-            count, and
-            are restarted only if this is above 0: otherwise the scheduler that sees the code is in charge.
+        max_restarts: how often the group is started again after a crash.
+        restart_preempted: start the group again, as often as it takes, when ranks end with exit code 75 although
+            this launcher was not told to stop; else whoever sees the code is in charge.
+        resumable: the program goes on from its newest checkpoint, so a launcher that is told to stop (not by Ctrl-C)
+            ends with code 75 also if ranks had no time to save.
         monitor_interval: seconds between looks at the ranks where the system does not report exits by itself.
         quiet: no messages about the course of events; the failing rank's traceback is printed all the same.
         patience: seconds that a command which starts ranks of its own gets to end them if the launcher
@@ -52,6 +52,8 @@ class Policy:
     grace_period: float = 30.0
     interrupt_grace: float = 5.0
     max_restarts: int = 0
+    restart_preempted: bool = False
+    resumable: bool = False
     monitor_interval: float = 0.1
     quiet: bool = False
     patience: float = 0.0
@@ -114,15 +116,18 @@ def supervise(
     with receive_signals() as inbox, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
             outcome = _Group(start(attempt), policy, console, inbox, guardian).run()
-            if outcome.code == 0 or outcome.stopped_by is not None or policy.max_restarts == 0:
-                return outcome
+            if outcome.code == 0 or outcome.stopped_by is not None:
+                return outcome  # whoever stopped the launcher wants the machine
             preempted = outcome.code == PREEMPTED
-            if not preempted and crashes == policy.max_restarts:
+            if not (policy.restart_preempted if preempted else crashes < policy.max_restarts):
                 return outcome
             attempt += 1
             crashes += not preempted
-            count = "" if preempted else f" ({crashes} of {policy.max_restarts})"
-            _say(console, policy, f"{outcome.label} failed ({outcome.how}); restarting all ranks{count}")
+            if preempted:
+                _say(console, policy, f"training was preempted (exit code {PREEMPTED}); restarting all ranks")
+            else:
+                count = f"({crashes} of {policy.max_restarts})"
+                _say(console, policy, f"{outcome.label} failed ({outcome.how}); restarting all ranks {count}")
 
 
 @dataclass(slots=True)
@@ -195,15 +200,17 @@ class _Group:
         self.culprit = min((member for member in self.members if member.code), key=Member.failed_at)
         if self.stopped_by is not None:
             return
-        others = [member.label for member in self._alive()]
+        others = _listed([member.label for member in self._alive()])
         if self.culprit.code == PREEMPTED:
             # It was told to stop, and so were the others, who may still be saving.
             self._shorten(now + self.policy.grace_period)
+            ending = f"{others} should end within {self.policy.grace_period:g} s"
         else:
             self._send(signal.SIGTERM)
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
+            ending = f"ending {others}"
         if others:
-            self._say(f"{self.culprit.label} failed ({_how(self.culprit)}); ending {_listed(others)}")
+            self._say(f"{self.culprit.label} {_failed(self.culprit)}; {ending}")
 
     def _on_deadline(self) -> None:
         if self.deadline is None or self.killed or time.monotonic() < self.deadline:
@@ -293,12 +300,13 @@ class _Group:
             return Outcome(0, stopped_by=self.stopped_by)
         first = self.culprit or min(failed, key=Member.failed_at)
         assert first.code is not None
-        asked_for = (
-            {-self.stopped_by, -signal.SIGTERM, PREEMPTED} if self.stopped_by is not None else {PREEMPTED}
-        )
+        asked_for = {PREEMPTED}
+        if self.stopped_by is not None:
+            asked_for |= {code for n in (self.stopped_by, signal.SIGTERM) for code in (-n, 128 + n)}
         wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
+        told_to_stop = self.stopped_by not in (None, signal.SIGINT)
         return Outcome(
-            _shell_code(first.code),
+            PREEMPTED if wanted and told_to_stop and self.policy.resumable else _shell_code(first.code),
             failed=None if wanted else first.process.rank,
             label=first.label,
             how=_how(first),
@@ -339,6 +347,10 @@ def _how(member: Member) -> str:
         return f"exit code {code}"
     hint = "; the usual reason is that memory ran out" if -code == getattr(signal, "SIGKILL", None) else ""
     return f"ended by {_signal_name(-code)}{hint}"
+
+
+def _failed(member: Member) -> str:
+    return "was preempted" if member.code == PREEMPTED else f"failed ({_how(member)})"
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,210 @@
+"""Signals of a process, told to a thread of their own.
+
+A Python handler only runs in the main thread, between two steps of Python code. A main thread that waits inside
+a collective runs none, for as long as the others let it wait. But the system's part of the handler writes the
+signal's number to the wake-up descriptor at once (``signal.set_wakeup_fd``); a thread reads it there.
+
+Handlers and the wake-up descriptor belong to the process, so this module keeps one state for the whole process,
+while anybody listens. What was installed before still gets every signal, and is put back by the last who leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+from accel_state.errors import StateError
+
+__all__ = ["Listener", "listen"]
+
+_END = 0
+_FROM_HANDLER = 0x80
+"""Marks numbers that our own handler has sent: an earlier owner of the wake-up descriptor knows them already."""
+_DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+class Listener:
+    """One who listens; made by ``listen``."""
+
+    def __init__(self, post: _Post, numbers: frozenset[int], notify: Callable[[int], None]) -> None:
+        self.numbers = numbers
+        self.notify = notify
+        self._post = post
+
+    def close(self) -> None:
+        """Stop listening. The last one to do so in the main thread restores what was installed before.
+
+        Where that is not possible (another thread), signals have their former effect all the same.
+        """
+        self._post.remove(self)
+
+    def decline(self, number: int) -> None:
+        """Stop listening, and let a signal that was told have the effect that it would have had otherwise.
+
+        A handler that was installed before has been called already; a default action happens now.
+        """
+        self._post.remove(self)
+        self._post.repeat(number)
+
+
+def listen(numbers: Iterable[int], notify: Callable[[int], None]) -> Listener:
+    """Call ``notify(number)``, in a thread made for that, whenever one of some signals comes.
+
+    It may be called twice for one signal. A child that is forked does not listen.
+
+    Args:
+        numbers: the signals.
+        notify: must return soon and not raise.
+
+    Raises:
+        StateError: this is not the main thread, or a signal has a handler that Python could not put back.
+    """
+    global _post
+    wanted = frozenset(numbers)
+    if threading.current_thread() is not threading.main_thread():
+        names = ", ".join(sorted(signal.Signals(number).name for number in wanted))
+        raise StateError(
+            f"Python lets only the main thread set handlers of signals, and {names} should be handled from the "
+            f"thread {threading.current_thread().name!r}; create the object that listens in the main thread"
+        )
+    for number in wanted:
+        if signal.getsignal(number) is None:
+            raise StateError(
+                f"{signal.Signals(number).name} has a handler that was not set by Python, and could not be put back; "
+                "leave the signal out, or remove that handler first"
+            )
+    if _post is None:
+        _post = _Post()
+    return _post.add(Listener(_post, wanted, notify))
+
+
+class _Post:
+    """The handlers, the wake-up descriptor and the thread of this process."""
+
+    def __init__(self) -> None:
+        self._listeners: list[Listener] = []
+        self._before: dict[int, Any] = {}
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)  # a signal handler must not wait
+        self._descriptor_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="accel-signals", daemon=True)
+        self._thread.start()
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The signals that have our handler."""
+        return frozenset(self._before)
+
+    def add(self, listener: Listener) -> Listener:
+        self._listeners.append(listener)
+        for number in listener.numbers - self._before.keys():
+            self._before[number] = signal.getsignal(number)
+            signal.signal(number, self._handle)
+        return listener
+
+    def remove(self, listener: Listener) -> None:
+        if listener in self._listeners:
+            self._listeners.remove(listener)
+            if not self._listeners and threading.current_thread() is threading.main_thread():
+                self._close()
+
+    def repeat(self, number: int) -> None:
+        if self._before.get(number) in _DEFAULTS:
+            os.kill(os.getpid(), number)
+
+    def _close(self) -> None:
+        global _post
+        _post = None
+        self._restore()
+        self._writer.setblocking(True)
+        self._writer.send(bytes([_END]))
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _restore(self) -> None:
+        """Put back what was there before, unless somebody else has replaced ours since."""
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                signal.signal(number, before)
+        current = signal.set_wakeup_fd(-1)
+        wanted = self._descriptor_before if current == self._writer.fileno() else current
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # its owner has closed it since, so nobody is to be woken
+            signal.set_wakeup_fd(wanted)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """The Python handler: in the main thread, when that comes to run Python code again."""
+        before = self._before[number]
+        if any(number in listener.numbers for listener in self._listeners):
+            # For the case that somebody took the wake-up descriptor after us. No lock may be taken in a handler.
+            with contextlib.suppress(BlockingIOError):
+                self._writer.send(bytes([number | _FROM_HANDLER]))
+        elif before is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        elif before in _DEFAULTS:
+            before(number, frame)
+        if callable(before) and before not in _DEFAULTS:
+            before(number, frame)
+
+    def _run(self) -> None:
+        while True:
+            numbers = self._reader.recv(4096)
+            if _END in numbers:
+                return
+            for number in numbers:
+                self._tell(number)
+
+    def _tell(self, number: int) -> None:
+        if self._descriptor_before != -1 and number < _FROM_HANDLER:
+            with contextlib.suppress(OSError):  # whoever read there has gone, or its buffer is full
+                os.write(self._descriptor_before, bytes([number]))
+        number &= ~_FROM_HANDLER
+        for listener in list(self._listeners):
+            if number in listener.numbers:
+                listener.notify(number)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: a signal to the child must not be taken for one to the parent."""
+        self._restore()
+        self._listeners.clear()
+        self._reader.close()
+        self._writer.close()
+
+
+_post: _Post | None = None
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    # A child that gets a signal before it has let go of the descriptor would tell its parent.
+    numbers = _post.numbers if _post is not None else ()
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
+    global _post
+    parents, _post = _post, None
+    if parents is not None:
+        parents.leave_to_parent()
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
+    )
