@@ -49,6 +49,16 @@ def tell(accelerator, number=signal.SIGTERM):
         time.sleep(0.001)
 
 
+def finish(accelerator):
+    """End as a preempted script does, and let the signals have an effect again."""
+    with pytest.raises(SystemExit) as ending:
+        accelerator.exit_preempted()
+    assert ending.value.code == 75
+    for number in accelerator.preemption.signals:
+        assert signal.getsignal(number) is signal.SIG_IGN
+        signal.signal(number, signal.SIG_DFL)
+
+
 def prepared(accelerator):
     model = nn.Linear(2, 1)
     loader = DataLoader(TensorDataset(torch.randn(20, 2)), batch_size=2)
@@ -69,9 +79,7 @@ def test_training_stops_at_the_end_of_a_window():
         seen.append([accelerator.should_stop for _ in range(3)])
     assert seen == [[False] * 3] * 7 + [[True] * 3] * 3
     assert accelerator.preemption.reason == "SIGTERM on rank 0"
-    with pytest.raises(SystemExit) as ending:
-        accelerator.exit_preempted()
-    assert ending.value.code == 75
+    finish(accelerator)
 
 
 def test_a_step_without_a_signal_asks_nobody(monkeypatch):
@@ -85,6 +93,18 @@ def test_a_step_without_a_signal_asks_nobody(monkeypatch):
     accelerator.end_training()
 
 
+def test_signals_that_come_while_the_process_ends_change_nothing():
+    script = (
+        "import atexit, os, signal\nfrom accel_train import Accelerator\naccelerator = Accelerator(preemption=True)\n"
+        "atexit.register(os.kill, os.getpid(), signal.SIGTERM)\naccelerator.exit_preempted()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 75
+
+
 def test_repeated_signals_change_nothing():
     accelerator = Accelerator(preemption=True)
     tell(accelerator)
@@ -93,8 +113,7 @@ def test_repeated_signals_change_nothing():
         tell(accelerator)
         assert accelerator.should_stop
     assert accelerator.preemption._agreement.verdict.stop_after == 1
-    accelerator.preemption.heed()
-    accelerator.end_training()
+    finish(accelerator)
 
 
 def test_loops_without_an_optimizer_mark_their_own_boundaries():
@@ -105,8 +124,7 @@ def test_loops_without_an_optimizer_mark_their_own_boundaries():
         seen.append(accelerator.should_stop)
         accelerator.preemption.boundary()
     assert seen == [False, True, True]
-    accelerator.preemption.heed()
-    accelerator.end_training()
+    finish(accelerator)
 
 
 def test_a_skipped_step_is_a_boundary_too():
@@ -117,8 +135,7 @@ def test_a_skipped_step_is_a_boundary_too():
     optimizer.step()
     assert accelerator.optimizer_step_was_skipped
     assert accelerator.should_stop
-    accelerator.preemption.heed()
-    accelerator.end_training()
+    finish(accelerator)
 
 
 def test_off_by_default():
@@ -166,8 +183,7 @@ def test_signals_can_be_chosen():
     tell(accelerator, signal.SIGUSR2)
     accelerator.preemption.boundary()
     assert accelerator.should_stop
-    accelerator.preemption.heed()
-    accelerator.end_training()
+    finish(accelerator)
 
 
 @pytest.mark.parametrize("signals", ["SIGTERM", (), ("SIGKILL",), ("SIGSTOP",), ("TERM",), (15,), 15])
@@ -218,13 +234,12 @@ def test_two_accelerators_are_told_and_end_apart():
     tell(second)
     first.preemption.boundary()
     assert (first.should_stop, second.should_stop) == (True, False)
-    first.preemption.heed()
+    first.preemption._heeded = True
     first.preemption.close()
     assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     second.preemption.boundary()
     assert second.should_stop
-    second.preemption.heed()
-    second.end_training()
+    finish(second)
 
 
 def test_pickles_and_is_collected():
@@ -242,7 +257,7 @@ def test_pickles_and_is_collected():
 
 def test_data_workers_live_on(tmp_path):
     """Slurm tells every process of a job."""
-    begun = tmp_path / "begun"
+    begun, others = tmp_path / "begun", psutil.Process().children()
     accelerator = Accelerator(preemption=PreemptionConfig(signals=("SIGTERM", "SIGUSR1")))
     data = TensorDataset(torch.arange(16.0).unsqueeze(1))
     loader = accelerator.prepare(
@@ -253,7 +268,7 @@ def test_data_workers_live_on(tmp_path):
         rows += x.flatten().tolist()
         if index == 0:
             assert begun.exists()
-            workers = psutil.Process().children()
+            workers = [child for child in psutil.Process().children() if child not in others]
             for name in ("USR1", "TERM"):  # by another process: workers end if their parent says so
                 subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
             time.sleep(0.3)

@@ -728,10 +728,11 @@ class Accelerator:
     def exit_preempted(self) -> NoReturn:
         """End training and the process, on all ranks, after `save_state`.
 
-        The exit code is 75, which tells `accel launch` and schedulers that training is not finished.
+        The exit code is 75, which tells `accel launch` and schedulers that training is not finished. From here on the
+        signals that `preemption` listens for are ignored. May also be called for reasons of the script's own.
         """
         if self.preemption is not None:
-            self.preemption.heed()
+            self.preemption.finish()
         self.end_training()
         raise SystemExit(PREEMPTED)
 

@@ -126,9 +126,15 @@ class Preemption:
         """
         loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
 
-    def heed(self) -> None:
-        """Take note that the script ends because it was told to."""
+    def finish(self) -> None:
+        """Leave because training was told to stop; from now on the signals are ignored.
+
+        A repeated one must not change the exit code while the process ends.
+        """
         self._heeded = True
+        self.close()
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
         """Listen no more: signals have the effect again that they had before."""
