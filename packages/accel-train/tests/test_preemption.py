@@ -312,6 +312,15 @@ def test_an_end_in_time_is_not(caplog):
     assert caplog.text == ""
 
 
+def test_a_save_in_the_background_is_finished_first(tmp_path):
+    accelerator = Accelerator(preemption=True, project_config=project(tmp_path))
+    prepared(accelerator)
+    handle = accelerator.save_state(asynchronous=True)
+    finish(accelerator)
+    assert handle.done()
+    assert (tmp_path / "checkpoints/checkpoint_0/manifest.json").exists()
+
+
 # Resuming
 
 

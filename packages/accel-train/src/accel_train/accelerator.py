@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,11 +17,10 @@ from accel_ckpt.background import BackgroundSaver, SaveHandle
 from accel_state import collectives
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
-from accel_state.environment import get_int_from_env
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.memory import release_memory
 from accel_state.process import PartialState
-from accel_train import checkpoint, metrics, prepare, profiling
+from accel_train import arguments, checkpoint, metrics, prepare, profiling
 from accel_train.accumulation import Accumulator
 from accel_train.config import (
     AutocastKwargs,
@@ -40,7 +36,7 @@ from accel_train.config import (
     rng_type_names,
 )
 from accel_train.data import LoaderLedger, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.errors import ArgumentTypeError, PrepareError
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.preemption import Preemption, PreemptionConfig
 from accel_train.preemption import resume as resume_training
@@ -59,15 +55,6 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
-}
-
-#: Where an option goes that is no argument of `Accelerator` itself.
-_CONFIGURATIONS: dict[Any, str] = {
-    DataLoaderConfiguration: "dataloader_config={}",
-    ProjectConfiguration: "project_config={}",
-    GradientAccumulationPlugin: "gradient_accumulation_plugin={}",
-    DistributedDataParallelKwargs: "kwargs_handlers=[{}]",
-    GradScalerKwargs: "kwargs_handlers=[{}]",
 }
 
 
@@ -131,7 +118,7 @@ class Accelerator:
         preemption: bool | PreemptionConfig = False,
         **unknown: Any,
     ) -> None:
-        _refuse_unknown(unknown)
+        arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         refuse_unavailable(
             {
                 "deepspeed_plugin": deepspeed_plugin,
@@ -143,7 +130,7 @@ class Accelerator:
                 "log_with": log_with,
             }
         )
-        _check_types(
+        arguments.check_types(
             dataloader_config=(dataloader_config, DataLoaderConfiguration),
             project_config=(project_config, ProjectConfiguration),
             gradient_accumulation_plugin=(gradient_accumulation_plugin, GradientAccumulationPlugin),
@@ -151,15 +138,15 @@ class Accelerator:
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
         precision = mixed_precision_name(mixed_precision)
-        plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        dynamo = _dynamo_plugin(dynamo_backend, dynamo_plugin)
+        plugin = arguments.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin)
         handlers: dict[str, Any] = dict(collect_handlers(kwargs_handlers, _HANDLERS))
         self.autocast_handler: AutocastKwargs | None = handlers.get("autocast")
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get("ddp")
         self.scaler_handler: GradScalerKwargs | None = handlers.get("scaler")
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
-        self.dataloader_config = _loader_config(dataloader_config, split_batches)
+        self.dataloader_config = arguments.loader_config(dataloader_config, split_batches)
         self.project_configuration = project_configuration(project_config, project_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -924,84 +911,3 @@ class Accelerator:
             f"Accelerator(rank {self.process_index} of {self.num_processes}, device={str(self.device)!r}, "
             f"strategy={self._plan.strategy.name!r}, mixed_precision={self.mixed_precision!r})"
         )
-
-
-def _refuse_unknown(unknown: dict[str, Any]) -> None:
-    for name in unknown:
-        if name in ("fp16", "bf16"):
-            raise OptionError(
-                f"Accelerator({name}=…) does not exist any more; use Accelerator(mixed_precision={name!r})."
-            )
-        for kind, argument in _CONFIGURATIONS.items():
-            if name in {field.name for field in dataclasses.fields(kind)}:
-                raise OptionError(
-                    f"Accelerator({name}=…) does not exist; {name} is an option of {kind.__name__}: "
-                    f"Accelerator({argument.format(f'{kind.__name__}({name}=…)')})."
-                )
-        known = list(inspect.signature(Accelerator.__init__).parameters)
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise TypeError(f"Accelerator() got an unexpected argument {name!r}.{hint}")
-
-
-def _check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:
-    """Refuse arguments that are neither None nor of the type they are paired with."""
-    for name, (value, wanted) in arguments.items():
-        if value is not None and not isinstance(value, wanted):
-            kind = "a list" if isinstance(wanted, tuple) else f"{wanted.__name__}(…)"
-            raise ArgumentTypeError(
-                f"Accelerator({name}=…) takes {kind}, got {type(value).__name__}: {value!r:.80}."
-            )
-
-
-def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    if plugin is not None and steps != 1:
-        raise IncompatibleOptionsError(
-            f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
-            "into the plugin: GradientAccumulationPlugin(num_steps=…)."
-        )
-    plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
-    if plugin.num_steps is not None and plugin.num_steps != 1:
-        asked = plugin.num_steps
-    else:
-        asked = 1
-    launched = get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], asked)
-    if launched == (plugin.num_steps or 1):
-        return plugin
-    if asked != 1:
-        warnings.warn(
-            f"The launcher asks for {launched} gradient accumulation steps and the script for {asked}; the launcher's "
-            "number is used.",
-            stacklevel=3,
-        )
-    return GradientAccumulationPlugin(
-        num_steps=launched,
-        adjust_scheduler=plugin.adjust_scheduler,
-        sync_with_dataloader=plugin.sync_with_dataloader,
-        sync_each_batch=plugin.sync_each_batch,
-    )
-
-
-def _dynamo_plugin(
-    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None
-) -> TorchDynamoPlugin:
-    if backend is not None and plugin is not None:
-        raise IncompatibleOptionsError(
-            f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given; put the backend into the plugin."
-        )
-    return plugin or TorchDynamoPlugin(backend=backend)
-
-
-def _loader_config(
-    config: DataLoaderConfiguration | None, split_batches: bool | None
-) -> DataLoaderConfiguration:
-    config = config or DataLoaderConfiguration()
-    if split_batches is not None:
-        warnings.warn(
-            "Accelerator(split_batches=…) is deprecated; use "
-            "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=…)).",
-            FutureWarning,
-            stacklevel=3,
-        )
-        config = dataclasses.replace(config, split_batches=split_batches)
-    return config

@@ -127,12 +127,11 @@ class Preemption:
         loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
 
     def finish(self) -> None:
-        """Leave because training was told to stop; from now on the signals are ignored.
+        """Take note that the script ends because it was told to; from now on the signals are ignored.
 
         A repeated one must not change the exit code while the process ends.
         """
         self._heeded = True
-        self.close()
         for number in self.signals:
             signal.signal(number, signal.SIG_IGN)
 
