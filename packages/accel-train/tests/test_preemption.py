@@ -257,17 +257,21 @@ def test_pickles_and_is_collected():
 
 def test_data_workers_live_on(tmp_path):
     """Slurm tells every process of a job."""
-    begun, others = tmp_path / "begun", psutil.Process().children()
+    others = psutil.Process().children()
     accelerator = Accelerator(preemption=PreemptionConfig(signals=("SIGTERM", "SIGUSR1")))
     data = TensorDataset(torch.arange(16.0).unsqueeze(1))
     loader = accelerator.prepare(
-        DataLoader(data, batch_size=2, num_workers=2, worker_init_fn=lambda worker: begun.touch())
+        DataLoader(
+            data, batch_size=2, num_workers=2, worker_init_fn=lambda worker: (tmp_path / str(worker)).touch()
+        )
     )
     rows = []
     for index, (x,) in enumerate(loader):
         rows += x.flatten().tolist()
         if index == 0:
-            assert begun.exists()
+            until = time.monotonic() + 20
+            while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < until:
+                time.sleep(0.01)
             workers = [child for child in psutil.Process().children() if child not in others]
             for name in ("USR1", "TERM"):  # by another process: workers end if their parent says so
                 subprocess.run(["kill", f"-{name}", *(str(worker.pid) for worker in workers)], check=True)
@@ -351,7 +355,7 @@ def test_resume_loads_the_newest_complete_checkpoint(tmp_path):
         assert other.resume() is True
     assert other.step == 10
     assert torch.equal(restored.weight, weights)
-    assert other.save_iteration == 11
+    assert other.save_iteration == 12  # past everything that is there
 
 
 def test_resume_says_that_there_is_nothing_yet(tmp_path, caplog):
