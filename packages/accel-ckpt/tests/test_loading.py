@@ -18,6 +18,7 @@ from accel_ckpt import (
     load_checkpoint_in_model,
     load_state_dict,
     open_weights,
+    save,
     save_model,
     save_training_state,
 )
@@ -374,3 +375,46 @@ def test_loading_on_an_accelerator(tmp_path, meta):
     load_checkpoint_in_model(again, tmp_path, device_map={"": torch.accelerator.current_accelerator()})
     assert {t.device.type for t in (*again.parameters(), *again.buffers())} == {model.table.device.type}
     assert torch.equal(again.linear.weight, model.linear.weight)
+
+
+def test_a_lazy_model_is_refused(tmp_path):
+    save_model(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(UninitializedTensorError, match="'weight' of the model is lazy"):
+        load_checkpoint_in_model(nn.LazyLinear(2), tmp_path)
+
+
+def test_an_expanded_buffer_is_refused_before_anything_changes(tmp_path):
+    class Expanded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.zeros(2))
+            self.register_buffer("e", torch.zeros(1).expand(3))
+
+    save({"w": torch.ones(2), "e": torch.ones(3)}, tmp_path / "x.safetensors", safe_serialization=True)
+    model = Expanded()
+    with pytest.raises(StateMismatchError, match="'e' of the model is expanded"):
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+    assert model.w.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "fits"),
+    [
+        (torch.complex64, torch.float32, False),
+        (torch.float32, torch.int64, False),
+        (torch.float32, torch.bool, True),
+        (torch.uint8, torch.bool, True),
+        (torch.int64, torch.float32, True),
+        (torch.float32, torch.complex64, True),
+    ],
+)
+def test_kinds_of_dtypes_that_lose_values(tmp_path, saved, wanted, fits):
+    model = nn.Module()
+    model.register_buffer("b", torch.zeros(2, dtype=wanted))
+    save({"b": torch.ones(2, dtype=saved)}, tmp_path / "x.safetensors", safe_serialization=True)
+    if fits:
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+        assert torch.equal(model.b, torch.ones(2, dtype=wanted))
+    else:
+        with pytest.raises(StateMismatchError, match=f"b: {saved} instead of {wanted}"):
+            load_checkpoint_in_model(model, tmp_path / "x.safetensors")

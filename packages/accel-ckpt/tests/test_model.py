@@ -272,3 +272,66 @@ def test_load_reads_empty_arrays(tmp_path):
     found = load(tmp_path / "x.bin")
     assert found["none"].shape == (0,)
     assert found["some"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_values_of_conjugate_views(tmp_path, safe):
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    weights = {"a": base, "b": base.conj(), "c": base.imag, "d": base.conj().imag}
+    [file] = save_model(weights, tmp_path, safe_serialization=safe)
+    found = torch.load(tmp_path / file) if not safe else safetensors.torch.load_file(tmp_path / file)
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "a": [1 + 2j, 3 - 4j], "b": [1 - 2j, 3 + 4j], "c": [2, -4], "d": [-2, 4]
+    }  # fmt: skip
+
+
+def test_a_conjugate_view_saved_to_an_open_file():
+    buffer = io.BytesIO()
+    save({"b": torch.tensor([1 + 2j]).conj()}, buffer, safe_serialization=True)
+    assert safetensors.torch.load(buffer.getvalue())["b"].tolist() == [1 - 2j]
+
+
+@pytest.mark.parametrize("names", [["pt"], ["a", "format"], ["format", "a"], ["a", "DCP_SHARDING_INFO"]])
+def test_names_that_mean_something_in_a_header(tmp_path, names):
+    shared = torch.arange(3.0)
+    save_model(dict.fromkeys(names, shared), tmp_path)
+    found = load_state_dict(tmp_path / "model.safetensors")
+    assert sorted(found) == sorted(names)
+    assert all(torch.equal(tensor, shared) for tensor in found.values())
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
+def test_names_that_a_header_cannot_hold(tmp_path, name):
+    weights = {name: torch.ones(2)}
+    with pytest.raises(UnsupportedValueError, match="has a name that"):
+        save_model(weights, tmp_path)
+    with pytest.raises(UnsupportedValueError, match="has a name that"):
+        save(weights, io.BytesIO(), safe_serialization=True)
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_lazy_model_is_refused(tmp_path, safe):
+    with pytest.raises(UnsupportedValueError, match=r"'0\.weight' is lazy"):
+        save_model(nn.Sequential(nn.LazyLinear(2)), tmp_path, safe_serialization=safe)
+
+
+def test_a_bin_of_one_storage_with_two_dtypes(tmp_path):
+    floats = torch.arange(4.0)
+    weights = {"f": floats, "i": floats.view(torch.int32)}
+    save_model(weights, tmp_path, safe_serialization=False)
+    found = torch.load(tmp_path / "pytorch_model.bin")
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_bin_holds_no_subclass_that_could_not_be_read(tmp_path):
+    class Marked(torch.Tensor):
+        pass
+
+    save_model({"w": torch.ones(2).as_subclass(Marked)}, tmp_path, safe_serialization=False)
+    assert type(load_state_dict(tmp_path / "pytorch_model.bin")["w"]) is torch.Tensor
+
+
+def test_a_bin_of_sparse_tensors(tmp_path):
+    save_model({"w": torch.eye(2).to_sparse()}, tmp_path, safe_serialization=False)
+    assert torch.equal(load_state_dict(tmp_path / "pytorch_model.bin")["w"].to_dense(), torch.eye(2))

@@ -156,3 +156,20 @@ def test_state_that_belongs_to_no_parameter_is_kept():
     again = torch.optim.SGD(model.parameters(), lr=0.1)
     load_optimizer_state(again, tree, [model])
     assert again.state["calls"] == 3
+
+
+def test_groups_without_parameters_keep_their_options():
+    model = nn.Linear(2, 2)
+
+    def make(*rates):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for rate in rates:
+            optimizer.add_param_group({"params": [], "lr": rate})
+        return optimizer
+
+    tree = optimizer_state_by_name(make(0.2, 0.3), [model])
+    fresh = make(0.0, 0.0)
+    load_optimizer_state(fresh, tree, [model])
+    assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2, 0.3]
+    with pytest.raises(StateMismatchError, match="groups without parameters: 2 in the checkpoint, 1 here"):
+        load_optimizer_state(make(0.0), tree, [model])

@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 
 from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError, read_header
-from accel_ckpt.reader import MappedShard, read_pickled, read_tensors
+from accel_ckpt.reader import MappedShard, read_json, read_pickled, read_tensors
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
 
@@ -156,3 +156,43 @@ def test_missing_files(tmp_path):
         read_header(tmp_path / "x")
     with pytest.raises(CheckpointNotFoundError):
         read_pickled(tmp_path / "x")
+
+
+def write_header(path, header, content=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + content)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[10**10] * 200_000, [10**30, 0], [0, 2**62, 2**62], [2**63]],
+    ids=["many", "huge and empty", "product", "huge"],
+)
+def test_absurd_shapes_are_refused_at_once(tmp_path, shape):
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    write_header(tmp_path / "x.safetensors", {"a": entry})
+    with pytest.raises(
+        CorruptCheckpointError, match=r"x\.safetensors gives 0 bytes to the tensor 'a'"
+    ) as caught:
+        read_header(tmp_path / "x.safetensors")
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_header_that_is_nested_too_deeply(tmp_path):
+    write_header(tmp_path / "x.safetensors", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    with pytest.raises(CorruptCheckpointError, match=r"header of .*x\.safetensors"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text('{"a": {"b": 1, "c": 0, "b": 2}}')
+    with pytest.raises(CorruptCheckpointError, match=r"x\.json .*'b' stands more than once"):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this platform has no named pipes")
+@pytest.mark.parametrize("read", [read_header, read_json])
+def test_pipes_are_not_read(tmp_path, read):
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises(CorruptCheckpointError, match="is not a regular file"):
+        read(tmp_path / "x")

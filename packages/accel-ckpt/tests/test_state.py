@@ -350,3 +350,41 @@ def test_not_a_checkpoint(tmp_path):
 def test_a_model_index_out_of_range(tmp_path):
     with pytest.raises(IndexError, match="holds 1 models; 1 was asked for"):
         open_training_state(save(tmp_path / "c", [{"w": torch.ones(1)}])).models[1]
+
+
+def test_odd_names_of_tensors(tmp_path):
+    tree = {"__metadata__": torch.ones(1), "\ud800": torch.ones(2)}
+    path = save(tmp_path / "c", shared={"__metadata__": torch.ones(3), "t": tree})
+    found = open_training_state(path).shared
+    assert found["__metadata__"].shape == (3,)
+    assert {name: tensor.tolist() for name, tensor in found["t"].items()} == {
+        "__metadata__": [1], "\ud800": [1, 1]
+    }  # fmt: skip
+
+
+def test_what_is_nested_too_deeply_is_refused(tmp_path):
+    value = []
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(UnsupportedValueError, match="'deep' of the training state is nested too deeply"):
+        save(tmp_path / "c", shared={"deep": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
+def test_tensors_that_are_not_plain_values_are_refused_with_their_path(tmp_path):
+    odd = {
+        "sparse": torch.eye(2).to_sparse(),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 1, 0, torch.qint8),
+    }
+    for name, tensor in odd.items():
+        with pytest.raises(UnsupportedValueError, match=rf"the tensor at \['t'\]\['{name}'\] (has|is)"):
+            save(tmp_path / "c", shared={"t": {name: tensor}})
+
+
+def test_reading_a_model_leaves_the_optimizer_s_file_alone(tmp_path):
+    """Its tensors can be twice as large as the model."""
+    path = save(tmp_path / "c", models=[{"w": torch.ones(2)}], shared={"o": torch.ones(3)})
+    checkpoint = open_training_state(path)
+    (path / "state.safetensors").unlink()
+    assert torch.equal(checkpoint.models[0]["w"], torch.ones(2))

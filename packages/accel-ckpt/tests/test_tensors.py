@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
-from accel_ckpt import clean_state_dict_for_safetensors, id_tensor_storage
-from accel_ckpt.tensors import parse_dtype, same_tensor_id, tied_aliases
+from accel_ckpt import UnsupportedValueError, clean_state_dict_for_safetensors, id_tensor_storage
+from accel_ckpt.tensors import as_bytes, parse_dtype, same_tensor_id, tied_aliases
 
 
 def test_views_share_a_storage_but_are_not_the_same_tensor():
@@ -55,3 +56,33 @@ def test_bad_dtypes():
         parse_dtype("float17")
     with pytest.raises(ValueError, match="'load' is not a dtype"):
         parse_dtype("load")
+
+
+def test_conjugate_and_negative_views_are_not_what_they_view():
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    assert tied_aliases({"a": base, "b": base.conj()}) == {}
+    assert tied_aliases({"a": base.imag, "b": base.conj().imag}) == {}
+    cleaned = clean_state_dict_for_safetensors({"b": base.conj()})
+    assert not cleaned["b"].is_conj()
+    assert torch.equal(cleaned["b"], base.conj())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (torch.eye(2).to_sparse(), "has the layout torch.sparse_coo"),
+        (torch.ones(2, device="meta"), "is on the meta device"),
+        (nn.LazyLinear(2).weight, "is lazy and has no shape yet"),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "is nested"),
+    ],
+    ids=["sparse", "meta", "lazy", "nested"],
+)
+def test_tensors_that_are_not_plain_values(tensor, why):
+    with pytest.raises(UnsupportedValueError, match=f"the tensor 'x' {why}"):
+        clean_state_dict_for_safetensors({"x": tensor})
+
+
+def test_one_element_with_a_wide_stride():
+    element = torch.arange(6.0)[1::2][:1]
+    assert element.stride() == (2,)
+    assert bytes(as_bytes(element)) == element.clone().numpy().tobytes()

@@ -15,13 +15,13 @@ from torch import nn
 from accel_ckpt import hub
 from accel_ckpt.convert.sources import find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
-from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
+from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers, rewrap
 from accel_ckpt.modules.ties import parent_and_leaf
 from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.reader import MappedShard, read_pickled
-from accel_ckpt.tensors import parse_dtype
+from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
 
@@ -40,8 +40,8 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
-    """Names with another shape, each as ``name: (shape in the checkpoint) instead of (shape in the
-    model)``."""
+    """Names with another shape, or a dtype that cannot be converted without loss of meaning (complex to real,
+    floating to integer), each as ``name: (shape in the checkpoint) instead of (shape in the model)``."""
 
 
 class WeightSource(Protocol):
@@ -182,14 +182,12 @@ def load_state_dict(
         )
     elif kind != "pt":
         raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")
-    loaded: dict[int, torch.Tensor] = {}
+    loaded: dict[tuple[str, torch.device | None], torch.Tensor] = {}
     result = {}
     for name, (_, key) in source.homes.items():
         tensor = source.tensor(key)
         device = _device_of(name, device_map or {})
-        result[name] = loaded.setdefault(
-            hash((key, device)), tensor.to(device) if device is not None else tensor
-        )
+        result[name] = loaded.setdefault((key, device), tensor.to(device) if device is not None else tensor)
     return result
 
 
@@ -329,6 +327,15 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
     tensors |= {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in hidden}
     groups: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
+        if is_lazy(tensor):
+            raise UninitializedTensorError(
+                f"{name!r} of the model is lazy and has no shape yet; run the model once before loading"
+            )
+        if tensor.device.type != "meta" and torch._debug_has_internal_overlap(tensor) == 1:
+            raise StateMismatchError(
+                f"{name!r} of the model is expanded, so that elements share memory and cannot be loaded one by one; "
+                "clone() it when the model is built"
+            )
         groups.setdefault(id(tensor), []).append(name)
     shared = {key: _Target(tensors[names[0]], tuple(names)) for key, names in groups.items()}
     return canonical_state_dict({name: shared[id(tensor)] for name, tensor in tensors.items()}, model)
@@ -343,16 +350,27 @@ def _compare(
         target = targets.get(name)
         if target is None:
             continue
-        shape = source.about[raw][0]
+        shape, dtype = source.about[raw]
         provided.add(id(target))
         if shape != target.tensor.shape:
             mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(target.tensor.shape)}")
+        elif _loses_values(dtype, target.tensor.dtype):
+            mismatched.append(f"{name}: {dtype} instead of {target.tensor.dtype}")
         elif id(target) not in filled:
             filled.add(id(target))
             steps.append((raw, target))
     missing = [name for name, target in targets.items() if id(target) not in provided]
     unexpected = [raw for raw, name in names.items() if name not in targets]
     return LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched)), steps
+
+
+def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether conversion would drop imaginary parts, or what stands behind the point; masks may become bool."""
+    if saved.is_complex:
+        return not wanted.is_complex
+    return saved.is_floating_point and not (
+        wanted.is_floating_point or wanted.is_complex or wanted == torch.bool
+    )
 
 
 def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str, str]:
@@ -373,7 +391,7 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
 def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
     kinds = {
         "missing": ("is not in the checkpoint", report.missing),
-        "mismatched": ("has another shape", report.mismatched),
+        "mismatched": ("has another shape or kind of dtype", report.mismatched),
         "unexpected": ("is not in the model", report.unexpected),
     }
     fatal = {True: {*kinds}, None: {"missing", "mismatched"}, False: set[str]()}[strict]

@@ -18,7 +18,7 @@ from accel_ckpt.errors import (
     CorruptCheckpointError,
 )
 from accel_ckpt.index import inside
-from accel_ckpt.reader import check_digest, file_digest
+from accel_ckpt.reader import check_digest, file_digest, parse_json, refuse_irregular
 from accel_ckpt.writer import FileRecord, FileWriter
 
 __all__ = ["FORMAT", "MANIFEST_NAME", "VERSION", "Manifest"]
@@ -76,6 +76,7 @@ class Manifest:
         path = directory / MANIFEST_NAME
         if not directory.is_dir():
             raise CheckpointNotFoundError(f"there is no checkpoint folder {directory}")
+        refuse_irregular(path)
         try:
             raw = path.read_bytes()
         except FileNotFoundError as error:
@@ -128,10 +129,7 @@ class Manifest:
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    try:
-        payload = json.loads(raw)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
+    payload = parse_json(raw, str(path))
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise CorruptCheckpointError(
             f"{path} is not the manifest of a checkpoint: its format is not {FORMAT!r}"

@@ -27,8 +27,22 @@ from accel_ckpt.index import (
 from accel_ckpt.manifest import MANIFEST_NAME
 from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.tensors import clean_state_dict_for_safetensors, id_tensor_storage, tied_aliases
-from accel_ckpt.writer import FileRecord, replace_file, write_bytes, write_safetensors, write_torch
+from accel_ckpt.tensors import (
+    StorageId,
+    clean_state_dict_for_safetensors,
+    id_tensor_storage,
+    is_lazy,
+    tied_aliases,
+    why_not_plain,
+)
+from accel_ckpt.writer import (
+    FileRecord,
+    check_writable,
+    replace_file,
+    write_bytes,
+    write_safetensors,
+    write_torch,
+)
 
 __all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
 
@@ -188,14 +202,6 @@ def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
             raise UnsupportedValueError(
                 f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
             )
-        if value.device.type == "meta":
-            raise UnsupportedValueError(
-                f"the tensor {name!r} is on the meta device and has no values; load its weights first"
-            )
-        if hasattr(value, "full_tensor"):
-            raise UnsupportedValueError(
-                f"the tensor {name!r} is sharded over ranks; pass full tensors, as full_tensor() gives"
-            )
     return state_dict
 
 
@@ -228,7 +234,16 @@ class ModelFiles:
 def plan_model_files(
     state_dict: Mapping[str, torch.Tensor], max_shard_size: int, safe_serialization: bool, stem: str
 ) -> ModelFiles:
-    """Decide which tensors go to which file."""
+    """Decide which tensors go to which file.
+
+    Raises:
+        UnsupportedValueError: a tensor cannot be saved in this format.
+    """
+    for name, tensor in state_dict.items():
+        if safe_serialization:
+            check_writable(name, tensor)
+        elif (reason := why_not_plain(tensor)) is not None and not _torch_saves(tensor):
+            raise UnsupportedValueError(f"the tensor {name!r} {reason}")
     aliases = tied_aliases(state_dict) if safe_serialization else {}
     kept = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
     shards = plan_shards(
@@ -252,17 +267,27 @@ def plan_model_files(
     return ModelFiles(parts, aliases, index, safe_serialization)
 
 
+def _torch_saves(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor) and (tensor.is_quantized or tensor.layout != torch.strided)
+
+
 def _compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
     aliases = tied_aliases(tensors)
     result: dict[str, torch.Tensor] = {}
+    dtypes: dict[StorageId, torch.dtype] = {}  # torch.save refuses one storage with two dtypes
     for name, tensor in tensors.items():
         if name in aliases:
             result[name] = result[aliases[name]]
             continue
-        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
         plain = tensor.detach().cpu()
-        result[name] = plain if whole else plain.clone(memory_format=torch.contiguous_format)
+        if why_not_plain(tensor) is None:
+            storage = id_tensor_storage(tensor)
+            whole = storage[2] == tensor.nbytes and dtypes.setdefault(storage, tensor.dtype) == tensor.dtype
+            # A subclass could not be read back: reading would have to import it.
+            plain = plain.as_subclass(torch.Tensor)
+            plain = plain if whole else plain.clone(memory_format=torch.contiguous_format)
+        result[name] = plain
     return result
 
 
@@ -294,7 +319,11 @@ def save(
             f"safetensors files hold tensors by name, and this {type(obj).__name__} holds something else; "
             "pass a dictionary of tensors, or safe_serialization=False"
         )
-    cleaned = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
+    cleaned = obj
+    if safe_serialization:
+        for name, value in obj.items():
+            check_writable(name, value)
+        cleaned = clean_state_dict_for_safetensors(obj)
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
             import safetensors.torch

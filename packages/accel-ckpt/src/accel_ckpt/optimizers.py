@@ -6,6 +6,7 @@ given model is called ``unnamed.<group>.<position>`` after its place in the opti
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -79,7 +80,7 @@ def check_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently.
     """
     names = _parameter_names(optimizer, models)
-    _check_parameters(names, {frozenset(group["params"]): group for group in tree["param_groups"]})
+    _check_parameters(names, tree["param_groups"])
     known = {name for group in names for name in group}
     if unknown := sorted(set(tree["state"]) - known):
         raise StateMismatchError(
@@ -105,10 +106,12 @@ def load_optimizer_state(
     """
     check_optimizer_state(optimizer, tree, models)
     names = _parameter_names(optimizer, models)
-    saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
+    saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
+    for group in tree["param_groups"]:
+        saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
     current = optimizer.state_dict()["param_groups"]
     groups = [
-        {**saved[frozenset(group_names)], "params": list(group["params"])}
+        {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
         for group_names, group in zip(names, current, strict=True)
     ]
     positions = _positions(names, current)
@@ -140,7 +143,8 @@ def _positions(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any
     }
 
 
-def _check_parameters(names: Sequence[Sequence[str]], saved: Mapping[frozenset[str], Any]) -> None:
+def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[str, Any]]) -> None:
+    saved = Counter(frozenset(group["params"]) for group in groups)
     here = {name for group in names for name in group}
     there = {name for group in saved for name in group}
     problems = []
@@ -154,6 +158,9 @@ def _check_parameters(names: Sequence[Sequence[str]], saved: Mapping[frozenset[s
             for group in names
             if frozenset(group) not in saved
         ]
+    without = sum(not group for group in names)
+    if not problems and saved[frozenset()] != without:
+        problems = [f"groups without parameters: {saved[frozenset()]} in the checkpoint, {without} here"]
     if problems:
         raise StateMismatchError(
             f"the saved optimizer does not fit; {'; '.join(problems)}. Build the optimizer and the models as "

@@ -6,7 +6,8 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,21 +17,24 @@ import torch
 import xxhash
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.tensors import DTYPES, as_bytes
+from accel_ckpt.tensors import DTYPES, METADATA_KEYS, as_bytes
 
 __all__ = [
     "Header",
     "MappedShard",
     "TensorEntry",
+    "parse_json",
     "read_entry",
     "read_header",
     "read_json",
     "read_pickled",
     "read_tensors",
+    "refuse_irregular",
 ]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _CHUNK = 1 << 22
+_MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class Header:
         return {
             alias: name
             for alias, name in self.metadata.items()
-            if name in self.entries and alias not in self.entries
+            if name in self.entries and alias not in self.entries and alias not in METADATA_KEYS
         }
 
 
@@ -79,6 +83,7 @@ def read_header(path: Path) -> Header:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: it is truncated, or its header is not one that describes it.
     """
+    refuse_irregular(path)
     try:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
@@ -96,10 +101,7 @@ def read_header(path: Path) -> Header:
 
 
 def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
-    try:
-        fields = json.loads(raw)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"the header of {path} is not JSON: {error}") from error
+    fields = parse_json(raw, f"the header of {path}")
     if not isinstance(fields, dict):
         raise CorruptCheckpointError(f"the header of {path} is not a JSON object")
     metadata = fields.pop("__metadata__", {})
@@ -136,13 +138,26 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
         raise CorruptCheckpointError(
             f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
         ) from error
-    entry = TensorEntry(name, dtype, shape, path, start + begin)
-    if end - begin != entry.nbytes:
+    if not _takes(shape, dtype, end - begin):
         raise CorruptCheckpointError(
-            f"{path} gives {end - begin} bytes to the tensor {name!r}, but {list(shape)} of {dtype} take "
-            f"{entry.nbytes}"
+            f"{path} gives {end - begin} bytes to the tensor {name!r}, which is not what a tensor of shape "
+            f"{_short(shape)} and {dtype} takes"
         )
-    return entry
+    return TensorEntry(name, dtype, shape, path, start + begin)
+
+
+def _takes(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
+    """Whether a tensor has this size; a product of absurd sizes is never computed to its end."""
+    if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 1 << 63:
+        return False
+    if 0 in shape:
+        return nbytes == 0 and math.prod(size for size in shape if size) < 1 << 63
+    return math.prod(shape) * dtype.itemsize == nbytes
+
+
+def _short(shape: Sequence[int]) -> str:
+    text = str(list(shape))
+    return text if len(text) < 200 else f"{text[:200]}…"
 
 
 class MappedShard:
@@ -245,16 +260,44 @@ def file_digest(path: Path) -> str:
 
 def read_json(path: Path, xxh3: str | None = None) -> Any:
     """Read a JSON file, checking its checksum first if one is given."""
+    refuse_irregular(path)
     try:
         raw = path.read_bytes()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     if xxh3 is not None:
         check_digest(path, xxhash.xxh3_64_hexdigest(raw), xxh3)
+    return parse_json(raw, str(path))
+
+
+def parse_json(raw: bytes, what: str) -> Any:
+    """Parse JSON in which no key of an object stands twice: of two values one would be lost unnoticed.
+
+    Raises:
+        CorruptCheckpointError: it is no such JSON, or nested too deeply.
+    """
     try:
-        return json.loads(raw)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{path} is not JSON: {error}") from error
+        return json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{what} is not JSON as it should be: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} stands more than once in one object")
+    return found
+
+
+def refuse_irregular(path: Path) -> None:
+    """Refuse pipes and devices, which would be read without an end, and directories.
+
+    Raises:
+        CorruptCheckpointError: the path is there, and is no file.
+    """
+    if path.exists() and not path.is_file():
+        raise CorruptCheckpointError(f"{path} is not a regular file, so nothing was read from it")
 
 
 def read_pickled(path: Path, *, mapped: bool = True) -> Any:

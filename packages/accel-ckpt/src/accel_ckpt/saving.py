@@ -450,9 +450,10 @@ def _encode(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
 
     def sink(path: tuple[Any, ...], tensor: torch.Tensor) -> str:
-        name = base = ".".join(str(part) for part in path)
+        joined = ".".join(str(part) for part in path)
+        name = base = joined.encode(errors="backslashreplace").decode()  # keys may hold lone surrogates
         number = 1
-        while name in tensors:  # {"a.b": x, "a": {"b": y}}
+        while name in tensors or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}
             number += 1
             name = f"{base}~{number}"
         tensors[name] = tensor
@@ -465,7 +466,12 @@ def _encode(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, torch.Tensor]]:
             raise UnsupportedValueError(
                 f"parts of a training state have names; {name!r} is a {type(name).__name__}"
             )
-        encoded[name] = encoder.encode(tree, (name,))
+        try:
+            encoded[name] = encoder.encode(tree, (name,))
+        except RecursionError:
+            raise UnsupportedValueError(
+                f"the part {name!r} of the training state is nested too deeply to be saved; flatten it"
+            ) from None
     return json_bytes(encoded), tensors
 
 

@@ -18,12 +18,10 @@ import torch
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
 from accel_ckpt.reader import Header, MappedShard
-from accel_ckpt.tensors import same_tensor_id
+from accel_ckpt.tensors import METADATA_KEYS, SHARDING_KEY, same_tensor_id
 
 __all__ = ["Box", "BoxFiles", "is_sharded", "load_tensors", "local_boxes", "overlap", "sharding_metadata"]
 
-# https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/_hf_utils.py
-_METADATA_KEY = "DCP_SHARDING_INFO"
 _OFFSETS_KEY = "saved_offsets"
 _SHAPE_KEY = "shape"  # ours: without it a missing last part could not be noticed
 
@@ -75,13 +73,13 @@ def tied_boxes(boxes: Iterable[Box]) -> dict[str, str]:
     named = (
         (box.name, first.setdefault((*same_tensor_id(box.tensor), box.offsets), box.name)) for box in boxes
     )
-    return {name: original for name, original in named if name != original}
+    return {name: original for name, original in named if name != original and name not in METADATA_KEYS}
 
 
 def sharding_metadata(boxes: Iterable[Box]) -> dict[str, str]:
     """The metadata of a safetensors file that holds boxes under the names of their tensors."""
     about = {box.name: {_OFFSETS_KEY: list(box.offsets), _SHAPE_KEY: list(box.shape)} for box in boxes}
-    return {_METADATA_KEY: json.dumps(about)}
+    return {SHARDING_KEY: json.dumps(about)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +98,14 @@ def places_of(header: Header) -> dict[str, Place]:
         CorruptCheckpointError: the metadata does not fit the entries.
     """
     try:
-        saved = json.loads(header.metadata.get(_METADATA_KEY, "null"))
+        saved = json.loads(header.metadata.get(SHARDING_KEY, "null"))
         places = {
             name: Place((0,) * len(entry.shape), entry.shape) if saved is None else _place(saved[name])
             for name, entry in header.entries.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"{header.file} says in {_METADATA_KEY} where its tensors belong, but not readably: {error!r}"
+            f"{header.file} says in {SHARDING_KEY} where its tensors belong, but not readably: {error!r}"
         ) from error
     for name, entry in header.entries.items():
         offsets = places[name].offsets

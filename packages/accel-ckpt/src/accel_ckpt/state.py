@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,8 @@ class TrainingCheckpoint:
     @property
     def shared(self) -> Mapping[str, Tree]:
         """The shared trees by name."""
-        trees = self._read_trees("state")
         extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
-        return RankState(
-            "the shared state", {name: tree for name, tree in trees.items() if name not in extra}
-        )
+        return RankState("the shared state", self._read_trees("state", lambda name: name not in extra))
 
     def per_rank(self, rank: int, *, allow_missing: bool = False) -> Mapping[str, Tree] | None:
         """The trees of one rank by name.
@@ -105,26 +102,34 @@ class TrainingCheckpoint:
             )
         return self.manifest.files[name].xxh3 if self._verify else None
 
-    def _read_trees(self, stem: str) -> dict[str, Tree]:
+    def _read_trees(self, stem: str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tree]:
+        """Trees by name; the tensors of a file are only read if one of these trees holds some."""
+        path = inside(self.directory, f"{stem}.json")
+        content = read_json(path, self._checksum(path.name))
+        if not isinstance(content, dict):
+            raise CorruptCheckpointError(f"{path} does not hold trees by name")
+        read: list[dict[str, torch.Tensor]] = []
+
+        def find(name: str) -> torch.Tensor:
+            if not read:
+                read.append(self._read_state_tensors(stem))
+            if name not in read[0]:
+                raise CorruptCheckpointError(
+                    f"{path} refers to the tensor {name!r}, which is in no file beside it"
+                )
+            return read[0][name]
+
+        try:
+            return {name: tags.decode(tree, find) for name, tree in content.items() if wanted(name)}
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
+
+    def _read_state_tensors(self, stem: str) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name in self.manifest.files:
             if is_tensor_file(name, stem):
                 tensors |= read_tensors(inside(self.directory, name), self._checksum(name))[1]
-        tensors |= self._read_boxes(name for name in self.manifest.files if is_box_file(name, stem))
-        path = inside(self.directory, f"{stem}.json")
-        content = read_json(path, self._checksum(path.name))
-
-        def find(name: str) -> torch.Tensor:
-            if name not in tensors:
-                raise CorruptCheckpointError(
-                    f"{path} refers to the tensor {name!r}, which is in no file beside it"
-                )
-            return tensors[name]
-
-        try:
-            return {name: tags.decode(tree, find) for name, tree in content.items()}
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
+        return tensors | self._read_boxes(name for name in self.manifest.files if is_box_file(name, stem))
 
     def _read_boxes(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
         files = self._box_files(names)
@@ -174,7 +179,8 @@ class TrainingCheckpoint:
                     check_digest(path, file_digest(path), checksum)
                 result |= read_pickled(path, mapped=False)
         result |= self._read_boxes(divided)
-        result.update(self._read_trees("state").get(EXTRA.format(index), {}))
+        extra = EXTRA.format(index)
+        result.update(self._read_trees("state", lambda name: name == extra).get(extra, {}))
         return result
 
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
-from accel_ckpt.tensors import DTYPE_NAMES
+from accel_ckpt.tensors import DTYPE_NAMES, why_not_plain
 
 __all__ = ["Json", "Sink", "Source", "decode", "encode"]
 
@@ -108,7 +108,15 @@ def decode(data: Json, source: Source | None = None) -> Any:
         return decoder(data.get("v"), data, source)
     except CorruptCheckpointError:
         raise
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, struct.error) as error:
+    except (
+        LookupError,
+        TypeError,
+        RuntimeError,
+        ValueError,
+        ArithmeticError,
+        AttributeError,
+        struct.error,
+    ) as error:
         raise CorruptCheckpointError(f"a value tagged {tag!r} cannot be read: {error}") from error
 
 
@@ -247,9 +255,14 @@ class Encoder:
 
     @staticmethod
     def store(value: torch.Tensor, sink: Sink, path: tuple[Any, ...]) -> Json:
-        if value.dtype in DTYPE_NAMES or value.layout != torch.strided:
+        if hasattr(value, "full_tensor"):
             return _tag("tensor", sink(path, value))
-        flat = value.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8)
+        if (reason := why_not_plain(value)) is not None:
+            raise UnsupportedValueError(f"the tensor at {show_path(path)} {reason}")
+        if value.dtype in DTYPE_NAMES:
+            return _tag("tensor", sink(path, value))
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
         return _tag("tensor", sink(path, flat), dtype=str(value.dtype), shape=list(value.shape))
 
 

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accel_ckpt.errors import UnsupportedValueError
 
 __all__ = ["clean_state_dict_for_safetensors", "id_tensor_storage", "parse_dtype", "tied_aliases"]
 
@@ -26,6 +30,13 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 StorageId: TypeAlias = tuple[torch.device, int, int]
 
+SHARDING_KEY = "DCP_SHARDING_INFO"
+"""Metadata of a safetensors file that holds parts of tensors;
+https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/_hf_utils.py
+"""
+METADATA_KEYS = frozenset({"format", SHARDING_KEY, "__metadata__"})
+"""Keys of a safetensors header that mean something; as the name of an alias they would be overwritten."""
+
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Turn ``"float16"`` or ``"torch.float16"`` into the dtype; dtypes pass.
@@ -41,15 +52,43 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    flat: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
+    # Not view(-1): that keeps the stride of a single element, and then the dtype cannot change.
+    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-def id_tensor_storage(tensor: torch.Tensor) -> StorageId:
+def is_lazy(tensor: Any) -> bool:
+    """Whether it belongs to a lazy module that has not run yet."""
+    return isinstance(tensor, (UninitializedParameter, UninitializedBuffer))
+
+
+def why_not_plain(tensor: Any) -> str | None:
+    """Why a tensor is not plain values in memory, with advice; ``None`` if it is."""
+    if is_lazy(tensor):
+        return "is lazy and has no shape yet; run the model once first"
+    if tensor.device.type == "meta":
+        return "is on the meta device and has no values; load its weights first"
+    if hasattr(tensor, "full_tensor"):
+        return "is sharded over ranks; pass the full tensor, as full_tensor() gives it"
+    if tensor.is_nested:
+        return "is nested; save its parts, as unbind() gives them"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; make it dense with to_dense() first"
+    if tensor.is_quantized:
+        return "is quantized; save dequantize(), or int_repr() with its scale and zero point"
+    if is_traceable_wrapper_subclass(tensor):
+        return f"is a {type(tensor).__qualname__}, which is made of other tensors; save those"
+    return None
+
+
+def id_tensor_storage(tensor: Any) -> StorageId:
     """Identify the memory of a tensor: device, address of the storage, size of the storage in bytes.
 
-    Tensors without memory of their own (on the meta device, or empty) are told apart by the tensor object.
+    Tensors without one block of memory of their own (on the meta device, empty, sparse) are told apart by the
+    tensor object.
     """
+    if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
+        return tensor.device, id(tensor), 0
     storage = tensor.untyped_storage()
     address = 0 if tensor.device.type == "meta" else storage.data_ptr()
     return tensor.device, address or id(tensor), storage.nbytes()
@@ -59,7 +98,12 @@ def same_tensor_id(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Identify what a tensor reads: equal for two tensors exactly when they are the same view of the same
     memory.
     """
-    return (*id_tensor_storage(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    where = id_tensor_storage(tensor)
+    if where[2] == 0:
+        return where
+    # conj() and neg() are bits of a view: its memory holds other values than it reads as.
+    bits = tensor.is_conj(), tensor.is_neg()
+    return (*where, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, bits)
 
 
 def tied_aliases(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
@@ -72,7 +116,7 @@ def tied_aliases(state_dict: Mapping[str, torch.Tensor]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for name, tensor in state_dict.items():
         original = first.setdefault(same_tensor_id(tensor), name)
-        if original != name:
+        if original != name and name not in METADATA_KEYS:
             aliases[name] = original
     return aliases
 
@@ -82,7 +126,13 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
 
     Of names that hold the same tensor the first is kept, with a warning. Other tensors that merely share a
     storage, and tensors that are not contiguous, are copied.
+
+    Raises:
+        UnsupportedValueError: a tensor is not plain values in memory: lazy, on the meta device, sparse, quantized.
     """
+    for name, tensor in state_dict.items():
+        if (reason := why_not_plain(tensor)) is not None:
+            raise UnsupportedValueError(f"the tensor {name!r} {reason}")
     aliases = tied_aliases(state_dict)
     if aliases:
         logger.warning(
@@ -95,6 +145,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
         if name in aliases:
             continue
         storage = id_tensor_storage(tensor)
+        tensor = tensor.resolve_conj().resolve_neg()
         fits = tensor.is_contiguous() and storage not in used and _fills_storage(tensor)
         used.add(storage)
         cleaned[name] = tensor if fits else tensor.clone(memory_format=torch.contiguous_format)

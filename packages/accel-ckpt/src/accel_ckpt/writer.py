@@ -16,11 +16,12 @@ import torch
 from accel_ckpt.blocks import BlockStream
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
-from accel_ckpt.tensors import DTYPE_NAMES, as_bytes
+from accel_ckpt.tensors import DTYPE_NAMES, as_bytes, why_not_plain
 
 __all__ = [
     "FileRecord",
     "FileWriter",
+    "check_writable",
     "json_bytes",
     "replace_file",
     "write_bytes",
@@ -180,18 +181,20 @@ def _alignment_order(name: str, shape: Sequence[int], dtype: torch.dtype) -> tup
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raise UnsupportedValueError unless a tensor can be written to a safetensors file."""
-    reason = None
-    if tensor.device.type == "meta":
-        reason = "is on the meta device and has no values; load its weights first"
-    elif tensor.layout != torch.strided:
-        reason = f"has the layout {tensor.layout}; make it dense with to_dense() first"
-    elif hasattr(tensor, "full_tensor"):
-        reason = "is sharded over ranks; pass the full tensor, as full_tensor() gives it"
-    elif tensor.dtype not in DTYPE_NAMES:
+    """Refuse what a safetensors file cannot hold.
+
+    Raises:
+        UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
+    """
+    reason = why_not_plain(tensor)
+    if reason is None and tensor.dtype not in DTYPE_NAMES:
         reason = (
             f"has the dtype {tensor.dtype}, which safetensors does not know; pass safe_serialization=False"
         )
+    if reason is None and name == "__metadata__":
+        reason = "has a name that safetensors needs for itself; rename it, or pass safe_serialization=False"
+    if reason is None and not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
+        reason = "has a name that is not valid Unicode; rename it"
     if reason is not None:
         raise UnsupportedValueError(f"the tensor {name!r} {reason}")
 

@@ -19,11 +19,10 @@ from accel_ckpt.index import WeightFiles, find_weights, inside
 from accel_ckpt.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.reader import Header, read_entry, read_header, read_pickled
 from accel_ckpt.sharded import places_of
-from accel_ckpt.tensors import tied_aliases
+from accel_ckpt.tensors import SHARDING_KEY, tied_aliases
 
 __all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 
-_SHARDING = "DCP_SHARDING_INFO"  # metadata of torch.distributed.checkpoint's Hugging Face writer
 _RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of the same writer
 _FSDP_FOLDER = re.compile(r"pytorch_model_fsdp_\d+")
 _FSDP_FILE = re.compile(r"pytorch_model_fsdp(_\d+)?\.bin")
@@ -106,7 +105,7 @@ def open_pieces(source: Source) -> PiecedWeights:
 
 def is_divided(header: Header) -> bool:
     """Whether a safetensors file says where its tensors belong in larger ones."""
-    return _SHARDING in header.metadata
+    return SHARDING_KEY in header.metadata
 
 
 def _find_own(folder: Path) -> Source:
