@@ -5,13 +5,21 @@ import os
 import pickle
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
 
-from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError, read_header
-from accel_ckpt.reader import MappedShard, read_json, read_pickled, read_tensors
+from accel_ckpt import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+    read_header,
+)
+from accel_ckpt.convert.pickles import unpickle
+from accel_ckpt.reader import MappedShard, read_json, read_pickled, read_pickled_weights, read_tensors
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor(7)}
 
@@ -196,3 +204,66 @@ def test_pipes_are_not_read(tmp_path, read):
     os.mkfifo(tmp_path / "x")
     with pytest.raises(CorruptCheckpointError, match="is not a regular file"):
         read(tmp_path / "x")
+
+
+def repacked(source, target, change=lambda name, content: content, method=zipfile.ZIP_DEFLATED):
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+
+
+@pytest.mark.parametrize("read", [read_pickled, lambda path: unpickle(path, str(path), mapped=True)])
+def test_a_compressed_bin_is_refused(tmp_path, read):
+    """torch maps compressed bytes as if they were values."""
+    torch.save({"w": torch.arange(64.0)}, tmp_path / "plain.bin")
+    repacked(tmp_path / "plain.bin", tmp_path / "packed.bin")
+    with pytest.raises(
+        CorruptCheckpointError, match=r"packed\.bin is a zip archive that torch.save did not write"
+    ):
+        read(tmp_path / "packed.bin")
+    repacked(tmp_path / "plain.bin", tmp_path / "stored.bin", method=zipfile.ZIP_STORED)
+    assert torch.equal(read_pickled(tmp_path / "stored.bin", mapped=False)["w"], torch.arange(64.0))
+
+
+def test_a_zip_bomb_is_refused_before_it_unpacks(tmp_path):
+    torch.save({"w": torch.arange(64.0)}, tmp_path / "plain.bin")
+    bomb = tmp_path / "bomb.bin"
+    repacked(tmp_path / "plain.bin", bomb, lambda name, old: bytes(1 << 28) if name.endswith("/0") else old)
+    resource = pytest.importorskip("resource")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(CorruptCheckpointError, match=r"bomb\.bin"):
+        read_pickled(bomb, mapped=False)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
+
+
+def test_a_refused_pickle_names_the_object_and_not_how_to_run_it(tmp_path):
+    torch.save({"w": Path("x")}, tmp_path / "x.bin")
+    with pytest.raises(UnsafeCheckpointError, match=r"refers to pathlib") as caught:
+        read_pickled(tmp_path / "x.bin")
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "why"),
+    [
+        ({"w": torch.ones(2, device="meta")}, UnsupportedValueError, "'w' is on the meta device"),
+        ({"w": torch.eye(2).to_sparse()}, UnsupportedValueError, "'w' has the layout"),
+        ({1: torch.ones(2)}, CorruptCheckpointError, "dictionary of tensors by name"),
+    ],
+)
+def test_a_bin_of_what_are_no_weights(tmp_path, content, error, why):
+    torch.save(content, tmp_path / "x.bin")
+    with pytest.raises(error, match=rf"x\.bin .*{why}"):
+        read_pickled_weights(tmp_path / "x.bin")
+
+
+def test_weights_of_a_bin_are_apart_unless_tied(tmp_path):
+    base = torch.arange(8.0)
+    torch.save(
+        {"a": base[:6], "b": base[4:], "t": base[:6], "e": torch.ones(1).expand(3)}, tmp_path / "x.bin"
+    )
+    found = read_pickled_weights(tmp_path / "x.bin")
+    assert found["a"] is found["t"]
+    for tensor in (found["b"], found["e"]):
+        tensor.zero_()
+    assert found["a"].tolist() == [0, 1, 2, 3, 4, 5]

@@ -20,7 +20,7 @@ from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers, rewrap
 from accel_ckpt.modules.ties import parent_and_leaf
 from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.reader import MappedShard, read_pickled
+from accel_ckpt.reader import MappedShard, read_pickled, read_pickled_weights
 from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_state.errors import NotAvailableError
 from accel_state.process import PartialState
@@ -80,11 +80,7 @@ def _open_file(path: Path) -> list[tuple[str, tuple[Any, str]]]:
         shard = MappedShard(path)
         names = {**{name: name for name in shard.header.entries}, **shard.header.aliases}
         return [(name, (shard, key)) for name, key in names.items()]
-    content = read_pickled(path)
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not (isinstance(content, Mapping) and all(isinstance(v, torch.Tensor) for v in content.values())):
-        raise CorruptCheckpointError(f"{path} does not hold a dictionary of tensors")
+    content = read_pickled_weights(path)
     return [(name, (content, name)) for name in content]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,18 +17,33 @@ from typing import IO, Any
 import torch
 import xxhash
 
-from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.tensors import DTYPES, METADATA_KEYS, as_bytes
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from accel_ckpt.tensors import (
+    DTYPES,
+    METADATA_KEYS,
+    as_bytes,
+    id_tensor_storage,
+    same_tensor_id,
+    why_not_plain,
+)
 
 __all__ = [
     "Header",
     "MappedShard",
     "TensorEntry",
+    "cause_of",
+    "is_plain_zip",
     "parse_json",
     "read_entry",
     "read_header",
     "read_json",
     "read_pickled",
+    "read_pickled_weights",
     "read_tensors",
     "refuse_irregular",
 ]
@@ -313,20 +329,82 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
     """
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
+    mapped = is_plain_zip(path) and mapped
     try:
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=mapped and zipfile.is_zipfile(path)
-        )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"{path} was not read, because doing so would run code from it, or because it is damaged: "
-            f"{_first_line(error)}"
+            f"{cause_of(error)}"
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
         raise CorruptCheckpointError(
-            f"{path} cannot be read; it is truncated or changed: {_first_line(error)}"
+            f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of ``torch.save`` by name, mapped where possible.
+
+    They are contiguous, and apart in memory unless two names hold the same tensor: whoever trains one of two
+    overlapping views would change the other.
+
+    Raises:
+        CorruptCheckpointError: it does not hold tensors by name.
+        UnsupportedValueError: a tensor is not plain values in memory.
+    """
+    content = read_pickled(path)
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
+    ):
+        raise CorruptCheckpointError(f"{path} does not hold a dictionary of tensors by name")
+    same: dict[Any, torch.Tensor] = {}
+    used = set()
+    for name, tensor in content.items():
+        if (reason := why_not_plain(tensor)) is not None:
+            raise UnsupportedValueError(f"{path} cannot be loaded: the tensor {name!r} {reason}")
+        storage = id_tensor_storage(tensor)
+        if same_tensor_id(tensor) not in same:
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            apart = plain.is_contiguous() and storage not in used
+            same[same_tensor_id(tensor)] = (
+                plain if apart else plain.clone(memory_format=torch.contiguous_format)
+            )
+        used.add(storage)
+    return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}
+
+
+def is_plain_zip(path: Path) -> bool:
+    """Whether a file is a zip archive as ``torch.save`` writes it: nothing compressed, nothing twice.
+
+    torch would map the bytes of a compressed tensor as if they were its values, and a small file could unpack to
+    more than fits into memory.
+
+    Raises:
+        CorruptCheckpointError: it is another zip archive.
+    """
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"{path} cannot be read; it is truncated or changed: {error}") from error
+    packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    twice = len({member.filename for member in members}) < len(members)
+    if packed or twice or sum(member.file_size for member in members) > path.stat().st_size:
+        raise CorruptCheckpointError(
+            f"{path} is a zip archive that torch.save did not write: its members are compressed or overlap. Unpack it "
+            "and save its content with torch.save"
+        )
+    return True
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong in one line; for a refused pickle the name of the object that it refers to."""
+    # torch explains at length how to switch the protection off; the name of the object is what helps.
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    lines = str(error).strip().splitlines()
+    return f"it refers to {named[1]}" if named else (lines[0] if lines else type(error).__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from accel_ckpt.model import TORCH_SAFE_GLOBALS
+from accel_ckpt.reader import cause_of, is_plain_zip
 
 __all__ = ["FileSlice", "read_plain", "unpickle"]
 
@@ -89,7 +89,7 @@ def unpickle(
     if isinstance(source, Path):
         if not source.is_file():
             raise CheckpointNotFoundError(f"there is no file {source}")
-        mapped = mapped and zipfile.is_zipfile(source)
+        mapped = is_plain_zip(source) and mapped
     try:
         with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
             return torch.load(source, map_location="cpu", weights_only=not trusted, mmap=mapped)
@@ -97,19 +97,12 @@ def unpickle(
         advice = f". If you trust the file: {opt_in}" if opt_in else ""
         raise UnsafeCheckpointError(
             f"{what} was not read: it holds objects that only running code from the file can build, or it is "
-            f"damaged ({_cause(error)}){advice}"
+            f"damaged ({cause_of(error)}){advice}"
         ) from error
     except _DAMAGE as error:
         raise CorruptCheckpointError(
-            f"{what} cannot be read; it is truncated or changed: {_cause(error)}"
+            f"{what} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
-
-
-def _cause(error: BaseException) -> str:
-    # torch explains at length how to switch the protection off; the name of the object is what helps.
-    named = re.search(r"GLOBAL (\S+)", str(error))
-    lines = str(error).strip().splitlines()
-    return f"it refers to {named[1]}" if named else (lines[0] if lines else type(error).__name__)
 
 
 class _Restricted(pickle.Unpickler):
@@ -150,5 +143,5 @@ def read_plain(path: Path, find: Callable[[str, str], Any]) -> Any:
         raise
     except (pickle.UnpicklingError, TypeError, ImportError, *_DAMAGE) as error:
         raise CorruptCheckpointError(
-            f"{path} cannot be read; it is truncated or changed: {_cause(error)}"
+            f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.index import WeightFiles, find_weights, inside
 from accel_ckpt.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.reader import Header, read_entry, read_header, read_pickled
+from accel_ckpt.reader import Header, read_entry, read_header, read_pickled_weights
 from accel_ckpt.sharded import places_of
 from accel_ckpt.tensors import SHARDING_KEY, tied_aliases
 
@@ -244,16 +243,8 @@ class _LastFile:
     def __call__(self, path: Path) -> Mapping[str, torch.Tensor]:
         if path != self._path:
             self._content = {}
-            self._content, self._path = _tensors_of(path, read_pickled(path)), path
+            self._content, self._path = read_pickled_weights(path), path
         return self._content
 
     def tensor(self, path: Path, name: str) -> torch.Tensor:
-        return self(path)[name].detach().contiguous()
-
-
-def _tensors_of(path: Path, content: Any) -> Mapping[str, torch.Tensor]:
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
-    if not (isinstance(content, Mapping) and all(isinstance(v, torch.Tensor) for v in content.values())):
-        raise CorruptCheckpointError(f"{path} does not hold a dictionary of tensors")
-    return content
+        return self(path)[name]
