@@ -263,8 +263,6 @@ class StateDraft:
             if held and not plain:
                 homes.append(())
                 continue
-            if safe_serialization:
-                _check_writable(plain)
             model = plan_model_files(plain, max_shard_size, safe_serialization, stem)
             files += [PlannedFile(name, part, model.write) for name, part in model.shards.items()]
             homes.append(tuple(model.shards))
