@@ -21,6 +21,7 @@ from accel_ckpt import (
     load_checkpoint_in_model,
     merge_fsdp_weights,
     merge_weights,
+    open_weights,
     save_model,
     save_training_state,
 )
@@ -292,6 +293,33 @@ def test_a_failing_disk_leaves_what_was_there(tmp_path):
         merge_weights(SHARDED, tmp_path / "out", disk=Full())
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+
+
+KILL = """
+import os, signal, sys
+from accel_ckpt import merge_weights
+def halfway(done, total):
+    if done * 2 >= total:
+        os.kill(os.getpid(), signal.SIGKILL)
+source, out, limit = sys.argv[1:]
+limit = None if limit == "0" else int(limit)
+merge_weights(source, out, max_shard_size=limit, progress=halfway, remove_checkpoint_dir=True)
+"""
+
+
+@pytest.mark.parametrize("limit", [0, 100])
+def test_a_killed_merge_leaves_nothing_that_looks_whole(limit, tmp_path):
+    source = copy_of(SHARDED, tmp_path / "run") / "pytorch_model_fsdp_0"
+    save_model({"old": torch.ones(60)}, tmp_path / "out", max_shard_size=100 if limit else "1GB")
+    command = [sys.executable, "-c", KILL, str(source), str(tmp_path / "out"), str(limit)]
+    assert subprocess.run(command).returncode == -9
+    try:
+        names = set(open_weights(tmp_path / "out").about)
+    except CheckpointNotFoundError:
+        names = set()
+    assert names in (set(), {"old"})
+    merge_weights(source, tmp_path / "out", max_shard_size=limit or None)
+    assert set(open_weights(tmp_path / "out").about) == set(expected())
 
 
 def test_progress_counts_bytes(tmp_path):
