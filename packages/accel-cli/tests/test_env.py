@@ -28,7 +28,9 @@ def test_json_holds_the_same(capsys):
     assert main(["env", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert set(facts) == {"packages", "libraries", "system", "devices", "configuration"}
-    assert facts["libraries"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(
+        facts["libraries"]["torch"]
+    )  # what was built for stands below devices
     assert facts["configuration"] == {"file": "none"} | {
         name: value for name, value in facts["configuration"].items() if "from the environment" in str(value)
     }

@@ -124,16 +124,20 @@ def test_t21_a_rank_that_exits_is_proof():
         if state.process_index == 1:
             raise ValueError("no such file")
         from accel_state import collectives
-        collectives.gather(torch.zeros(2))
+        begin = time.monotonic()
+        try:
+            collectives.gather(torch.zeros(2))
+        finally:
+            print(time.monotonic() - begin, flush=True)
     """
     results = launch(script, 3)
     assert [code for code, *_ in results] == [1, 1, 1]
     for rank in (0, 2):
+        assert float(results[rank][1]) < 10  # at once, and not at the report after 30 s
         assert "CollectiveMismatchError: collective #1, gather at <string>:" in results[rank][2]
     assert any(
         "rank 1 is gone (exited after ValueError: no such file)" in results[rank][2] for rank in (0, 2)
     )
-    assert max(seconds for *_, seconds in results) < 12
 
 
 def test_t21_a_rank_that_is_done_is_proof():
