@@ -270,3 +270,38 @@ def test_kill_9_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
                 == checkpoint.shared["step"] + 1
             )
     assert (tmp_path / "c").exists()
+
+
+def test_tensors_that_are_divided_among_ranks(tmp_path):
+    def work(folder):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        from accel_ckpt import BackgroundSaver, optimizer_state_by_name, save_training_state
+        from accel_state import PartialState
+
+        PartialState()
+        folder = pathlib.Path(folder)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 40), nn.Linear(40, 3))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters())
+        saver = BackgroundSaver()
+        for number in range(3):
+            model(torch.randn(4, 7)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parts = {
+                "models": [model.state_dict()],
+                "shared": {"optimizer_0": optimizer_state_by_name(optimizer, [model])},
+                "per_rank": {},
+            }
+            save_training_state(folder / f"sync {number}", **parts)
+            saver.save(folder / f"async {number}", **parts, optimizers=[optimizer])
+        saver.drain()
+        PartialState().wait_for_everyone()
+        for number in range(3):
+            assert content(folder / f"sync {number}") == content(folder / f"async {number}")
+        assert "model-shard-00001.safetensors" in content(folder / "async 0")
+
+    worlds.run(work, 2, str(tmp_path), timeout=120)

@@ -267,3 +267,28 @@ def test_weights_of_a_bin_are_apart_unless_tied(tmp_path):
     for tensor in (found["b"], found["e"]):
         tensor.zero_()
     assert found["a"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("size", [0, 1, 99, 100, 101, 2000, 5001])
+def test_checksums_of_files_in_parts(tmp_path, monkeypatch, size):
+    import xxhash
+
+    from accel_ckpt import reader
+
+    monkeypatch.setattr(reader, "_CHUNK", 100)
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes()
+    (tmp_path / "f").write_bytes(content)
+    assert reader.file_digest(tmp_path / "f") == xxhash.xxh3_64_hexdigest(content)
+
+
+def test_tensors_are_read_in_parts(tmp_path, monkeypatch):
+    from accel_ckpt import CorruptCheckpointError, reader
+    from accel_ckpt.writer import write_safetensors
+
+    monkeypatch.setattr(reader, "_CHUNK", 100)
+    tensors = {f"t{index}": torch.randn(index * 7) for index in range(30)}
+    record = write_safetensors(tmp_path / "f", tensors)
+    _, found = read_tensors(tmp_path / "f", record.xxh3)
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    with pytest.raises(CorruptCheckpointError, match="has the checksum"):
+        read_tensors(tmp_path / "f", "0" * 16)

@@ -388,3 +388,31 @@ def test_reading_a_model_leaves_the_optimizer_s_file_alone(tmp_path):
     checkpoint = open_training_state(path)
     (path / "state.safetensors").unlink()
     assert torch.equal(checkpoint.models[0]["w"], torch.ones(2))
+
+
+def test_a_model_to_copy_from(tmp_path):
+    from accel_ckpt import CorruptCheckpointError
+
+    weights = {
+        "a": torch.randn(30, 40),
+        "b": torch.randn(3).bfloat16(),
+        "c": torch.empty(0),
+        "d": torch.tensor(True),
+    }
+    weights["tied"] = weights["a"]
+    for safe in (True, False):
+        folder = save_training_state(
+            tmp_path / "c", models=[weights], shared={}, per_rank={}, safe_serialization=safe
+        )
+        mapped = open_training_state(folder).mapped_model(0)
+        assert mapped.keys() == weights.keys()
+        assert all(torch.equal(mapped[name], weights[name]) for name in weights)
+    folder = save_training_state(tmp_path / "c", models=[weights], shared={}, per_rank={})
+    mapped = open_training_state(folder).mapped_model(0)
+    mapped["a"].zero_()  # never reaches the file
+    raw = bytearray((folder / "model.safetensors").read_bytes())
+    open_training_state(folder).verify()
+    raw[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(raw)
+    with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors has the checksum"):
+        open_training_state(folder).mapped_model(0)

@@ -38,11 +38,7 @@ class HostBuffers:
         free = self._free.get((nbytes, pinned))
         if free:
             return free.pop()
-        if pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        return torch.from_numpy(
-            np.empty(nbytes, np.uint8)
-        )  # NumPy asks for huge pages, which are faster to get
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
 
     def give_back(self, buffer: torch.Tensor, pinned: bool) -> None:
         """Let the next save have it."""

@@ -19,7 +19,15 @@ from accel_ckpt.errors import (
 from accel_ckpt.index import inside
 from accel_ckpt.leftovers import restore_interrupted_swaps
 from accel_ckpt.manifest import Manifest
-from accel_ckpt.reader import check_digest, file_digest, read_json, read_pickled, read_tensors
+from accel_ckpt.reader import (
+    Header,
+    MappedShard,
+    check_digest,
+    file_digest,
+    read_json,
+    read_pickled,
+    read_tensors,
+)
 from accel_ckpt.saving import EXTRA, Tree, is_box_file, is_tensor_file, model_stem, rank_stem
 from accel_ckpt.sharded import BoxFiles, load_tensors
 
@@ -161,7 +169,18 @@ class TrainingCheckpoint:
         names = (n for n in self.manifest.files if is_box_file(n, "state") or is_tensor_file(n, "state"))
         load_tensors(self._box_files(names), tensors)
 
-    def _read_model(self, index: int) -> dict[str, Any]:
+    def mapped_model(self, index: int) -> dict[str, Any]:
+        """The same as ``models[index]``, but to copy from at once: where it can be, tensors are views of the files.
+
+        The files are checked first, and must stay as they are while the views are in use.
+        """
+        return self._read_model(index, _map_tensors)
+
+    def _read_model(
+        self,
+        index: int,
+        read: Callable[[Path, str | None], tuple[Header, dict[str, torch.Tensor]]] = read_tensors,
+    ) -> dict[str, Any]:
         result: dict[str, Any] = {}
         names = self.manifest.models[index]
         divided = [name for name in names if is_box_file(name, model_stem(index, True))]
@@ -171,7 +190,7 @@ class TrainingCheckpoint:
             path = inside(self.directory, name)
             checksum = self._checksum(name)
             if path.suffix == ".safetensors":
-                header, tensors = read_tensors(path, checksum)
+                header, tensors = read(path, checksum)
                 result |= tensors
                 result |= {alias: tensors[original] for alias, original in header.aliases.items()}
             else:
@@ -182,6 +201,13 @@ class TrainingCheckpoint:
         extra = EXTRA.format(index)
         result.update(self._read_trees("state", lambda name: name == extra).get(extra, {}))
         return result
+
+
+def _map_tensors(path: Path, xxh3: str | None) -> tuple[Header, dict[str, torch.Tensor]]:
+    if xxh3 is not None:
+        check_digest(path, file_digest(path), xxh3)
+    shard = MappedShard(path)
+    return shard.header, {name: shard.tensor(name) for name in shard.header.entries}
 
 
 def _only_safetensors(names: Iterable[str], directory: Path) -> Iterable[str]:

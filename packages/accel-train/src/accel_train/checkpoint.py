@@ -147,7 +147,7 @@ def save_state(
     saver = accelerator._saver
     saver.make_room(when_busy)
     directory = _target(accelerator, output_dir)
-    shared, own = collect(accelerator, copy=asynchronous)
+    shared, own = collect(accelerator)
     weights = [model_state_dict(model) for model in accelerator._models]
 
     def run_hooks(folder: Path) -> None:

@@ -65,18 +65,12 @@ class Saved:
 # Collecting. Nothing here may change what the training does next.
 
 
-def collect(accelerator: Accelerator, copy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
-
-    Args:
-        accelerator: whose state it is.
-        copy: gradients and buffers are copied, because the training goes on before they are written; backward and
-            forward change them, where optimizer states wait for the next step.
-    """
+def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank."""
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def work() -> dict[str, str]:
-        found.append((_shared_trees(accelerator), _rank_trees(accelerator, copy)))
+        found.append((_shared_trees(accelerator), _rank_trees(accelerator)))
         return {name: _fingerprint(buffer) for name, buffer in _replicated_buffers(accelerator).items()}
 
     first, *_ = accel_ckpt.run_together(
@@ -85,7 +79,7 @@ def collect(accelerator: Accelerator, copy: bool) -> tuple[dict[str, Any], dict[
     [(shared, own)] = found
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
     own["buffers"] = {
-        name: buffer.clone() if copy else buffer
+        name: buffer
         for name, buffer in _replicated_buffers(accelerator).items()
         if _fingerprint(buffer) != first[name]
     }
@@ -142,12 +136,12 @@ def _shared_trees(accelerator: Accelerator) -> dict[str, Any]:
     return shared
 
 
-def _rank_trees(accelerator: Accelerator, copy: bool) -> dict[str, Any]:
+def _rank_trees(accelerator: Accelerator) -> dict[str, Any]:
     """The trees that are this rank's own."""
     trees: dict[str, Any] = {"rng": get_rng_state()}
     for index, loader in enumerate(_loaders(accelerator)):
         trees[f"loader_{index}"] = loader.state_dict()
-    trees["windows"] = unfinished.dump(accelerator._accumulator, _trained(accelerator), copy)
+    trees["windows"] = unfinished.dump(accelerator._accumulator, _trained(accelerator))
     strategy = accelerator._plan.strategy
     trees["replicas"] = [strategy.replica_state(model) for model in accelerator._prepared_models]
     return trees
@@ -217,7 +211,7 @@ def read(
     for index in range(len(accelerator._custom_objects)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
-    models = [checkpoint.models[index] for index in range(len(accelerator._models))]
+    models = [checkpoint.mapped_model(index) for index in range(len(accelerator._models))]
     same = own is not None and accelerator.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
     rng = _read_rng(accelerator, checkpoint, own)

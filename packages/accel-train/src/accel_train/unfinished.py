@@ -87,8 +87,8 @@ class Trained:
 # Saving
 
 
-def dump(accumulator: Accumulator, trained: Trained, copy: bool) -> dict[str, Any]:
-    """The unfinished windows of this rank as a tree; tensors in it are the gradients themselves, or a `copy`.
+def dump(accumulator: Accumulator, trained: Trained) -> dict[str, Any]:
+    """The unfinished windows of this rank as a tree; tensors in it are the gradients themselves.
 
     Inside `accumulate()` they are as they will be when the block ends.
 
@@ -103,9 +103,7 @@ def dump(accumulator: Accumulator, trained: Trained, copy: bool) -> dict[str, An
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],
         "manual": _dump_window(accumulator.manual, trained),
-        "gradients": {
-            name: _pack(tensor.clone() if copy else tensor) for name, tensor in _gradients(trained, counting)
-        },
+        "gradients": {name: _pack(tensor) for name, tensor in _gradients(trained, counting)},
     }
 
 

@@ -1,0 +1,373 @@
+"""Saving and loading a training state of 3 GB: ours, Accelerate's, and torch's Distributed Checkpoint (dcp).
+
+60 linear layers with AdamW, 1 GB of weights and 2 GB of states, on one process. Everything runs in turn, round after
+round; the first round is not counted, and in it what each contender wrote is read again and compared, bit for bit.
+Numbers are medians with the range in brackets. Give it a disk with room for a few states, and a quiet machine.
+
+    hatch run bench:ckpt
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import importlib.util
+import os
+import shutil
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from accel_train import Accelerator
+
+LAYERS = 60
+BATCH = 32
+CHUNK = 1 << 24
+Samples = dict[str, list[float]]
+
+
+class Training:
+    """The model and its steps."""
+
+    def __init__(self, gigabytes: float) -> None:
+        torch.manual_seed(0)
+        self.width = width = int((gigabytes * 1e9 / 3 / 4 / LAYERS) ** 0.5) // 16 * 16
+        layers: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.batch = torch.randn(BATCH, width)
+        self.before_step: Callable[[], object] | None = None
+        self.step()
+
+    def step(self) -> float:
+        """One step; returns its seconds."""
+        began = time.perf_counter()
+        self.model(self.batch).square().mean().backward()
+        if self.before_step is not None:
+            self.before_step()
+            self.before_step = None
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - began
+
+    def state(self) -> dict[str, Any]:
+        """What dcp is given."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def digests(self) -> list[str]:
+        """A hash of each tensor of the state."""
+        states = self.optimizer.state_dict()["state"]
+        moments = [states[index][key] for index in range(LAYERS) for key in ("exp_avg", "exp_avg_sq")]
+        return [digest(tensor) for tensor in [*self.model.state_dict().values(), *moments]]
+
+    def overwrite(self) -> None:
+        """Put something else into the tensors, so that a load has something to do."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(1)
+                for value in self.optimizer.state[parameter].values():
+                    value.fill_(1)
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return str(xxhash.xxh3_64_hexdigest(memoryview(tensor.detach().numpy()).cast("B")))
+
+
+@dataclass
+class Contender:
+    """One way to save, and the way to read it."""
+
+    name: str
+    save: Callable[[Path], Any]
+    """Returns an object with `done()` if it goes on in the background."""
+    load: Callable[[Path], object]
+    resumes: bool = False
+    """Whether loading is measured."""
+    samples: Samples = field(default_factory=dict)
+
+    def note(self, figure: str, value: float) -> None:
+        self.samples.setdefault(figure, []).append(value)
+
+
+def contenders(training: Training) -> tuple[list[Contender], list[Contender]]:
+    """Those that save while the caller waits, and those that save in the background."""
+    ours = Accelerator(cpu=True)
+    ours.prepare(training.model, training.optimizer)
+
+    def dcp_load(folder: Path) -> None:
+        state = training.state()
+        dcp.load(state, checkpoint_id=folder)
+        training.optimizer.load_state_dict(state["optimizer"])
+
+    best = DefaultStager(StagingOptions(False, False, True, False))
+
+    def save_staged(folder: Path) -> Any:
+        answer: Any = dcp.async_save(training.state(), checkpoint_id=folder, async_stager=best)
+        training.before_step = answer.staging_completion.result
+        return answer.upload_completion
+
+    blocking = [
+        Contender("ours", ours.save_state, ours.load_state, True),
+        Contender("dcp.save", lambda folder: dcp.save(training.state(), checkpoint_id=folder), dcp_load),
+    ]
+    if importlib.util.find_spec("accelerate") is None:
+        print("accelerate: NOT RUN, the package is not installed")
+    else:
+        import accelerate
+
+        theirs = accelerate.Accelerator(cpu=True)
+        theirs.prepare(training.model, training.optimizer)
+        blocking.append(Contender("accelerate", lambda folder: theirs.save_state(str(folder)),
+                                  lambda folder: theirs.load_state(str(folder)), True))  # fmt: skip
+    background = [
+        Contender("ours", lambda folder: ours.save_state(folder, asynchronous=True), ours.load_state),
+        Contender("dcp.async_save", lambda f: dcp.async_save(training.state(), checkpoint_id=f), dcp_load),
+        Contender("dcp.async_save, async stager", save_staged, dcp_load),
+    ]
+    return blocking, background
+
+
+def processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+@contextlib.contextmanager
+def peak(contender: Contender, figure: str) -> Iterator[None]:
+    """Note by how many MB the resident memory rose at most."""
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the high-water mark
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line.split()[1] for line in lines if line.startswith(key)))
+
+    before = status("VmRSS")
+    yield
+    contender.note(figure, (status("VmHWM") - before) / 1e3)
+
+
+def stall(training: Training, contender: Contender, folder: Path, threads: int) -> None:
+    """The excess of all steps until the checkpoint is durable."""
+    torch.set_num_threads(threads)
+    training.step()
+    usual = [training.step() for _ in range(3)]
+    began = time.perf_counter()
+    processor = processor_seconds()
+    handle = contender.save(folder)
+    called = time.perf_counter() - began
+    steps = 0
+    while not handle.done() or steps == 0:
+        training.step()
+        steps += 1
+    spent = time.perf_counter() - began
+    handle.result()
+    usual += [training.step() for _ in range(3)]
+    contender.note(f"stall, {threads} thread(s), s", spent - steps * statistics.median(usual))
+    contender.note(f"call, {threads} thread(s), s", called)
+    contender.note(f"durable, {threads} thread(s), s", spent)
+    contender.note(f"step, {threads} thread(s), s", statistics.median(usual))
+    contender.note(
+        f"all processor seconds per step, {threads} thread(s)",
+        (processor_seconds() - processor) / (steps + 6),
+    )
+
+
+def alone(contender: Contender, folder: Path) -> None:
+    """Processor seconds of a save in the background while nothing else happens."""
+    processor = processor_seconds()
+    contender.save(folder).result()
+    contender.note("processor s", processor_seconds() - processor)
+
+
+class Bare:
+    """What no save can do without: copy the bytes, write them, and put them on the disk."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.copies: list[Any] = []
+
+    def __call__(self, contender: Contender, path: Path) -> None:
+        states = self.training.optimizer.state_dict()["state"].values()
+        tensors = [*self.training.model.state_dict().values()]
+        tensors += [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        arrays = [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in tensors]
+        if not self.copies:
+            self.copies = [array.copy() for array in arrays]
+        began, processor = time.perf_counter(), processor_seconds()
+        for copied, array in zip(self.copies, arrays, strict=True):
+            np.copyto(copied, array)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
+        for copied in self.copies:
+            view = memoryview(copied)
+            for start in range(0, len(view), CHUNK):
+                os.write(descriptor, view[start : start + CHUNK])
+        os.fsync(descriptor)
+        os.close(descriptor)
+        contender.note("processor s", processor_seconds() - processor)
+        contender.note("durable, s", time.perf_counter() - began)
+
+
+def read_all(folder: Path) -> float:
+    """Seconds to read the files of a folder once."""
+    buffer = memoryview(bytearray(CHUNK))
+    began = time.perf_counter()
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+    return time.perf_counter() - began
+
+
+def forget(folder: Path) -> None:
+    """Take the files of a folder out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def timed(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def resumed(load: Callable[[], object]) -> float:
+    """Seconds of a load in a process that has no free memory at hand, like one that has just begun."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return timed(load)
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, gigabytes: float, folder: Path) -> None:
+        self.folder = folder
+        self.training = Training(gigabytes)
+        self.blocking, self.background = contenders(self.training)
+        self.bare = Contender("bare copy and write", lambda path: None, lambda path: None)
+        self.copy_and_write = Bare(self.training)
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[Path]:
+        """A new folder, gone afterwards, and a disk that has nothing else to do."""
+        os.sync()
+        path = self.folder / "state"
+        yield path
+        shutil.rmtree(path, ignore_errors=True)
+        path.unlink(missing_ok=True)
+        os.sync()
+
+    def round(self, check: bool) -> None:
+        torch.set_num_threads(2)
+        for contender in self.blocking:
+            with self.place() as path:
+                self.save_and_load(contender, path, check)
+        for contender in self.background:
+            # The first save in the background takes the memory that later ones use again.
+            with (
+                self.place() as path,
+                peak(contender, "first peak memory, MB" if check else "peak memory, MB"),
+            ):
+                alone(contender, path)
+            for threads in (1, 2):
+                with self.place() as path:
+                    stall(self.training, contender, path, threads)
+            if check:
+                self.check(contender)
+        with self.place() as path:
+            self.copy_and_write(self.bare, path)
+
+    def save_and_load(self, contender: Contender, path: Path, check: bool) -> None:
+        expected = self.training.digests() if check else []
+        with peak(contender, "peak memory, MB"):
+            contender.note("durable, s", timed(lambda: contender.save(path)))
+        if contender.resumes:
+            read_all(path)
+            contender.note("load warm, s", resumed(lambda: contender.load(path)))
+            forget(path)
+            contender.note("load cold, s", resumed(lambda: contender.load(path)))
+            forget(path)
+            contender.note("read once cold, s", read_all(path))
+        if check:
+            self.training.overwrite()
+            contender.load(path)
+            assert self.training.digests() == expected, contender.name
+
+    def check(self, contender: Contender) -> None:
+        """A save while training goes on holds what was there when it was called."""
+        with self.place() as path:
+            expected = self.training.digests()
+            handle = contender.save(path)
+            self.training.step()
+            handle.result()
+            contender.load(path)
+            assert self.training.digests() == expected, contender.name
+
+    def forget_samples(self) -> None:
+        for contender in (*self.blocking, *self.background, self.bare):
+            contender.samples = {k: v for k, v in contender.samples.items() if k.startswith("first")}
+
+
+def report(title: str, contenders: list[Contender]) -> None:
+    print(f"\n{title}\n")
+    print("| figure | " + " | ".join(contender.name for contender in contenders) + " |")
+    print("|---|" + "---|" * len(contenders))
+    figures = dict.fromkeys(figure for contender in contenders for figure in contender.samples)
+    for figure in figures:
+        print(
+            f"| {figure} | "
+            + " | ".join(cell(contender.samples.get(figure)) for contender in contenders)
+            + " |"
+        )
+
+
+def cell(values: list[float] | None) -> str:
+    if not values:
+        return ""
+    form = "{:.0f}" if statistics.median(values) > 100 else "{:.2f}"
+    return f"{form} [{form}-{form}]".format(statistics.median(values), min(values), max(values))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=3.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
+    )
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
+        bench = Bench(arguments.gigabytes, Path(folder))
+        for number in range(arguments.rounds + 1):
+            bench.round(check=number == 0)
+            if number == 0:
+                bench.forget_samples()
+    print(f"width {bench.training.width}, batch {BATCH}, {os.cpu_count()} cores, {arguments.rounds} rounds")
+    report("While the caller waits", [*bench.blocking, bench.bare])
+    report("In the background", bench.background)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
