@@ -189,7 +189,9 @@ set_seed(0)
 model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 inputs = torch.randn(20 * accelerator.num_processes, 4)
-loader = DataLoader(TensorDataset(inputs, inputs.sum(dim=1, keepdim=True)), batch_size=2, shuffle=True)
+workers = {"num_workers": 2, "persistent_workers": True} if "workers" in sys.argv else {}
+data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True))
+loader = DataLoader(data, batch_size=2, shuffle=True, **workers)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 progress = Progress()
@@ -308,16 +310,17 @@ def nothing_is_left_running(request):
         assert left == []
 
 
-def assert_same_run(launches, name, size, *, repeats=False):
+def assert_same_run(launches, name, size, *, whole_name=None, repeats=False):
     """The run in parts saw the same samples and losses, and ended with the same weights, as the whole one."""
+    whole_name = whole_name or f"whole{size}"
     for rank in range(size):
-        whole, parts = launches.steps(f"whole{size}", rank), launches.steps(name, rank)
+        whole, parts = launches.steps(whole_name, rank), launches.steps(name, rank)
         if repeats:  # what came after the last checkpoint was done again
             assert set(parts) == set(whole)
             assert parts[-len(whole) // 3 :] == whole[-len(whole) // 3 :]
         else:
             assert parts == whole
-    whole, parts = launches.final(f"whole{size}"), launches.final(name)
+    whole, parts = launches.final(whole_name), launches.final(name)
     assert whole.keys() == parts.keys()
     for key, value in whole.items():
         assert torch.equal(value, parts[key]), key
@@ -368,6 +371,25 @@ def test_a_stopped_launcher_ends_with_75_and_goes_on_when_it_is_started_again(la
     assert done.returncode == 0, done.stderr
     assert [resumed for _, resumed in launches.starts(name, 0)] == [False, True]
     assert_same_run(launches, name, size)
+
+
+def test_every_process_of_the_job_is_told_as_slurm_does(launches):
+    process = launches.start("slurm", 2, "--resume", delay=0.05, words=["workers"])
+    launches.await_step("slurm", 7, rank=1)
+    job = launches.leftovers()
+    assert len(job) >= 7  # the launcher, ranks and their workers
+    for member in job:
+        member.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    done = finish(process)
+    assert done.returncode == 75, done.stderr
+    assert "did not end in time" not in done.stderr
+    assert time.monotonic() - began < 25
+    done = launches.run("slurm", 2, "--resume", words=["workers"])
+    assert done.returncode == 0, done.stderr
+    done = launches.run("whole_slurm", 2, words=["workers"])
+    assert done.returncode == 0, done.stderr
+    assert_same_run(launches, "slurm", 2, whole_name="whole_slurm")
 
 
 @pytest.mark.full

@@ -285,6 +285,29 @@ def test_data_workers_live_on(tmp_path):
     accelerator.end_training()
 
 
+@pytest.mark.parametrize("end", ["accelerator.exit_preempted()", "accelerator.end_training()"])
+def test_workers_end_with_a_rank_that_leaves_its_loop(end):
+    script = f"""
+import sys, time, torch
+from torch.utils.data import DataLoader, TensorDataset
+from accel_train import Accelerator
+accelerator = Accelerator(preemption=True)
+data = TensorDataset(torch.zeros(64, 1))
+loader = accelerator.prepare(DataLoader(data, num_workers=2, persistent_workers=True))
+for x in loader:
+    break
+{end}
+"""
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == (75 if "exit" in end else 0)
+    # Torch gives each worker 5 seconds to end by itself.
+    assert time.monotonic() - began < 40
+
+
 def test_a_forked_process_is_no_rank():
     accelerator = Accelerator(preemption=PreemptionConfig(signals=("SIGUSR2",)))
     process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))

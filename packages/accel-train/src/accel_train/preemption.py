@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import signal
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -122,7 +124,7 @@ class Preemption:
     def protect_workers(self, loader: DataLoader[Any]) -> None:
         """Let a loader's workers live when Slurm sends the signal to every process of the job.
 
-        Their death would make the loader fail before the ranks have saved. They still end with their rank.
+        Their death would make the loader fail before the ranks have saved. They obey their rank alone.
         """
         loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
 
@@ -173,10 +175,20 @@ class _Protected:
     then: Callable[[int], None] | None
 
     def __call__(self, worker: int) -> None:
-        for number in self.signals:
-            signal.signal(number, signal.SIG_IGN)
+        # Torch ends workers by SIGTERM, so that of the rank has to count. Only sigwaitinfo tells who sent a signal;
+        # macOS has none, nor Slurm.
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+            threading.Thread(
+                target=self._obey, args=(os.getppid(),), name="accel-signals", daemon=True
+            ).start()
         if self.then is not None:
             self.then(worker)
+
+    def _obey(self, parent: int) -> None:
+        while signal.sigwaitinfo(self.signals).si_pid != parent:
+            pass
+        os._exit(0)
 
 
 def start(accelerator: Accelerator, wanted: bool | PreemptionConfig) -> Preemption | None:
