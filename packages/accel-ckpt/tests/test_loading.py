@@ -15,9 +15,12 @@ from accel_ckpt import (
     StateMismatchError,
     UninitializedTensorError,
     UnsafeCheckpointError,
+    complete_checkpoints,
+    load,
     load_checkpoint_in_model,
     load_state_dict,
     open_weights,
+    prune_checkpoints,
     save,
     save_model,
     save_training_state,
@@ -418,3 +421,19 @@ def test_kinds_of_dtypes_that_lose_values(tmp_path, saved, wanted, fits):
     else:
         with pytest.raises(StateMismatchError, match=f"b: {saved} instead of {wanted}"):
             load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+
+
+def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    model = nn.Linear(2, 2)
+    save_model(model, "~/m")
+    save({"a": torch.ones(1)}, "~/a.pt")
+    save_training_state("~/c/checkpoint_1", models=[model.state_dict()], shared={}, per_rank={})
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    load_checkpoint_in_model(model, "~/m")
+    assert set(load_state_dict("~/m/model.safetensors")) == {"weight", "bias"}
+    assert load("~/a.pt")["a"] == 1
+    assert [path.name for path in complete_checkpoints("~/c")] == ["checkpoint_1"]
+    assert prune_checkpoints("~/c", 1) == []

@@ -173,3 +173,13 @@ def test_groups_without_parameters_keep_their_options():
     assert [group["lr"] for group in fresh.param_groups] == [0.1, 0.2, 0.3]
     with pytest.raises(StateMismatchError, match="groups without parameters: 2 in the checkpoint, 1 here"):
         load_optimizer_state(make(0.0), tree, [model])
+
+
+def test_the_state_of_another_class_of_optimizer():
+    model = nn.Linear(2, 2)
+    tree = optimizer_state_by_name(torch.optim.AdamW(model.parameters()), [model])
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(StateMismatchError, match="has no dampening, momentum, which SGD needs"):
+        load_optimizer_state(other, tree, [model])
+    del tree["param_groups"][0]["fused"]  # as an older torch saves it
+    load_optimizer_state(torch.optim.AdamW(model.parameters()), tree, [model])

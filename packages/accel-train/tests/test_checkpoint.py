@@ -460,3 +460,73 @@ def test_an_update_of_the_loss_scale_that_is_due_is_saved_and_stays_due(tmp_path
     assert alone[0][2][0] < alone[0][1][0]
     for other in (saving, resumed):
         assert all(torch.equal(a, b) for a, b in zip(alone[1], other[1], strict=True))
+
+
+def test_hooks_that_save_and_load_a_model_themselves(tmp_path):
+    """The pattern of scripts that train adapters: the save hook drops the weights, the load hook drops the model."""
+
+    def make(fill):
+        accelerator = Accelerator()
+        first, second = accelerator.prepare(nn.Linear(2, 2), nn.Linear(3, 3))
+        with torch.no_grad():
+            first.weight.fill_(fill)
+            second.weight.fill_(fill + 1)
+
+        def on_save(models, weights, folder):
+            torch.save(weights.pop(0), Path(folder, "mine.pt"))
+
+        def on_load(models, folder):
+            models.pop(0).load_state_dict(torch.load(Path(folder, "mine.pt")))
+
+        accelerator.register_save_state_pre_hook(on_save)
+        return accelerator, first, second, on_load
+
+    accelerator, *_ = make(1.0)
+    accelerator.save_state(tmp_path / "state")
+    accelerator, first, second, on_load = make(5.0)
+    with pytest.raises(StateMismatchError, match="it holds 1 models, and 2 were prepared"):
+        accelerator.load_state(tmp_path / "state")
+    accelerator.register_load_state_pre_hook(on_load)
+    accelerator.load_state(tmp_path / "state")
+    assert (first.weight[0, 0], second.weight[0, 0]) == (1, 2)
+
+
+@pytest.mark.parametrize("difference", ["shape", "name", "group", "optimizer"])
+def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, difference):
+    def make(changed):
+        accelerator = Accelerator()
+        width = 3 if changed == "shape" else 2
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width, bias=changed != "name"))
+        kind = torch.optim.SGD if changed == "optimizer" else torch.optim.AdamW
+        optimizer = kind(model[1].parameters() if changed == "group" else model.parameters(), lr=0.1)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    make(None)[0].save_state(tmp_path / "state")
+    accelerator, model, optimizer = make(difference)
+    before = [p.clone() for p in model.parameters()], optimizer.state_dict()
+    with pytest.raises(StateMismatchError):
+        accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
+    assert optimizer.state_dict() == before[1]
+
+
+def test_a_used_folder_is_reported_when_training_begins(tmp_path, caplog):
+    def begin(load=False):
+        accelerator = Accelerator(
+            project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+        )
+        parts = build(accelerator)
+        if load:
+            accelerator.load_state()
+        caplog.clear()
+        for _ in range(2):
+            train(accelerator, *parts)
+        return accelerator, [r.getMessage() for r in caplog.records if "save_state" in r.getMessage()]
+
+    accelerator, warnings = begin()
+    assert warnings == []
+    accelerator.save_state()
+    _, [warning] = begin()
+    assert "The first save_state() of this training will fail" in warning
+    assert "already holds checkpoint_0" in warning
+    assert begin(load=True)[1] == []

@@ -397,7 +397,7 @@ def complete_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path]:
     The order is that of the numbers; times do not matter. Complete means: a readable manifest, and every file
     that it lists with its size. Folders that are not complete are left out.
     """
-    base = Path(base)
+    base = Path(base).expanduser()
     if not base.is_dir():
         return []
     restore_interrupted_swaps(base)
@@ -413,7 +413,7 @@ def checkpoints_from(base: Path, number: int, prefix: str = "checkpoint_") -> li
 
 
 def _numbered(base: Path, prefix: str) -> list[tuple[int, Path]]:
-    base = Path(base)
+    base = Path(base).expanduser()
     if not base.is_dir():
         return []
     pattern = re.compile(re.escape(prefix) + r"(\d+)")

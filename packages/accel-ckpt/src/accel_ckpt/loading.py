@@ -166,7 +166,7 @@ def load_state_dict(
         Names to tensors, tied names included. On the CPU the tensors of a safetensors file are private views
         of it.
     """
-    path = Path(checkpoint_file)
+    path = Path(checkpoint_file).expanduser()
     if path.suffix != ".safetensors":
         content = read_pickled(path)
         return dict(content) if isinstance(content, Mapping) else content

@@ -115,7 +115,7 @@ def save_model(
     ]:
         raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
     state_dict = weights_of(model)
-    directory = Path(save_directory)
+    directory = Path(save_directory).expanduser()
     check_weights_folder(directory)
     files = plan_model_files(
         state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
@@ -333,9 +333,9 @@ def save(
             torch.save(obj, f)
         return
     if safe_serialization:
-        replace_file(Path(f), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
+        replace_file(Path(f).expanduser(), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
     else:
-        replace_file(Path(f), lambda path: write_torch(path, obj))
+        replace_file(Path(f).expanduser(), lambda path: write_torch(path, obj))
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
@@ -348,5 +348,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
             tensors, NumPy arrays and scalars of plain types are allowed.
     """
     kwargs.setdefault("weights_only", True)
+    if isinstance(f, (str, os.PathLike)):
+        f = Path(f).expanduser()
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return torch.load(f, map_location=map_location, **kwargs)

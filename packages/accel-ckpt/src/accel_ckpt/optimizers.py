@@ -77,10 +77,19 @@ def check_optimizer_state(
     """Check that ``load_optimizer_state`` can load a state; changes nothing.
 
     Raises:
-        StateMismatchError: parameters are missing, unexpected or grouped differently.
+        StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
+            class.
     """
     names = _parameter_names(optimizer, models)
     _check_parameters(names, tree["param_groups"])
+    # Versions of torch add switches, but not numbers, to the options of an optimizer.
+    defaults = getattr(optimizer, "defaults", {})
+    numbers = {name for name, value in defaults.items() if not isinstance(value, bool | None)}
+    if lacking := sorted({name for group in tree["param_groups"] for name in numbers - set(group)}):
+        raise StateMismatchError(
+            f"the saved optimizer has no {', '.join(lacking)}, which {type(optimizer).__name__} needs: it was of "
+            "another class. Build the optimizer as it was when the checkpoint was saved"
+        )
     known = {name for group in names for name in group}
     if unknown := sorted(set(tree["state"]) - known):
         raise StateMismatchError(

@@ -176,6 +176,7 @@ class Accelerator:
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._hooks = checkpoint.Hooks()
+        self._folder_is_checked = not self.project_configuration.automatic_checkpoint_naming
         self._saver = BackgroundSaver()
         self._custom_objects: list[Registered] = []
         self._ledger = LoaderLedger()
@@ -543,6 +544,9 @@ class Accelerator:
         Raises:
             AccumulationError: `num_items` is given for a part of a window only.
         """
+        if not self._folder_is_checked:
+            self._folder_is_checked = True
+            checkpoint.warn_of_used_folder(self)
         try:
             self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):

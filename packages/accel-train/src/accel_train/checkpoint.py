@@ -11,9 +11,10 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import accel_ckpt
+from accel_state.log import get_logger
 from accel_train import foreign
 from accel_train.errors import OptionError
-from accel_train.training_state import Registered, Saved, apply, collect, read
+from accel_train.training_state import Registered, Saved, apply, collect, fit, read
 from accel_train.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ __all__ = [
     "save_model",
     "save_object",
     "save_state",
+    "warn_of_used_folder",
 ]
+
+_logger = get_logger(__name__)
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -180,17 +184,36 @@ def save_state(
     return saved
 
 
+def warn_of_used_folder(accelerator: Accelerator) -> None:
+    """Say when training begins what the first save would fail with, perhaps hours later."""
+    if accelerator.project_dir is None or not _writes(accelerator):
+        return
+    problem = _why_taken(accelerator, _automatic_folder(accelerator))
+    if problem is not None:
+        _logger.warning(
+            f"The first save_state() of this training will fail: {problem}", main_process_only=False
+        )
+
+
+def _why_taken(accelerator: Accelerator, folder: Path) -> str | None:
+    iteration = accelerator.project_configuration.iteration
+    taken = accel_ckpt.checkpoints_from(folder, iteration)
+    if not taken:
+        return None
+    return (
+        f"{folder} already holds {', '.join(path.name for path in taken)}, and this save would be "
+        f"checkpoint_{iteration}: two runs would mix. load_state() first, to go on after the newest; or "
+        "set ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
+    )
+
+
 def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
     config = accelerator.project_configuration
     if config.automatic_checkpoint_naming:
         folder = _automatic_folder(accelerator)
-        taken = accel_ckpt.checkpoints_from(folder, config.iteration)
-        if taken:
-            raise OptionError(
-                f"{folder} already holds {', '.join(path.name for path in taken)}, and this save would be "
-                f"checkpoint_{config.iteration}: two runs would mix. load_state() first, to go on after the newest; or "
-                "set ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
-            )
+        problem = _why_taken(accelerator, folder)
+        if problem is not None:
+            raise OptionError(problem)
         return folder / f"checkpoint_{config.iteration}"
     if output_dir is None:
         raise OptionError(
@@ -251,7 +274,13 @@ def load_state(
     models = list(accelerator._models)
     for hook in accelerator._hooks.load.values():
         hook(models, str(saved.directory))
-    apply(accelerator, saved, models, strict)
+    pairs: list[tuple[nn.Module, dict[str, Any]]] = []
+    accel_ckpt.run_together(
+        lambda: pairs.extend(fit(accelerator, saved, models, strict)),
+        accel_ckpt.default_coordinator(),
+        doing="comparing the training state with this script",
+    )
+    apply(accelerator, saved, pairs, strict)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         taken = accel_ckpt.checkpoints_from(_automatic_folder(accelerator), 0)
         accelerator.project_configuration.iteration = _number(taken[-1]) + 1 if taken else 0

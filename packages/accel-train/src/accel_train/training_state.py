@@ -11,13 +11,14 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
 import accel_ckpt
 from accel_ckpt import tags
+from accel_ckpt.tensors import is_lazy
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train import foreign, unfinished
@@ -28,7 +29,7 @@ from accel_train.unwrap import extract_model_from_parallel
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
 
-__all__ = ["Registered", "Saved", "apply", "collect", "read"]
+__all__ = ["Registered", "Saved", "apply", "collect", "fit", "read"]
 
 _logger = get_logger(__name__)
 
@@ -202,7 +203,9 @@ def read(
     own = checkpoint.per_rank(_home(accelerator, checkpoint), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     parts = {*shared, *(name for name in known if name.startswith("loader_"))}
-    _check_parts(accelerator, parts, len(checkpoint.models), directory)
+    _check_parts(accelerator, parts, directory)
+    if not accelerator._hooks.load:  # which may load models themselves
+        _check_models(len(accelerator._models), len(checkpoint.models), directory)
     _check_trust(accelerator, shared, trust_custom_objects, directory)
     loaders = {index: known[f"loader_{index}"] for index in range(len(_loaders(accelerator)))}
     for index, loader in enumerate(_loaders(accelerator)):
@@ -211,7 +214,7 @@ def read(
     for index in range(len(accelerator._custom_objects)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
-    models = [checkpoint.mapped_model(index) for index in range(len(accelerator._models))]
+    models = [checkpoint.mapped_model(index) for index in range(len(checkpoint.models))]
     same = own is not None and accelerator.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
     rng = _read_rng(accelerator, checkpoint, own)
@@ -284,7 +287,7 @@ def _expected(accelerator: Accelerator) -> Iterator[str]:
         yield "scaler"
 
 
-def _check_parts(accelerator: Accelerator, parts: set[str], models: int, directory: Path) -> None:
+def _check_parts(accelerator: Accelerator, parts: set[str], directory: Path) -> None:
     """Say what does not match, before anything is changed."""
     prepared = set(_expected(accelerator))
     saved = {part.replace("pickled_", "custom_") for part in parts} - {"step", "progress"}
@@ -293,12 +296,18 @@ def _check_parts(accelerator: Accelerator, parts: set[str], models: int, directo
         problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
     if saved - prepared:
         problems.append(f"nothing was prepared or registered for its {', '.join(sorted(saved - prepared))}")
-    if models != len(accelerator._models):
-        problems.append(f"it holds {models} models, and {len(accelerator._models)} were prepared")
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
             "the same order, as the script that saved it."
+        )
+
+
+def _check_models(here: int, saved: int, directory: Path) -> None:
+    if here != saved:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit this script: it holds {saved} models, and {here} were prepared, or left by the "
+            "load hooks. Prepare the same models, in the same order, as the script that saved it."
         )
 
 
@@ -318,12 +327,61 @@ def _check_trust(accelerator: Accelerator, shared: Mapping[str, Any], trusted: b
 
 # Putting back
 
+Pairs: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 
-def apply(accelerator: Accelerator, saved: Saved, models: list[nn.Module], strict: bool) -> None:
-    """Put everything back; of the models only those in `models`, since hooks take out what they loaded themselves."""
-    for model, weights in zip(accelerator._models, saved.models, strict=True):
-        if any(model is kept for kept in models):
-            _load_model(model, weights, strict)
+
+def fit(accelerator: Accelerator, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
+    """Which weights go to which of `models`, the ones that load hooks have left; checked, also for the optimizers.
+
+    Raises:
+        StateMismatchError: names or shapes are others than were saved.
+    """
+    kept = [model for model in accelerator._models if any(model is other for other in models)]
+    if len(saved.models) == len(accelerator._models):
+        paired = zip(accelerator._models, saved.models, strict=True)
+        pairs = [(model, weights) for model, weights in paired if any(model is other for other in kept)]
+    else:  # a save hook dropped the weights of models that the load hook has loaded
+        _check_models(len(kept), len(saved.models), saved.directory)
+        pairs = list(zip(kept, saved.models, strict=True))
+    for model, weights in pairs:
+        _check_weights(model, weights, strict, saved.directory)
+    for index, optimizer in enumerate(accelerator._optimizers):
+        accel_ckpt.check_optimizer_state(
+            optimizer.optimizer, saved.shared[f"optimizer_{index}"], accelerator._models
+        )
+    return pairs
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
+    """What torch would find too late: after it has loaded everything that does fit."""
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    own = accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
+    problems = [
+        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
+        if not is_lazy(tensor) and weights[name].shape != tensor.shape
+    ]
+    if strict and not any(_loads_by_itself(module) for module in plain.modules()):
+        problems += [f"{name} is not there" for name in own if name not in weights]
+        problems += [f"{name} is not here" for name in weights if name not in own]
+    if problems:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit the model {type(plain).__name__}: {'; '.join(problems)}. Nothing was changed. "
+            "Build the model as it was when the state was saved"
+        )
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module may accept other names than those of its state dict."""
+    method = type(module)._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not method.__module__.startswith("torch.")
+
+
+def apply(accelerator: Accelerator, saved: Saved, pairs: Pairs, strict: bool) -> None:
+    """Put everything back."""
+    for model, weights in pairs:
+        _load_model(model, weights, strict)
     _restore_replicas(accelerator, saved.replicas)
     shared = saved.shared
     progress = shared.get("progress", {})

@@ -49,6 +49,7 @@ def find_source(checkpoint: Path) -> Source:
     Raises:
         CheckpointNotFoundError: it is none of these, or several; names what to pass.
     """
+    checkpoint = checkpoint.expanduser()
     if not checkpoint.is_dir():
         return find_weights(checkpoint)
     if is_dcp_folder(checkpoint):
