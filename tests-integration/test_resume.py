@@ -62,6 +62,35 @@ class Stream(IterableDataset):
         return (self.rows[index] for index in range(first, len(self.rows), step))
 
 
+class Tracked(IterableDataset):
+    """A stream that says where it is, and notes how much of it was read; each worker has its own part."""
+
+    def __init__(self, noisy=False, size=SAMPLES):
+        self.rows = Rows(noisy, size)
+        self.place = self.read = 0
+        self.going_on = False
+
+    def __iter__(self):
+        if not self.going_on:
+            self.place = 0
+        self.going_on = False
+        return self.rest()
+
+    def rest(self):
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        while first + self.place * step < len(self.rows):
+            self.place += 1
+            self.read += 1
+            yield self.rows[first + (self.place - 1) * step]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place, self.going_on = state["place"], True
+
+
 class EpochSampler(Sampler):
     """A sampler of one's own that wants to know the epoch."""
 
@@ -100,11 +129,14 @@ KINDS: dict[str, Any] = {
     "iterable": lambda c: DataLoader(Stream(c.noisy), BATCH, **c.workers_kwargs()),
     "dispatch": lambda c: DataLoader(Rows(c.noisy), BATCH, shuffle=True, **c.workers_kwargs()),
     "dispatched stream": lambda c: DataLoader(Stream(c.noisy), BATCH, **c.workers_kwargs()),
+    "stateful": lambda c: DataLoader(Tracked(c.noisy), BATCH, **c.workers_kwargs()),
+    "dispatched stateful": lambda c: DataLoader(Tracked(c.noisy), BATCH, **c.workers_kwargs()),
 }
 
 
 @dataclass(frozen=True)
 class Cell:
+    # Random numbers that a map-style dataset draws in worker processes start anew: `noisy` only where they do not.
     kind: str = "default sampler"
     skips: bool = False
     """False: the loader positions itself; True: the script skips, as with Accelerate."""
@@ -284,6 +316,8 @@ FAST = [
     Cell("custom batch sampler", workers=2, noisy=False),
     Cell("iterable", workers=2),
     Cell("dispatched stream", workers=2),
+    Cell("stateful", workers=2, noisy=False),
+    Cell("dispatched stateful", workers=2, noisy=False),
     Cell(precision="bf16"),
     Cell(precision="fp16", kind="custom sampler"),
     Cell(items=True),
@@ -307,7 +341,12 @@ def test_t5_resumed_equals_uninterrupted_full(kind, precision, ranks):
     """The whole cross product, killed at every batch of epochs 0 and 2."""
     everywhere = [(epoch, batch + 1) for epoch in (0, 2) for batch in range(last_batch(ranks))]
     cells = [
-        (Cell(kind, skips, workers, precision, steps, items=items), everywhere)
+        (
+            Cell(
+                kind, skips, workers, precision, steps, noisy=not workers or "iterable" in kind, items=items
+            ),
+            everywhere,
+        )
         for skips, workers, steps, items in itertools.product((False, True), (0, 2), (1, 3), (False, True))
         if not (items and steps == 1)
     ]

@@ -2,6 +2,7 @@
 
 import pickle
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -516,3 +517,107 @@ def test_t5_the_draws_of_a_sampler_with_its_own_generator_come_back(dispatch):
     again = build()
     again.load_state_dict(state)
     assert [batch.tolist() for _ in range(2) for batch in again] == rest
+
+
+class Untouchable(Dataset):
+    """Says what was read of it."""
+
+    def __init__(self, size):
+        self.size, self.read = size, []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return index
+
+
+@pytest.mark.parametrize("stateful", [True, False])
+def test_t5_continuing_costs_arithmetic_and_not_reading(stateful):
+    """The dataset is not touched for what was handed out, and a late position costs what an early one costs."""
+    size = 400_000
+    ticks = {}
+    for batches in (10, 190_000):
+        build = lambda: prepare_data_loader(  # noqa: E731
+            DataLoader(Untouchable(size), batch_size=2, shuffle=True),
+            num_processes=1,
+            process_index=0,
+            use_stateful_dataloader=stateful,
+        )
+        torch.manual_seed(0)
+        whole = build()
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(_epoch_seed(whole)))
+        state = {**whole.state_dict(), "finished": False, "batches_yielded": batches}
+        state |= {"position": {"samples": 2 * batches}, "draw": {"seed": _epoch_seed(whole)}}
+        fresh = build()
+        fresh.load_state_dict(state)
+        current = fresh if stateful else skip_first_batches(fresh, batches)
+        first, ticks[batches] = _counting_calls(lambda loader=current: next(iter(loader)))
+        assert first.tolist() == order[2 * batches : 2 * batches + 2].tolist()
+        assert fresh.dataset.read == first.tolist()
+    assert ticks[190_000] <= ticks[10] + 5
+
+
+def _epoch_seed(loader):
+    return 1234
+
+
+def _counting_calls(function):
+    """What a function returns, and how many Python functions it called."""
+    calls = []
+    sys.setprofile(lambda frame, event, arg: calls.append(1) if event == "call" else None)
+    try:
+        return function(), len(calls)
+    finally:
+        sys.setprofile(None)
+
+
+@given(
+    kind=st.sampled_from(
+        ["shuffle", "own generator", "replacement", "subset", "custom", "custom batches", "lazy"]
+    ),
+    size=st.integers(1, 40),
+    epoch=st.integers(0, 3),
+    batches=st.integers(0, 40),
+    ahead=st.integers(0, 3),
+)
+def test_t5_property_of_the_index_stream_alone(kind, size, epoch, batches, ahead):
+    """Stopped after any batch of any epoch, with any number of index batches read ahead for workers."""
+    samplers = {
+        "shuffle": lambda: BatchSampler(RandomSampler(range(size)), 3, False),
+        "own generator": lambda: BatchSampler(RandomSampler(range(size), generator=_own()), 3, False),
+        "replacement": lambda: BatchSampler(
+            RandomSampler(range(size), replacement=True, num_samples=2 * size, generator=_own()), 3, True
+        ),
+        "subset": lambda: BatchSampler(SubsetRandomSampler(range(size)), 3, False),
+        "custom": lambda: BatchSampler(Custom(), 3, False),
+        "custom batches": lambda: CustomBatches(RandomSampler(range(size)), 3, False),
+        "lazy": lambda: BatchSampler(Lazy(), 3, False),
+    }
+
+    def epochs(loader, count):
+        return [[tuple(batch) for batch in loader] for _ in range(count)]
+
+    def build():
+        plain = DataLoader(range(SIZE + size), batch_sampler=samplers[kind](), collate_fn=tuple)
+        return prepare_data_loader(plain, num_processes=1, process_index=0, use_stateful_dataloader=True)
+
+    seed(5)
+    loader = build()
+    epochs(loader, epoch)
+    iterator = iter(loader)
+    length = len(loader)
+    taken = [next(iterator) for _ in range(min(batches, length))]
+    if loader._run.stream is not None and taken and ahead:
+        loader._run.stream.ends_at(len(taken))  # what workers and gradient accumulation make it do
+    saved, rng = loader.state_dict(), get_rng_state()
+    rest = [tuple(batch) for batch in iterator]
+    after = epochs(loader, 1)
+    seed(77)
+    fresh = build()
+    fresh.load_state_dict(pickle.loads(pickle.dumps(saved)))
+    set_rng_state(rng)
+    fresh.set_epoch(epoch)
+    assert [tuple(batch) for batch in fresh] == rest
+    assert epochs(fresh, 1) == after

@@ -179,18 +179,24 @@ class DataLoaderDispatcher(PreparedLoader):
         indexes, base = self.indexes, run.first_base
         passed: list[Any] = []
         if indexes is None:
+            placed = self._place_source(restored if self.use_stateful_dataloader else None)
             source = self._torch_iterator()
-            self._skip(source, base, passed)
+            if not placed:
+                self._skip(source, base, passed)
+            elif restored is not None and "first" in restored.ahead:
+                passed = [restored.ahead["first"]]
         else:
-            indexes.opening = Opening(
+            opening = Opening(
                 recorded=None if restored is None else restored.draw,
                 reached=None if restored is None else restored.position,
                 in_flight=self.num_workers * (self.prefetch_factor or 0) + self.base_batches_per_step,
                 skip=base,
             )
+            indexes.begin(opening)
+            self._place_source(restored if self.use_stateful_dataloader else None)
             source = self._torch_iterator()
-            run.stream = indexes.stream
-            indexes.opening, indexes.stream = Opening(), None
+            run.stream = indexes.take_stream()
+        run.source = self._source_state()
         reader = _Reader(self, run, source, randomness, passed[0] if passed else None)
         if restored is not None and restored.batches:
             self._read_again(reader, restored)
@@ -317,11 +323,13 @@ class _Reader:
             batches.append(self._ahead.pop(0))
             self._taken += 1
         if not self._ahead:
-            self.run.looked_ahead = None
+            self.run.read_ahead(None, 0)
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
             self._first = batches[0]
+        if self.run.source is not None and self._scatterer is not None:
+            self.run.first_batch = self._first  # cannot be read again once the dataset continues elsewhere
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(
@@ -359,8 +367,10 @@ class _Reader:
         noted = self.run.looked_ahead
         if noted is None and self._reads_here:
             noted = (self.reading.now(), 0)
+        if not self._ahead and self.run.source is not None:
+            self.run.source_before = self.run.source()
         enough = self.fetch(wanted)
-        self.run.looked_ahead = None if noted is None or not self._ahead else (noted[0], len(self._ahead))
+        self.run.read_ahead(None if noted is None else noted[0], len(self._ahead))
         return enough
 
     def fetch(self, wanted: int = 1) -> bool:

@@ -25,6 +25,7 @@ class Run:
         "drew_along",
         "ended",
         "first_base",
+        "first_batch",
         "first_with",
         "found_end",
         "iterator",
@@ -34,6 +35,7 @@ class Run:
         "real",
         "skipped",
         "source",
+        "source_before",
         "stream",
         "stride",
         "yielded",
@@ -48,6 +50,8 @@ class Run:
         """The same in batches of the user's loader, where one batch here takes several."""
         self.first_with: dict[str, Any] | None = None
         """The generators before the epoch's first batch was read, where it may be read again for padding."""
+        self.first_batch: Any = None
+        """The epoch's first batch, where it may be needed for padding and could not be read again."""
         self.stride: int | None = None
         """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
         self.ended = False
@@ -70,12 +74,20 @@ class Run:
         """Whether this rank made the draws of the order that another rank iterates."""
         self.source: Callable[[], dict[str, Any]] | None = None
         """The state of a source that says itself where it is."""
+        self.source_before: dict[str, Any] | None = None
+        """The same before batches were read ahead."""
         self.iterator: weakref.ref[Any] | None = None
 
     @property
     def live(self) -> bool:
         """Whether its iterator exists and has not come to the end."""
         return not self.ended and self.iterator is not None and self.iterator() is not None
+
+    def read_ahead(self, generators: Any, batches: int) -> None:
+        """Note that `batches` were read ahead, with which generators (None: in other processes)."""
+        self.looked_ahead = None if generators is None or not batches else (generators, batches)
+        if not batches:
+            self.source_before = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +102,7 @@ class Restored:
     ranks: int
     ahead: dict[str, Any]
     """What had been read ahead: ``batches``, and the generators ``with`` which they were read; and ``first_with``, the
-    generators with which the epoch's first batch was read, where it may be read again."""
+    generators with which the epoch's first batch was read, where it may be read again, or that batch as ``first``."""
     source: dict[str, Any] | None
     """The state of a source that says itself where it is."""
 
@@ -168,7 +180,7 @@ class Epoch:
             "draw": {"along": True} if run.drew_along else draw,
             "begun_with": run.begun_with,
             "ahead": {},
-            "source": None if run.source is None else run.source(),
+            "source": None if finished or run.source is None else run.source_before or run.source(),
         }
 
     def load(self, state: dict[str, Any]) -> None:

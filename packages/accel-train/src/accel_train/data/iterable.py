@@ -90,9 +90,13 @@ class IterableDatasetShard(IterableDataset[Any]):
             if real < size:
                 if self.drop_last:
                     return
-                batch = [*batch, *itertools.islice(itertools.cycle(first), size - real)]
+                batch = [*batch, *itertools.islice(itertools.cycle(self.first_samples(first)), size - real)]
             self.round_rows = real
             yield from batch[mine]
+
+    def first_samples(self, read: list[Any]) -> list[Any]:
+        """The samples that complete the last global batch, given those of the first one that was `read`."""
+        return read
 
 
 class Tagged(NamedTuple):

@@ -64,7 +64,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._held:
             item = self._held.pop()
-            self._run.looked_ahead = None
+            self._run.read_ahead(None, 0)
         else:
             try:
                 if self._failure is not None:
@@ -105,13 +105,15 @@ class LoaderIterator:
     def _look_ahead(self) -> bool:
         """Fetch the next item and keep it; False at the end. A failure is an item, raised by the next step."""
         if self._failure is None:
+            run = self._run
             now = self._loader._randomness().now() if self._notes_draws else None
+            run.source_before = None if run.source is None else run.source()
             try:
                 self._held.append(self._fetch())
-                self._run.looked_ahead = None if now is None else (now, 1)
+                run.read_ahead(now, 1)
             except StopIteration:
                 self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
-                self._run.found_end = True
+                run.found_end = True
             except BaseException as error:
                 self._failure = error
         return not isinstance(self._failure, StopIteration)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from accel_train.data.batches import (
 )
 from accel_train.data.epoch import Epoch, Restored, Run
 from accel_train.data.ledger import LoaderLedger
-from accel_train.data.lookup import innermost_sampler, samplers_of
+from accel_train.data.lookup import innermost_sampler, loader_options, samplers_of
 from accel_train.data.resume import Randomness, generators_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.sharing import Sharing, sharing_for
+from accel_train.data.stateful import loader_class, says_where_it_is
 from accel_train.data.streams import IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
 from accel_train.errors import DataError
@@ -55,10 +57,14 @@ class Indexes:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.opening = Opening()
+        self.opened = False
+        """Whether an epoch is being begun; one stream serves it, however often it is asked for."""
         self.stream: IndexStream | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        self.stream = open_stream(self.sampler, self.opening)
+        # torchdata's iterator begins twice when it continues.
+        if self.stream is None or not self.opened:
+            self.stream = open_stream(self.sampler, self.opening)
         return self.stream
 
     def __len__(self) -> int:
@@ -69,7 +75,17 @@ class Indexes:
         return Indexes(sampler)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sampler": self.sampler, "opening": Opening(), "stream": None}
+        return {"sampler": self.sampler, "opening": Opening(), "opened": False, "stream": None}
+
+    def begin(self, opening: Opening) -> None:
+        """An epoch begins so."""
+        self.opening, self.opened, self.stream = opening, True, None
+
+    def take_stream(self) -> IndexStream | None:
+        """The epoch's stream, which is its iterator's from now on."""
+        stream, self.stream = self.stream, None
+        self.opening, self.opened = Opening(), False
+        return stream
 
 
 class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
@@ -141,6 +157,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
         self._find_generators()
+        self.asks_dataset = use_stateful_dataloader and says_where_it_is(dataset)
+        self._source_to_load: dict[str, Any] | None = None
+        self._stateful: Any = None
+        if self.asks_dataset:
+            loader_class(dataset)  # says now if it is not installed
 
     # Torch's hooks
 
@@ -300,6 +321,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         randomness = self._randomness()
         if run is not None and not run.ended:
             state["ahead"] = _dump_ahead(run, Randomness(self._own_generators, True))
+            if not _is_plain(run.first_batch):
+                state["source"] = None  # a state without it cannot be saved, so the stream will be read again
         state["generators"] = self._generators_after(run if finished else None, randomness)
         state["samplers"] = [sampler.state_dict() for sampler in self._stateful_samplers()]
         return state
@@ -387,6 +410,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_iterator"] = None
+        state["_stateful"] = None
         state["_run"] = None
         state["transfer"] = None
         state["_sharing"] = None
@@ -435,7 +459,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def _open_indexes(
         self, indexes: Indexes, run: Run, restored: Restored | None, resume: Restored | None
     ) -> Any:
-        indexes.opening = Opening(
+        opening = Opening(
             recorded=None if restored is None else restored.draw,
             position=None if resume is None else resume.position,
             reached=None if restored is None else restored.position,
@@ -443,9 +467,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             in_flight=self.num_workers * (self.prefetch_factor or 0),
             skip=self.skip_batches,
         )
+        indexes.begin(opening)
+        self._place_source(resume)
         source = self._torch_iterator()
-        run.stream = indexes.stream
-        indexes.opening, indexes.stream = Opening(), None
+        run.stream, run.source = indexes.take_stream(), self._source_state()
         if restored is not None and restored.batches and run.stream is not None:
             run.stream.prime()
         return source
@@ -453,9 +478,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def _open_stream(
         self, run: Run, restored: Restored | None, resume: Restored | None, randomness: Randomness
     ) -> Any:
+        batches = self._batches_to_skip(resume)
+        placed = self._place_source(resume)
         source = self._torch_iterator()
+        run.source = self._source_state()
         run.stride = self._stream_stride()
-        run.skipped = self._skip(source, self._batches_to_skip(resume))
+        run.skipped = batches if placed else self._skip(source, batches)
         if restored is None or not restored.batches:
             return source
         if not run.skipped:
@@ -471,7 +499,34 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         return source
 
     def _torch_iterator(self) -> Any:
-        return super().__iter__()
+        if not self.asks_dataset:
+            return super().__iter__()
+        if self._stateful is None or not self.persistent_workers:
+            kind = loader_class(self.dataset)
+            self._stateful = kind(self.dataset, snapshot_every_n_steps=1, **self._stateful_options())
+        if self._source_to_load is not None:
+            self._stateful.load_state_dict(self._source_to_load)
+            self._source_to_load = None
+        return iter(self._stateful)
+
+    def _stateful_options(self) -> dict[str, Any]:
+        """What torchdata's loader is built with, to read what this one would."""
+        options = loader_options(self)
+        if self.indexes is None:
+            return options | {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        if self._auto_collation:
+            return options | {"batch_sampler": self.indexes}
+        return options | {"batch_size": None, "sampler": self.indexes}
+
+    def _place_source(self, resume: Restored | None) -> bool:
+        """Let the next iterator begin where the dataset said it was; False if it has to be read up to there."""
+        fits = resume is not None and resume.source is not None and resume.ranks == self.num_processes
+        self._source_to_load = resume.source if resume is not None and fits and self.asks_dataset else None
+        return self._source_to_load is not None
+
+    def _source_state(self) -> Callable[[], dict[str, Any]] | None:
+        stateful = self._stateful
+        return None if stateful is None else lambda: copy.deepcopy(stateful.state_dict())
 
     def _stream_stride(self) -> int | None:
         """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
@@ -533,4 +588,15 @@ def _dump_ahead(run: Run, randomness: Randomness) -> dict[str, Any]:
     if run.looked_ahead is not None:
         raw, batches = run.looked_ahead
         ahead |= {"batches": batches, "with": randomness.tree(raw)}
+    if run.first_batch is not None and _is_plain(run.first_batch):
+        ahead["first"] = run.first_batch
     return ahead
+
+
+def _is_plain(batch: Any) -> bool:
+    """Whether a batch consists of tensors and plain data only."""
+    if type(batch) is dict:
+        return all(isinstance(key, str) and _is_plain(value) for key, value in batch.items())
+    if type(batch) in (list, tuple):
+        return all(_is_plain(item) for item in batch)
+    return batch is None or type(batch) in (torch.Tensor, bool, int, float, str, bytes)

@@ -1,4 +1,4 @@
-"""Finding the samplers of a loader, through all that wraps them."""
+"""Finding the samplers of a loader, through all that wraps them; and its options."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel_train.data.batches import ShardedBatchSampler, SkipBatchSampler
 
-__all__ = ["innermost_sampler", "samplers_of"]
+__all__ = ["innermost_sampler", "loader_options", "samplers_of"]
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
 
 
 def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -41,3 +54,11 @@ def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
     if batch_sampler is None and not isinstance(holder, BatchSampler):
         return holder  # single indices shared out among ranks
     return getattr(holder, "sampler", None)
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that have nothing to do with which samples it yields."""
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    return options

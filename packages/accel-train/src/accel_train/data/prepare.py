@@ -25,10 +25,11 @@ from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.lookup import innermost_sampler, samplers_of
+from accel_train.data.lookup import innermost_sampler, loader_options, samplers_of
 from accel_train.data.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
-from accel_train.data.skip import SkipDataLoader, loader_options
+from accel_train.data.skip import SkipDataLoader
+from accel_train.data.stateful import StatefulShard, says_where_it_is
 from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["prepare_data_loader"]
@@ -348,7 +349,8 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
             generator = getattr(dataset, "generator", None)
             if isinstance(generator, torch.Generator):
                 options["synchronized_generator"] = generator
-            dataset = IterableDatasetShard(
+            stateful = options["use_stateful_dataloader"] and says_where_it_is(dataset)
+            dataset = (StatefulShard if stateful else IterableDatasetShard)(
                 dataset,
                 batch_size=1 if batch_size is None else batch_size,
                 drop_last=loader.drop_last,

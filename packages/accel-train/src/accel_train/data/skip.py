@@ -11,30 +11,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data.batches import SkipBatchSampler
 from accel_train.data.loader import PreparedLoader
+from accel_train.data.lookup import loader_options
 from accel_train.errors import ArgumentTypeError, DataError
 
-__all__ = ["SkipDataLoader", "loader_options", "skip_first_batches"]
-
-_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "in_order",
-)
-
-
-def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of a loader that have nothing to do with which samples it yields."""
-    options = {name: getattr(loader, name) for name in _OPTIONS}
-    if loader.pin_memory_device:
-        options["pin_memory_device"] = loader.pin_memory_device
-    return options
+__all__ = ["SkipDataLoader", "skip_first_batches"]
 
 
 class SkipDataLoader(DataLoader[Any]):
