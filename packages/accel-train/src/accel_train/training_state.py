@@ -67,7 +67,10 @@ class Saved:
 
 
 def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank."""
+    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
+
+    Tensors in them are the training's own, so a save copies them before it lets the training go on.
+    """
     found: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def work() -> dict[str, str]:
