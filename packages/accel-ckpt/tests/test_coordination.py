@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from accel_ckpt import (
+    CheckpointError,
     CheckpointSaveError,
     SingleProcess,
     open_training_state,
@@ -64,18 +65,21 @@ def test_results_are_shared():
     assert run_together(lambda: 1, SingleProcess(), doing="x") == [1]
 
 
-def test_one_failure_is_everybody_s():
+@pytest.mark.parametrize(
+    ("options", "kind"), [({}, CheckpointError), ({"error": CheckpointSaveError}, CheckpointSaveError)]
+)
+def test_one_failure_is_everybody_s(options, kind):
     def fail(coordinator):
         def work():
             if coordinator.rank == 1:
                 raise ZeroDivisionError("no")
 
-        run_together(work, coordinator, doing="dividing")
+        run_together(work, coordinator, doing="dividing", **options)
 
     first, second, third = Threads(3).run(fail)
     assert isinstance(second, ZeroDivisionError)
     for error in (first, third):
-        assert isinstance(error, CheckpointSaveError)
+        assert type(error) is kind
         assert "dividing failed on another rank" in str(error)
         assert "rank 1: ZeroDivisionError: no" in str(error)
 

@@ -292,3 +292,13 @@ def test_tensors_are_read_in_parts(tmp_path, monkeypatch):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     with pytest.raises(CorruptCheckpointError, match="has the checksum"):
         read_tensors(tmp_path / "f", "0" * 16)
+
+
+def test_a_bin_whose_directory_claims_several_disks(tmp_path):
+    path = tmp_path / "x.bin"
+    torch.save({"w": torch.arange(64.0)}, path)
+    content = path.read_bytes()
+    end = content.rindex(b"PK\x06\x07")  # zip64 locator: signature, disk, offset, number of disks
+    path.write_bytes(content[: end + 16] + struct.pack("<I", 7) + content[end + 20 :])
+    with pytest.raises(CorruptCheckpointError, match=r"x\.bin cannot be read"):
+        read_pickled(path)

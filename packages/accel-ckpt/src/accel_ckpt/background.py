@@ -242,7 +242,9 @@ class BackgroundSaver:
                     f"{save.directory} is still being saved in the background (ranks {busy}); wait for its handle's "
                     "result(), or pass when_busy='wait'"
                 )
-        run_together(self.drain, ranks, doing=f"saving {save.directory} in the background")
+        run_together(
+            self.drain, ranks, doing=f"saving {save.directory} in the background", error=CheckpointSaveError
+        )
 
     def drain(self) -> None:
         """Wait for the end of the save that goes on, if one does. Not collective.

@@ -186,7 +186,9 @@ class Checkpointer:
             if self.keep is not None and ranks.rank == 0:
                 prune_checkpoints(self.directory, self.keep, _PREFIX)
 
-        run_together(collect, ranks, doing=f"saving step {step} to {self.directory}")
+        run_together(
+            collect, ranks, doing=f"saving step {step} to {self.directory}", error=CheckpointSaveError
+        )
         leaves, parts = collected[0]
         if asynchronous:
             return self._saver.save(target, **parts, optimizers=[*leaves.optimizers.values()], after=prune)

@@ -143,7 +143,12 @@ class Transaction:
     def together(self, step: Callable[[], T]) -> list[T]:
         """Take a step on every rank and return what each rank's step returned (plain data); abort if one fails."""
         try:
-            return run_together(step, self.coordinator, doing=f"saving the checkpoint {self.directory}")
+            return run_together(
+                step,
+                self.coordinator,
+                doing=f"saving the checkpoint {self.directory}",
+                error=CheckpointSaveError,
+            )
         except BaseException:  # also when the user interrupts
             self.abort()
             raise

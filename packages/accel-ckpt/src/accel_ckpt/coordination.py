@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from accel_ckpt.errors import CheckpointSaveError
+from accel_ckpt.errors import CheckpointError
 from accel_state import environment
 from accel_state.process import PartialState
 from accel_state.topology import detect
@@ -74,33 +74,38 @@ def default_coordinator() -> Coordinator:
     return WorldCoordinator(state.process_index, state.num_processes, state.local_process_index)
 
 
-def run_together(function: Callable[[], T], coordinator: Coordinator, *, doing: str) -> list[T]:
+def run_together(
+    function: Callable[[], T],
+    coordinator: Coordinator,
+    *,
+    doing: str,
+    error: type[CheckpointError] = CheckpointError,
+) -> list[T]:
     """Call a function on every rank; return what each rank's call returned, or raise on all of them.
 
     Args:
         function: called once on this rank; its result must be plain data.
         coordinator: the ranks.
         doing: what is being done, for the message: ``"writing the checkpoint /x"``.
+        error: raised on ranks whose own call did not fail.
 
     Raises:
         Exception: on a rank whose call failed, its own exception.
-        CheckpointSaveError: on the others, with the failed rank's error in the message.
+        CheckpointError: ``error`` on the others, with the failed rank's error in the message.
     """
     result: T | None = None
     failure: Exception | None = None
     try:
         result = function()
-    except Exception as error:  # re-raised below, once the other ranks know
-        failure = error
+    except Exception as caught:  # re-raised below, once the other ranks know
+        failure = caught
     told = None if failure is None else f"{type(failure).__name__}: {failure}"
     answers = coordinator.exchange((result, told))
     if failure is not None:
         raise failure
-    errors = [f"rank {rank}: {error}" for rank, (_, error) in enumerate(answers) if error is not None]
+    errors = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why is not None]
     if errors:
-        raise CheckpointSaveError(
-            f"{doing} failed on another rank, and was given up on all. " + "; ".join(errors)
-        )
+        raise error(f"{doing} failed on another rank, and was given up on all. " + "; ".join(errors))
     return [answer for answer, _ in answers]
 
 

@@ -428,9 +428,9 @@ def is_plain_zip(path: Path) -> bool:
     Raises:
         CorruptCheckpointError: it is another zip archive.
     """
-    if not zipfile.is_zipfile(path):
-        return False
     try:
+        if not zipfile.is_zipfile(path):
+            return False
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:

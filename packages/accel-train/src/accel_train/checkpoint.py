@@ -125,7 +125,10 @@ def save_model(
         write()
     else:
         accel_ckpt.run_together(
-            write, accel_ckpt.default_coordinator(), doing=f"uploading the model to {push_to_hub}"
+            write,
+            accel_ckpt.default_coordinator(),
+            doing=f"uploading the model to {push_to_hub}",
+            error=accel_ckpt.CheckpointSaveError,
         )
 
 

@@ -78,7 +78,10 @@ def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
         return {name: _fingerprint(buffer) for name, buffer in _replicated_buffers(accelerator).items()}
 
     first, *_ = accel_ckpt.run_together(
-        work, accel_ckpt.default_coordinator(), doing="collecting the training state"
+        work,
+        accel_ckpt.default_coordinator(),
+        doing="collecting the training state",
+        error=accel_ckpt.CheckpointSaveError,
     )
     [(shared, own)] = found
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,8 @@ _DAMAGE = (
     AttributeError,
     zipfile.BadZipFile,
 )
+# Of Python's own unpickler, besides.
+_PLAIN_DAMAGE = (TypeError, ImportError, MemoryError, ArithmeticError, AssertionError, struct.error)
 
 
 class FileSlice(io.RawIOBase):
@@ -105,7 +108,8 @@ def unpickle(
         ) from error
 
 
-class _Restricted(pickle.Unpickler):
+class _Restricted(pickle._Unpickler):
+    # The one written in Python: a few bytes make the other one fill gigabytes (LONG_BINPUT with a large index).
     def __init__(self, file: IO[bytes], find: Callable[[str, str], Any]) -> None:
         super().__init__(file)
         self._find = find
@@ -135,13 +139,13 @@ def read_plain(path: Path, find: Callable[[str, str], Any]) -> Any:
         return found
 
     try:
-        with open(path, "rb") as file:
-            return _Restricted(file, lookup).load()
+        content = path.read_bytes()
+        return _Restricted(io.BytesIO(content), lookup).load()
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     except UnsafeCheckpointError:
         raise
-    except (pickle.UnpicklingError, TypeError, ImportError, *_DAMAGE) as error:
+    except (pickle.UnpicklingError, *_DAMAGE, *_PLAIN_DAMAGE) as error:
         raise CorruptCheckpointError(
             f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
