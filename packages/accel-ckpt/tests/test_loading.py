@@ -437,3 +437,24 @@ def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
     assert load("~/a.pt")["a"] == 1
     assert [path.name for path in complete_checkpoints("~/c")] == ["checkpoint_1"]
     assert prune_checkpoints("~/c", 1) == []
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_t32_names_with_other_values_that_the_model_ties(tmp_path, differ):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    weights = {"0.weight": torch.ones(2, 2), "1.weight": torch.ones(2, 2) + differ}
+    save(weights, tmp_path / "x.safetensors", safe_serialization=True)
+    if not differ:
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+        assert model[1].weight is model[0].weight
+        return
+    before = model[0].weight.clone()
+    with pytest.raises(
+        StateMismatchError, match=r"1\.weight: other values than 0\.weight, with which the model ties"
+    ):
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors")
+    assert torch.equal(model[0].weight, before)
+    with pytest.warns(UserWarning, match="other values than"):
+        load_checkpoint_in_model(model, tmp_path / "x.safetensors", strict=False)
+    assert torch.equal(model[0].weight, torch.ones(2, 2))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, Manifest, StateMismatchError
-from accel_train import Accelerator, GradScalerKwargs, OptionError, ProjectConfiguration
+from accel_train import Accelerator, GradScalerKwargs, OptionError, ProjectConfiguration, training_state
 from accel_train.training_state import read
 
 
@@ -530,3 +530,12 @@ def test_a_used_folder_is_reported_when_training_begins(tmp_path, caplog):
     assert "The first save_state() of this training will fail" in warning
     assert "already holds checkpoint_0" in warning
     assert begin(load=True)[1] == []
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.tensor(2), torch.empty(0, 3), torch.arange(6.0)[1::2][:1], torch.tensor([1 + 2j]).conj()],
+    ids=["scalar", "empty", "one element", "conjugate"],
+)
+def test_fingerprints_of_odd_buffers(buffer):
+    assert training_state._fingerprint(buffer) == training_state._fingerprint(buffer.clone())

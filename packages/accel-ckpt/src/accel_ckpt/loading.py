@@ -40,8 +40,10 @@ class LoadReport:
     unexpected: tuple[str, ...] = ()
     """Names of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
-    """Names with another shape, or a dtype that cannot be converted without loss of meaning (complex to real,
-    floating to integer), each as ``name: (shape in the checkpoint) instead of (shape in the model)``."""
+    """Names with another shape, each as ``name: (shape in the checkpoint) instead of (shape in the model)``; with a
+    dtype that cannot be converted without loss of meaning (complex to real, floating to integer); or with other
+    values than a name that the model ties with it.
+    """
 
 
 class WeightSource(Protocol):
@@ -341,7 +343,8 @@ def _compare(
     source: WeightSource, targets: Mapping[str, _Target]
 ) -> tuple[LoadReport, list[tuple[str, _Target]]]:
     names = _names_as_in(source.about, targets)
-    mismatched, steps, filled, provided = [], [], set(), set()
+    mismatched, steps, provided = [], [], set()
+    filled: dict[int, str] = {}
     for raw, name in names.items():
         target = targets.get(name)
         if target is None:
@@ -353,8 +356,10 @@ def _compare(
         elif _loses_values(dtype, target.tensor.dtype):
             mismatched.append(f"{name}: {dtype} instead of {target.tensor.dtype}")
         elif id(target) not in filled:
-            filled.add(id(target))
+            filled[id(target)] = raw
             steps.append((raw, target))
+        elif not torch.equal(source.tensor(raw), source.tensor(filled[id(target)])):
+            mismatched.append(f"{name}: other values than {filled[id(target)]}, with which the model ties it")
     missing = [name for name, target in targets.items() if id(target) not in provided]
     unexpected = [raw for raw, name in names.items() if name not in targets]
     return LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched)), steps
@@ -387,7 +392,7 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
 def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
     kinds = {
         "missing": ("is not in the checkpoint", report.missing),
-        "mismatched": ("has another shape or kind of dtype", report.mismatched),
+        "mismatched": ("has another shape, kind of dtype or value", report.mismatched),
         "unexpected": ("is not in the model", report.unexpected),
     }
     fatal = {True: {*kinds}, None: {"missing", "mismatched"}, False: set[str]()}[strict]

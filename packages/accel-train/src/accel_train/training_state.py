@@ -18,7 +18,7 @@ from torch import nn
 
 import accel_ckpt
 from accel_ckpt import tags
-from accel_ckpt.tensors import is_lazy
+from accel_ckpt.tensors import as_bytes, is_lazy
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train import foreign, unfinished
@@ -112,8 +112,8 @@ def _replicated_buffers(accelerator: Accelerator) -> dict[str, torch.Tensor]:
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(content.numpy().tobytes(), digest_size=16).hexdigest()
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
 
 
 def _shared_trees(accelerator: Accelerator) -> dict[str, Any]:
