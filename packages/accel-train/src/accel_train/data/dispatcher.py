@@ -183,8 +183,6 @@ class DataLoaderDispatcher(PreparedLoader):
             source = self._torch_iterator()
             if not placed:
                 self._skip(source, base, passed)
-            elif restored is not None and "first" in restored.ahead:
-                passed = [restored.ahead["first"]]
         else:
             opening = Opening(
                 recorded=None if restored is None else restored.draw,
@@ -194,9 +192,12 @@ class DataLoaderDispatcher(PreparedLoader):
             )
             indexes.begin(opening)
             self._place_source(restored if self.use_stateful_dataloader else None)
-            source = self._torch_iterator()
+            there = restored is not None and restored.position.get("base_batches") == base
+            source = self._with_workers(run, restored if there else None)
             run.stream = indexes.take_stream()
         run.source = self._source_state()
+        if base and restored is not None and "first" in restored.ahead:
+            passed = [restored.ahead["first"]]
         reader = _Reader(self, run, source, randomness, passed[0] if passed else None)
         if restored is not None and restored.batches:
             self._read_again(reader, restored)
@@ -284,6 +285,9 @@ class _Reader:
         self._reads_here = (
             loader.num_workers == 0
         )  # so that reading ahead draws from this process's generators
+        # For padding, the first batch cannot be read again as it was by workers, or once the dataset went on.
+        may_pad = self._scatterer is not None and not loader._drop_last
+        self._keeps_first = may_pad and (run.source is not None or not self._reads_here)
         self._ranks = loader.num_processes
         self._per_step = loader.base_batches_per_step
         self._split = loader.split_batches
@@ -328,8 +332,8 @@ class _Reader:
             return None
         if self._first is None and not self._passed:
             self._first = batches[0]
-        if self.run.source is not None and self._scatterer is not None:
-            self.run.first_batch = self._first  # cannot be read again once the dataset continues elsewhere
+        if self._keeps_first:
+            self.run.first_batch = self._first
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(

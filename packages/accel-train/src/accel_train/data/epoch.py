@@ -10,6 +10,7 @@ from typing import Any
 from accel_train.data.dispatch_wire import Envelope
 from accel_train.data.orders import Record
 from accel_train.data.streams import IndexStream
+from accel_train.data.workers import WorkerNotes
 from accel_train.errors import DataError
 
 __all__ = ["Epoch", "Restored", "Run"]
@@ -38,6 +39,7 @@ class Run:
         "source_before",
         "stream",
         "stride",
+        "workers",
         "yielded",
     )
 
@@ -76,6 +78,8 @@ class Run:
         """The state of a source that says itself where it is."""
         self.source_before: dict[str, Any] | None = None
         """The same before batches were read ahead."""
+        self.workers: WorkerNotes | None = None
+        """What worker processes reported of their generators."""
         self.iterator: weakref.ref[Any] | None = None
 
     @property
@@ -105,6 +109,8 @@ class Restored:
     generators with which the epoch's first batch was read, where it may be read again, or that batch as ``first``."""
     source: dict[str, Any] | None
     """The state of a source that says itself where it is."""
+    workers: dict[str, Any] | None
+    """The generators of worker processes: their ``count``, whose ``turn`` it is, and the ``states``."""
 
 
 @dataclass(slots=True)
@@ -156,6 +162,7 @@ class Epoch:
                 "begun_with": waiting.begun_with,
                 "ahead": waiting.ahead,
                 "source": waiting.source,
+                "workers": waiting.workers,
             }
         if run is None or run.ended:
             nothing: dict[str, Any] = {
@@ -181,6 +188,7 @@ class Epoch:
             "begun_with": run.begun_with,
             "ahead": {},
             "source": None if finished or run.source is None else run.source_before or run.source(),
+            "workers": None if run.workers is None else run.workers.dump(run.yielded * (run.per_batch or 1)),
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -217,6 +225,7 @@ class Epoch:
             ranks=int(state["ranks"]),
             ahead=dict(state.get("ahead") or {}),
             source=state.get("source"),
+            workers=state.get("workers"),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from accel_train.data.sharing import Sharing, sharing_for
 from accel_train.data.stateful import loader_class, says_where_it_is
 from accel_train.data.streams import IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
+from accel_train.data.workers import Denoting, NotingCollate, TakeOver, WorkerNotes
 from accel_train.errors import DataError
 
 __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
@@ -469,7 +471,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         )
         indexes.begin(opening)
         self._place_source(resume)
-        source = self._torch_iterator()
+        there = resume is not None or (restored is not None and restored.batches == self._skipped_batches())
+        source = self._with_workers(run, restored if there else None)
         run.stream, run.source = indexes.take_stream(), self._source_state()
         if restored is not None and restored.batches and run.stream is not None:
             run.stream.prime()
@@ -497,6 +500,38 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             with randomness.as_of(restored.ahead["with"]):
                 return itertools.chain(list(itertools.islice(source, restored.ahead["batches"])), source)
         return source
+
+    def _skipped_batches(self) -> int:
+        """Batches that samplers leave out of this loader."""
+        sampler, skipped = self._batch_sampler() or self.sampler, self.skip_batches
+        while isinstance(sampler, SkipBatchSampler):
+            sampler, skipped = sampler.batch_sampler, skipped + sampler.skip_batches
+        return skipped
+
+    def _with_workers(self, run: Run, restored: Restored | None) -> Any:
+        """Torch's iterator over a map-style dataset, whose workers report their generators and go on with them."""
+        count = self.num_workers
+        if not count or self.asks_dataset or self.persistent_workers:
+            return self._torch_iterator()
+        saved = None if restored is None or restored.ranks != self.num_processes else restored.workers
+        if saved is not None and saved["count"] != count:
+            if saved["states"]:
+                warnings.warn(
+                    f"The state was saved with {saved['count']} workers, this loader has {count}: the random numbers "
+                    "that the dataset draws in workers start anew.",
+                    stacklevel=5,
+                )
+            saved = None
+        turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])
+        run.workers = WorkerNotes(count, 2 * (run.per_batch or 1) + 2, turn, states)
+        collate, initialise = self.collate_fn, self.worker_init_fn
+        self.collate_fn = NotingCollate(collate)
+        if saved is not None:
+            self.worker_init_fn = TakeOver(turn, count, states, initialise)
+        try:
+            return Denoting(self._torch_iterator(), run.workers)
+        finally:
+            self.collate_fn, self.worker_init_fn = collate, initialise
 
     def _torch_iterator(self) -> Any:
         if not self.asks_dataset:

@@ -1,0 +1,163 @@
+"""Random numbers that worker processes draw, over a restart.
+
+A worker reports the states of its generators with a batch when they have changed. After a restart each new worker takes
+the place of an old one: batches are dealt out in turn, and the turn goes on where it was.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
+
+__all__ = ["Denoting", "NotingCollate", "TakeOver", "WorkerNotes"]
+
+
+class _States:
+    """The generators of a worker; a class of its own, so that torch's pinning does not look inside."""
+
+    __slots__ = ("numpy", "python", "torch")
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        self.numpy = np.random.get_state(legacy=False)
+        self.torch = torch.get_rng_state().numpy().tobytes()  # bytes, which need no shared memory
+
+    def same(self, other: _States | None) -> bool:
+        return (
+            other is not None
+            and self.torch == other.torch
+            and self.python == other.python
+            and self.numpy["state"]["pos"] == other.numpy["state"]["pos"]
+            and bool(np.array_equal(self.numpy["state"]["key"], other.numpy["state"]["key"]))
+        )
+
+    def tree(self) -> dict[str, Any]:
+        return {
+            "python": python_state_tree(self.python),
+            "numpy": numpy_state_tree(self.numpy),
+            "torch": torch.frombuffer(bytearray(self.torch), dtype=torch.uint8),
+        }
+
+
+class Noted(NamedTuple):
+    """A batch, and the states after it; None: as after the worker's batch before."""
+
+    batch: Any
+    states: _States | None
+
+
+class NotingCollate:
+    """A collate function that reports the generators; runs in workers."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._last: _States | None = None
+
+    def __call__(self, samples: Any) -> Noted:
+        """Collate, and add the states if they have changed."""
+        batch = self._collate(samples)
+        states = _States()
+        if states.same(self._last):
+            return Noted(batch, None)
+        self._last = states
+        return Noted(batch, states)
+
+
+class WorkerNotes:
+    """What the workers of one iteration reported.
+
+    Args:
+        count: number of workers.
+        ahead: how many batches can be read and not yet handed out.
+        turn: which worker's turn it is; workers count as in the run that was never interrupted.
+        states: the states of workers that are known already.
+    """
+
+    def __init__(self, count: int, ahead: int, turn: int = 0, states: dict[int, Any] | None = None) -> None:
+        self.count = count
+        self._ahead = ahead
+        self._turn = turn
+        self._states: dict[int, Any] = dict(states or {})
+        self._read = 0
+        self._recent: deque[tuple[int, int, _States | None]] = deque()
+
+    def note(self, states: _States | None) -> None:
+        """The next batch was read."""
+        self._recent.append((self._read, (self._turn + self._read) % self.count, states))
+        self._read += 1
+        self._settle(self._read - self._ahead, self._states)
+
+    def _settle(self, handed_out: int, known: dict[int, Any]) -> None:
+        while self._recent and self._recent[0][0] < handed_out:
+            _, worker, states = self._recent.popleft()
+            if states is not None:
+                known[worker] = states
+
+    def dump(self, handed_out: int) -> dict[str, Any]:
+        """The states after so many batches, as plain data and tensors."""
+        known = dict(self._states)
+        known |= {
+            w: states for number, w, states in self._recent if number < handed_out and states is not None
+        }
+        trees = {w: states.tree() if isinstance(states, _States) else states for w, states in known.items()}
+        return {"count": self.count, "turn": (self._turn + handed_out) % self.count, "states": trees}
+
+
+class Denoting:
+    """Torch's iterator without the notes, which go to where they belong."""
+
+    def __init__(self, source: Iterator[Any], notes: WorkerNotes) -> None:
+        self._source = source
+        self._notes = notes
+
+    def __iter__(self) -> Denoting:
+        return self
+
+    def __next__(self) -> Any:
+        batch, states = next(self._source)
+        self._notes.note(states)
+        return batch
+
+
+class TakeOver:
+    """A worker's initialisation: be the worker whose turn it is, with its generators.
+
+    Args:
+        turn: the worker whose turn it is.
+        count: number of workers.
+        states: their generators, of those that have drawn.
+        then: the user's own initialisation.
+    """
+
+    def __init__(self, turn: int, count: int, states: dict[int, Any], then: Any) -> None:
+        self._turn, self._count, self._states, self._then = turn, count, states, then
+
+    def __call__(self, worker_id: int) -> None:
+        """Initialise the worker."""
+        acting = (worker_id + self._turn) % self._count
+        info = get_worker_info()
+        assert info is not None, "runs in a worker"
+        base = info.seed - worker_id
+        # As torch seeds a worker (torch/utils/data/_utils/worker.py).
+        random.seed(base + acting)
+        torch.manual_seed(base + acting)
+        np.random.seed(torch_worker._generate_state(base, acting))  # type: ignore[no-untyped-call]
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=acting, num_workers=info.num_workers, seed=base + acting, dataset=info.dataset
+        )
+        if self._then is not None:
+            self._then(acting)
+        states = self._states.get(acting)
+        if states is not None:
+            random.setstate(python_state(states["python"]))
+            np.random.set_state(numpy_state(states["numpy"], np.random.get_state(legacy=False)))
+            torch.set_rng_state(states["torch"])
