@@ -123,14 +123,15 @@ class OwnGenerator(IterableDataset):
 class NoisyRows(Dataset):
     """Map-style, draws from everywhere when it is read."""
 
-    def __init__(self):
-        self.rng = random.Random(5)
+    def __init__(self, own=True):
+        self.rng = random.Random(5) if own else None
 
     def __len__(self):
         return SIZE
 
     def __getitem__(self, index):
-        return index + torch.rand(1)[0] + random.random() + np.random.rand() + self.rng.random()
+        own = self.rng.random() if self.rng else 0.0
+        return index + torch.rand(1)[0] + random.random() + np.random.rand() + own
 
 
 class CustomBatches(BatchSampler):
@@ -183,6 +184,12 @@ LOADERS = {
     ),
     "own generator, workers": lambda: DataLoader(
         range(24), batch_size=2, shuffle=True, generator=_own(), num_workers=2, multiprocessing_context="fork"
+    ),
+    "kept workers": lambda: DataLoader(
+        DATA, 2, sampler=Custom(), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
+    ),
+    "noisy rows, workers": lambda: DataLoader(
+        NoisyRows(own=False), 2, shuffle=True, num_workers=2, multiprocessing_context="fork"
     ),
     "stream, worker": lambda: DataLoader(
         Numbers(), batch_size=2, num_workers=1, multiprocessing_context="fork"
@@ -456,7 +463,7 @@ def test_states_are_plain_data():
     state = loader.state_dict()
     assert set(state) == {
         "version", "ranks", "epoch", "finished", "batches_yielded", "position",
-        "draw", "begun_with", "ahead", "source", "generators", "samplers",
+        "draw", "begun_with", "ahead", "source", "generators", "samplers", "workers", "workers_run",
     }  # fmt: skip
     assert isinstance(state["draw"]["seed"], int)
     assert state["begun_with"]["torch"].dtype == torch.uint8

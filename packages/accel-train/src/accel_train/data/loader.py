@@ -162,6 +162,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.asks_dataset = use_stateful_dataloader and says_where_it_is(dataset)
         self._source_to_load: dict[str, Any] | None = None
         self._stateful: Any = None
+        self._seedless = self._workers_ran = False
         if self.asks_dataset:
             loader_class(dataset)  # says now if it is not installed
 
@@ -326,6 +327,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             if not _is_plain(run.first_batch):
                 state["source"] = None  # a state without it cannot be saved, so the stream will be read again
         state["generators"] = self._generators_after(run if finished else None, randomness)
+        state["workers_run"] = self._workers_run() or self._workers_ran
         state["samplers"] = [sampler.state_dict() for sampler in self._stateful_samplers()]
         return state
 
@@ -355,6 +357,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """
         self.epoch_state.load(state_dict)
         self._run = None
+        self._workers_ran = bool(state_dict.get("workers_run", False))
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
             sampler.initial_seed = int(state_dict["sampler_seed"])
@@ -456,6 +459,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         for sampler, saved in zip(samplers, (begun_with or {}).get("samplers", []), strict=False):
             sampler.load_state_dict(saved)
         run.begun_with = randomness.tree(randomness.now())
+        running = self._workers_run()
+        run.begun_with["workers_run"] = running
+        # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
+        ran = self._workers_ran if begun_with is None else begun_with.get("workers_run", False)
+        self._seedless, self._workers_ran = ran and not running, False
         run.begun_with["samplers"] = [sampler.state_dict() for sampler in samplers]
 
     def _open_indexes(
@@ -533,7 +541,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         finally:
             self.collate_fn, self.worker_init_fn = collate, initialise
 
+    def _workers_run(self) -> bool:
+        """Whether there are workers that were kept from an earlier epoch."""
+        kept = self._stateful if self.asks_dataset else self
+        return self.persistent_workers and kept is not None and kept._iterator is not None
+
     def _torch_iterator(self) -> Any:
+        if not self._seedless:
+            return self._make_iterator()
+        generator, self.generator = self.generator, torch.Generator()
+        try:
+            return self._make_iterator()
+        finally:
+            self.generator, self._seedless = generator, False
+
+    def _make_iterator(self) -> Any:
         if not self.asks_dataset:
             return super().__iter__()
         if self._stateful is None or not self.persistent_workers:
