@@ -260,10 +260,12 @@ def resumed(load: Callable[[], object]) -> float:
 class Bench:
     """One run."""
 
-    def __init__(self, gigabytes: float, folder: Path) -> None:
+    def __init__(self, gigabytes: float, folder: Path, parts: str) -> None:
         self.folder = folder
         self.training = Training(gigabytes)
-        self.blocking, self.background = contenders(self.training)
+        blocking, background = contenders(self.training)
+        self.blocking = blocking if parts != "background" else []
+        self.background = background if parts != "blocking" else []
         self.bare = Contender("bare copy and write", lambda path: None, lambda path: None)
         self.copy_and_write = Bare(self.training)
 
@@ -352,13 +354,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gigabytes", type=float, default=3.0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", choices=("all", "blocking", "background"), default="all")
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
-        bench = Bench(arguments.gigabytes, Path(folder))
+        bench = Bench(arguments.gigabytes, Path(folder), arguments.parts)
         for number in range(arguments.rounds + 1):
             bench.round(check=number == 0)
             if number == 0:

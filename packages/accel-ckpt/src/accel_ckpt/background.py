@@ -25,9 +25,6 @@ __all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
 
 WhenBusy = Literal["wait", "refuse"]
 
-# Added to the nice value of the writing thread: training gets a core first when both want it.
-_NICE = 10
-
 
 class SaveHandle:
     """A save that goes on in the background.
@@ -126,7 +123,6 @@ class SaveHandle:
 
     def _run(self) -> None:
         try:
-            _lower_priority()
             self._transaction.complete(self._write)
             if self._after is not None:
                 self._after()
@@ -338,9 +334,3 @@ def _apart(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]
     """The ranks, for use in a thread."""
     store = PartialState().connect(f"accel/save/{token}") if ranks.world_size > 1 else None
     return ranks if store is None else StoreCoordinator(store, ranks, why_stopped)
-
-
-def _lower_priority() -> None:
-    if sys.platform == "linux":  # elsewhere a priority belongs to the whole process
-        nice = os.getpriority(os.PRIO_PROCESS, 0)
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice + _NICE)
