@@ -132,8 +132,18 @@ def whole_order(kind, batch, size):
 MOVES = [(2, 1), (2, 3), (2, 4), (1, 2), (3, 2), (4, 2)]
 
 
-@pytest.mark.parametrize(("before", "after"), MOVES)
-@pytest.mark.parametrize("kind", ["shuffle", "custom", "custom batches", "dispatch", "dispatched stream"])
+ALWAYS = [("shuffle", *move) for move in MOVES] + [
+    (kind, *move)
+    for kind in ("custom", "custom batches", "dispatch", "dispatched stream")
+    for move in ((2, 1), (2, 3))
+]
+EVERY = [
+    (kind, *move) for kind in ("custom", "custom batches", "dispatch", "dispatched stream") for move in MOVES
+]
+LONG = [pytest.param(*case, marks=pytest.mark.full) for case in EVERY if case not in ALWAYS]
+
+
+@pytest.mark.parametrize(("kind", "before", "after"), [*ALWAYS, *LONG])
 def test_t9_the_same_samples_in_the_same_order(tmp_path, kind, before, after):
     """None lost and none twice, padded or not, split or not."""
     size = 50  # leaves an incomplete round for any number of ranks
