@@ -65,7 +65,7 @@ def test_every_lower_bound_is_the_version_that_the_lowest_environment_tests():
 
 def test_every_environment_that_installs_torch_pins_the_same_one():
     pins = {
-        name: [text for text in environment.get("dependencies", []) if text.startswith("torch")]
+        name: [text for text in environment.get("dependencies", []) if Requirement(text).name == "torch"]
         for name, environment in ENVIRONMENTS.items()
         if "dependencies" in environment and not environment.get("detached")
     }
