@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -51,12 +52,11 @@ def check_repo_id(repo_id: str) -> None:
 
 def _library() -> ModuleType:
     try:
-        import huggingface_hub
+        return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise MissingDependencyError(
             "repositories of a hub need huggingface_hub: pip install 'accel-ckpt[hub]'"
         ) from error
-    return huggingface_hub
 
 
 def _failures() -> tuple[type[BaseException], ...]:
