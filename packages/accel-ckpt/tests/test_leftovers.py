@@ -3,14 +3,19 @@
 import os
 import subprocess
 import sys
+import threading
 import time
+import warnings
 
 import pytest
 
 from accel_ckpt import leftovers
+from accel_ckpt.disk import Disk
 from accel_ckpt.leftovers import TemporaryFolder, clean_leftovers, host_token, temporary_name
 
 TOKEN = "0123456789ab"
+
+needs_locks = pytest.mark.skipif(leftovers.fcntl is None, reason="folders cannot be locked here")
 
 
 def leftover(tmp_path, host=None, kind="saving"):
@@ -113,3 +118,45 @@ def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         os.close(descriptor)
         os.write(writer, b"x")
         os.waitpid(child, 0)
+
+
+@needs_locks
+def test_a_save_that_finishes_while_it_is_looked_at_is_no_leftover(tmp_path, monkeypatch):
+    final = tmp_path / "c"
+    folder = TemporaryFolder(temporary_name(final, host_token(TOKEN)))
+    try_lock = leftovers._try_lock
+
+    def after_it_has_finished(descriptor):
+        if not final.exists():
+            os.rename(folder.path, final)
+            folder.release()
+        return try_lock(descriptor)
+
+    monkeypatch.setattr(leftovers, "_try_lock", after_it_has_finished)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert clean_leftovers(tmp_path, time.time()) == []
+    assert final.is_dir()
+
+
+@needs_locks
+def test_a_folder_that_is_cleaned_before_it_is_locked_is_made_again(tmp_path):
+    import fcntl
+
+    class CleanedAtOnce(Disk):
+        """Another save finds the new folder before its owner has locked it."""
+
+        left = 1
+
+        def mkdir(self, path):
+            super().mkdir(path)
+            if self.left:
+                self.left -= 1
+                descriptor = os.open(path, os.O_RDONLY)
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                threading.Timer(0.05, lambda: (path.rmdir(), os.close(descriptor))).start()
+
+    folder = TemporaryFolder(temporary_name(tmp_path / "c", host_token(TOKEN)), CleanedAtOnce())
+    assert folder.path.is_dir()
+    assert clean_leftovers(tmp_path, time.time()) == []  # it is locked
+    folder.release()

@@ -32,6 +32,10 @@ _FOREIGN_AGE = (
 )  # seconds; a lock of another machine cannot be seen, so its folder is judged by its age
 
 
+# Seconds to wait for another save that is just removing a folder which it found before its owner had locked it.
+_CLEANING = 30.0
+
+
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname()) or "host"
 
@@ -60,11 +64,8 @@ class TemporaryFolder:
             if fcntl is None:
                 return
             with contextlib.suppress(FileNotFoundError):  # another save cleaned it before it was locked
-                self._descriptor = os.open(path, os.O_RDONLY)
-                _try_lock(self._descriptor)
-                if os.stat(path).st_ino == os.fstat(self._descriptor).st_ino:
-                    return
-            self.release()
+                self._descriptor = _lock(path, time.monotonic() + _CLEANING)
+                return
 
     def release(self) -> None:
         """Give up the lock; the folder stays."""
@@ -73,14 +74,15 @@ class TemporaryFolder:
             self._descriptor = None
 
 
-def _try_lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool | None:
+    """Whether the lock was free, and is ours now; None on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError as error:  # a file system without locks: other saves go by the age of the folder
+    except OSError as error:
         logger.info("folders of this file system cannot be locked: %s", error)
-        return False
+        return None
     return True
 
 
@@ -112,11 +114,13 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
     """
     removed = []
     for path, name, kind, token in _leftovers(parent):
-        if (kind == "previous" and not (parent / name).exists()) or _is_alive(path, token, now):
+        if kind == "previous" and not (parent / name).exists():
             continue
-        warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
-        disk.remove_tree(path)
-        removed.append(path)
+        with _claimed(path, token, now) as dead:
+            if dead:
+                warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
+                disk.remove_tree(path)
+                removed.append(path)
     return removed
 
 
@@ -127,17 +131,26 @@ def _leftovers(parent: Path) -> list[tuple[Path, str, str, str]]:
     ]
 
 
-def _is_alive(path: Path, token: str, now: float) -> bool:
+@contextlib.contextmanager
+def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
+    """Whether the save that a folder belongs to is dead; if so, nobody else takes the folder inside the block."""
+    if fcntl is None or token.rpartition("@")[2] != _host():
+        try:
+            age = now - path.stat().st_mtime
+        except FileNotFoundError:
+            age = 0.0
+        yield age >= _FOREIGN_AGE
+        return
     try:
-        if fcntl is None or token.rpartition("@")[2] != _host():
-            return now - path.stat().st_mtime < _FOREIGN_AGE
         descriptor = os.open(path, os.O_RDONLY)
     except FileNotFoundError:  # its own save has just finished
-        return True
+        yield False
+        return
     try:
-        return not _try_lock(descriptor)
+        # The save may have finished, and let go its lock, between the two calls above and below.
+        yield bool(_try_lock(descriptor)) and _is(path, descriptor)
     finally:
-        os.close(descriptor)
+        _unlock(descriptor)
 
 
 @contextlib.contextmanager
@@ -161,9 +174,8 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
 def _lock(directory: Path, until: float) -> int:
     while True:
         descriptor = os.open(directory, os.O_RDONLY)
-        if _try_lock(descriptor) and _is(directory, descriptor):
-            return descriptor
-        if time.monotonic() >= until:
+        held = _try_lock(descriptor)
+        if held is None or (held and _is(directory, descriptor)) or time.monotonic() >= until:
             return descriptor
         _unlock(descriptor)  # another save holds it, or has put another folder in its place
         time.sleep(0.005)
@@ -182,14 +194,13 @@ def restore_interrupted_swaps(parent: Path, disk: Disk = LOCAL) -> None:
         return
     for path, name, kind, token in _leftovers(parent):
         target = parent / name
-        if (
-            kind != "previous"
-            or target.exists()
-            or _is_alive(path, token, path.stat().st_mtime + _FOREIGN_AGE)
-        ):
+        if kind != "previous" or target.exists():
             continue
-        warnings.warn(
-            f"a save was interrupted while it replaced {target}; the previous one is put back", stacklevel=2
-        )
-        with contextlib.suppress(FileNotFoundError):  # another rank was faster
-            disk.rename(path, target)
+        with _claimed(path, token, float("inf")) as dead:
+            if dead and not target.exists():
+                warnings.warn(
+                    f"a save was interrupted while it replaced {target}; the previous one is put back",
+                    stacklevel=2,
+                )
+                with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                    disk.rename(path, target)
