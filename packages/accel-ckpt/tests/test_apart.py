@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_ckpt import CheckpointSaveError, apart
 from accel_ckpt.apart import StoreCoordinator
-from accel_state.watch import birth_of
+from accel_state.watch import birth_of, this_machine
 
 
 class Rank:
@@ -79,7 +79,7 @@ def test_a_rank_whose_process_has_ended_is_named():
     first.world_size = 2
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     born = birth_of(child.pid)
-    machine = apart.this_machine()
+    machine = this_machine()
     store.set("who/1", f'{{"machine": "{machine}", "pid": {child.pid}, "born": "{born}"}}')
     threading.Timer(0.2, child.kill).start()
     reaper = threading.Thread(target=child.wait)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_state.watch import birth_of, this_machine
+from accel_state.watch import has_ended, identity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -49,8 +48,7 @@ class StoreCoordinator:
         self._patience = patience
         self._round = 0
         store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
-        identity = {"machine": this_machine(), "pid": os.getpid(), "born": birth_of(os.getpid())}
-        store.set(f"who/{self.rank}", json.dumps(identity))
+        store.set(f"who/{self.rank}", json.dumps(identity()))
 
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order.
@@ -123,8 +121,7 @@ class StoreCoordinator:
         for rank in absent:
             if self._store.check([f"who/{rank}"]):
                 who = json.loads(self._store.get(f"who/{rank}"))
-                is_here = who["machine"] is not None and who["machine"] == this_machine()
-                if is_here and birth_of(who["pid"]) != who["born"]:
+                if has_ended(who):
                     raise CheckpointSaveError(f"rank {rank} (process {who['pid']}) has ended")
         if waited > self._patience:
             raise CheckpointSaveError(f"ranks {absent} did not answer within {self._patience:g} s")

@@ -21,7 +21,12 @@ from accel_ckpt.errors import (
     UnsupportedValueError,
 )
 from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.optimizers import check_optimizer_state, load_optimizer_state, optimizer_state_by_name
+from accel_ckpt.optimizers import (
+    check_optimizer_state,
+    load_optimizer_state,
+    optimizer_state_by_name,
+    steps_only,
+)
 from accel_ckpt.saving import save_training_state
 from accel_ckpt.state import TrainingCheckpoint, open_training_state
 
@@ -324,12 +329,7 @@ class _Leaves:
     def replicated(self) -> list[str]:
         """Optimizers of which all ranks hold the same, because DDP averages all their gradients."""
         wrapped = [m for m in self.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
-        alike = {id(parameter) for module in wrapped for parameter in module.parameters()}
-        return [
-            path
-            for path, optimizer in self.optimizers.items()
-            if all(id(p) in alike for group in optimizer.param_groups for p in group["params"])
-        ]
+        return [path for path, optimizer in self.optimizers.items() if steps_only(optimizer, wrapped)]
 
     def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Callable[[], object]]:
         """What to call to go back to the saved state; everything is read and compared here."""

@@ -7,7 +7,7 @@ given model is called ``unnamed.<group>.<position>`` after its place in the opti
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,13 @@ from torch import nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.names import canonical_state_dict
 
-__all__ = ["check_optimizer_state", "load_optimizer_state", "name_positions", "optimizer_state_by_name"]
+__all__ = [
+    "check_optimizer_state",
+    "load_optimizer_state",
+    "name_positions",
+    "optimizer_state_by_name",
+    "steps_only",
+]
 
 
 def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
@@ -176,3 +182,9 @@ def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[s
             f"they were "
             "when the checkpoint was saved"
         )
+
+
+def steps_only(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Whether every parameter of an optimizer belongs to one of the models."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    return all(id(p) in known for group in optimizer.param_groups for p in group["params"])

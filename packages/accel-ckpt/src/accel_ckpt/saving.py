@@ -421,8 +421,7 @@ def _write_state_file(path: Path, tensors: Mapping[str, torch.Tensor], disk: Dis
 
 
 def _divisible(tensor: torch.Tensor) -> bool:
-    plain = tensor.layout == torch.strided and not hasattr(tensor, "full_tensor") and tensor.is_contiguous()
-    return plain and tensor.device.type != "meta" and tensor.nbytes >= _WORTH_DIVIDING
+    return tensor.is_contiguous() and tensor.nbytes >= _WORTH_DIVIDING
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:

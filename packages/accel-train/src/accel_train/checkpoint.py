@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import accel_ckpt
+from accel_ckpt.optimizers import steps_only
 from accel_state.log import get_logger
 from accel_train import foreign
 from accel_train.errors import OptionError
@@ -239,11 +240,10 @@ def _replicated(accelerator: Accelerator) -> list[str]:
     """The optimizers of which every rank holds the same."""
     strategy = accelerator._plan.strategy
     models = [model for model in accelerator._prepared_models if strategy.keeps_replicas(model)]
-    alike = {id(parameter) for model in models for parameter in model.parameters()}
     return [
         f"optimizer_{index}"
         for index, optimizer in enumerate(accelerator._optimizers)
-        if all(id(p) in alike for group in optimizer.optimizer.param_groups for p in group["params"])
+        if steps_only(optimizer.optimizer, models)
     ]
 
 
@@ -286,12 +286,8 @@ def load_state(
     apply(accelerator, saved, pairs, strict)
     if accelerator.project_configuration.automatic_checkpoint_naming:
         taken = accel_ckpt.checkpoints_from(_automatic_folder(accelerator), 0)
-        accelerator.project_configuration.iteration = _number(taken[-1]) + 1 if taken else 0
+        accelerator.project_configuration.iteration = foreign.number_of(taken[-1]) + 1 if taken else 0
     return saved.directory
-
-
-def _number(directory: Path) -> int:
-    return int(directory.name.rpartition("_")[2])
 
 
 def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:

@@ -20,7 +20,7 @@ from accel_train.unwrap import extract_model_from_parallel
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
 
-__all__ = ["newest", "read"]
+__all__ = ["newest", "number_of", "read"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,11 +32,12 @@ def newest(folder: Path, complete: list[Path]) -> Path | None:
         folder: with folders ``checkpoint_<number>``.
         complete: ours, oldest first.
     """
-    found = {_number(path): path for path in (*accelerate_checkpoints(folder), *complete)}
+    found = {number_of(path): path for path in (*accelerate_checkpoints(folder), *complete)}
     return found[max(found)] if found else None
 
 
-def _number(directory: Path) -> int:
+def number_of(directory: Path) -> int:
+    """The number at the end of a checkpoint's name."""
     return int(directory.name.rpartition("_")[2])
 
 

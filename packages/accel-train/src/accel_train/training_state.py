@@ -22,7 +22,6 @@ from accel_ckpt.tensors import as_bytes, is_lazy
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train import foreign, unfinished
-from accel_train.data.loader import PreparedLoader
 from accel_train.errors import OptionError
 from accel_train.unwrap import extract_model_from_parallel
 
@@ -71,11 +70,14 @@ def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Tensors in them are the training's own, so a save copies them before it lets the training go on.
     """
-    found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
 
     def work() -> dict[str, str]:
-        found.append((_shared_trees(accelerator), _rank_trees(accelerator)))
-        return {name: _fingerprint(buffer) for name, buffer in _replicated_buffers(accelerator).items()}
+        shared, own = _shared_trees(accelerator), _rank_trees(accelerator)
+        buffers = _replicated_buffers(accelerator)
+        marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
+        found.append((shared, own, buffers, marks))
+        return marks
 
     first, *_ = accel_ckpt.run_together(
         work,
@@ -83,13 +85,9 @@ def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
         doing="collecting the training state",
         error=accel_ckpt.CheckpointSaveError,
     )
-    [(shared, own)] = found
+    [(shared, own, buffers, marks)] = found
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
-    own["buffers"] = {
-        name: buffer
-        for name, buffer in _replicated_buffers(accelerator).items()
-        if _fingerprint(buffer) != first[name]
-    }
+    own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
     return shared, own
 
 
@@ -146,7 +144,7 @@ def _shared_trees(accelerator: Accelerator) -> dict[str, Any]:
 def _rank_trees(accelerator: Accelerator) -> dict[str, Any]:
     """The trees that are this rank's own."""
     trees: dict[str, Any] = {"rng": get_rng_state()}
-    for index, loader in enumerate(_loaders(accelerator)):
+    for index, loader in enumerate(accelerator._dataloaders):
         trees[f"loader_{index}"] = loader.state_dict()
     trees["windows"] = unfinished.dump(accelerator._accumulator, _trained(accelerator))
     strategy = accelerator._plan.strategy
@@ -169,18 +167,9 @@ def _is_plain(state: Any) -> bool:
     return True
 
 
-def _loaders(accelerator: Accelerator) -> list[PreparedLoader]:
-    """The prepared loaders; those that skip batches of another are where that one is."""
-    found: list[PreparedLoader] = []
-    for loader in accelerator._dataloaders:
-        if all(loader.epoch_state is not known.epoch_state for known in found):
-            found.append(loader)
-    return found
-
-
 def _trained(accelerator: Accelerator) -> unfinished.Trained:
     return unfinished.Trained(
-        accelerator._models, accelerator._prepared_models, accelerator._optimizers, _loaders(accelerator)
+        accelerator._models, accelerator._prepared_models, accelerator._optimizers, accelerator._dataloaders
     )
 
 
@@ -213,8 +202,8 @@ def read(
     if not accelerator._hooks.load:  # which may load models themselves
         _check_models(len(accelerator._models), len(checkpoint.models), directory)
     _check_trust(accelerator, shared, trust_custom_objects, directory)
-    loaders = {index: known[f"loader_{index}"] for index in range(len(_loaders(accelerator)))}
-    for index, loader in enumerate(_loaders(accelerator)):
+    loaders = {index: known[f"loader_{index}"] for index in range(len(accelerator._dataloaders))}
+    for index, loader in enumerate(accelerator._dataloaders):
         loader.check_state_dict(loaders[index])
     windows = _read_windows(accelerator, checkpoint, own, known)
     for index in range(len(accelerator._custom_objects)):
@@ -232,7 +221,7 @@ def _read_foreign(
 ) -> Saved:
     """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
     models, shared, rng = foreign.read(accelerator, directory, allow_missing_rng, trust_custom_objects)
-    numbers = range(len(_loaders(accelerator)))
+    numbers = range(len(accelerator._dataloaders))
     loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
     return Saved(directory, models, shared, rng, loaders, {}, None)
 
@@ -287,7 +276,7 @@ def _read_windows(
 def _expected(accelerator: Accelerator) -> Iterator[str]:
     yield from (f"optimizer_{index}" for index in range(len(accelerator._optimizers)))
     yield from (f"scheduler_{index}" for index in range(len(accelerator._schedulers)))
-    yield from (f"loader_{index}" for index in range(len(_loaders(accelerator))))
+    yield from (f"loader_{index}" for index in range(len(accelerator._dataloaders)))
     yield from (f"custom_{index}" for index in range(len(accelerator._custom_objects)))
     if accelerator.scaler is not None:
         yield "scaler"
@@ -403,7 +392,7 @@ def apply(accelerator: Accelerator, saved: Saved, pairs: Pairs, strict: bool) ->
     for index, registered in enumerate(accelerator._custom_objects):
         registered.item.load_state_dict(shared[f"custom_{index}"])
     for index, state in saved.loaders.items():
-        _loaders(accelerator)[index].load_state_dict(state)
+        accelerator._dataloaders[index].load_state_dict(state)
     if saved.windows is not None:
         unfinished.load(accelerator._accumulator, _trained(accelerator), saved.windows)
     accelerator.step = shared["step"]
