@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 
 import pytest
@@ -14,7 +15,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Heed the signals that tests send; a run that was started by nohup or in the background ignores them."""
+    """Make runs of the suite alike, wherever they are started."""
+    # torch's store asks the name server for the name of each rank that connects to it. Where an answer gets lost, a
+    # rank would wait 5 seconds for the next try.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+    # Heed the signals that tests send; a run that was started by nohup or in the background ignores them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -29,7 +29,14 @@ from accel_train.data.sharing import Sharing, sharing_for
 from accel_train.data.stateful import loader_class, says_where_it_is
 from accel_train.data.streams import IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
-from accel_train.data.workers import Denoting, NotingCollate, TakeOver, WorkerNotes
+from accel_train.data.workers import (
+    Denoting,
+    Ending,
+    NotingCollate,
+    TakeOver,
+    WorkerNotes,
+    end_workers_with,
+)
 from accel_train.errors import DataError
 
 __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
@@ -163,6 +170,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self._source_to_load: dict[str, Any] | None = None
         self._stateful: Any = None
         self._seedless = self._workers_ran = False
+        self._ending: Ending | None = None
         if self.asks_dataset:
             loader_class(dataset)  # says now if it is not installed
 
@@ -415,7 +423,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state["_iterator"] = None
-        state["_stateful"] = None
+        state["_stateful"] = state["_ending"] = None
         state["_run"] = None
         state["transfer"] = None
         state["_sharing"] = None
@@ -556,8 +564,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             self.generator, self._seedless = generator, False
 
     def _make_iterator(self) -> Any:
-        if not self.asks_dataset:
-            return super().__iter__()
+        iterator = self._make_stateful_iterator() if self.asks_dataset else super().__iter__()
+        if self.asks_dataset or self.persistent_workers:
+            self._ending = end_workers_with(self, iterator, self._ending)
+        return iterator
+
+    def _make_stateful_iterator(self) -> Any:
         if self._stateful is None or not self.persistent_workers:
             kind = loader_class(self.dataset)
             self._stateful = kind(self.dataset, snapshot_every_n_steps=1, **self._stateful_options())

@@ -1,4 +1,4 @@
-"""Random numbers that worker processes draw, over a restart.
+"""Worker processes: the random numbers that they draw, over a restart; and their end.
 
 A worker reports the states of its generators with a batch when they have changed. After a restart each new worker takes
 the place of an old one: batches are dealt out in turn, and the turn goes on where it was.
@@ -6,10 +6,12 @@ the place of an old one: batches are dealt out in turn, and the turn goes on whe
 
 from __future__ import annotations
 
+import os
 import random
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +20,9 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
 
-__all__ = ["Denoting", "NotingCollate", "TakeOver", "WorkerNotes"]
+__all__ = ["Denoting", "Ending", "NotingCollate", "TakeOver", "WorkerNotes", "end_workers_with"]
+
+Ending: TypeAlias = "weakref.finalize[[Any, int], Any]"
 
 
 class _States:
@@ -161,3 +165,32 @@ class TakeOver:
             random.setstate(python_state(states["python"]))
             np.random.set_state(numpy_state(states["numpy"], np.random.get_state(legacy=False)))
             torch.set_rng_state(states["torch"])
+
+
+def end_workers_with(loader: Any, iterator: Any, last: Ending | None) -> Ending | None:
+    """End the workers of the iterator that a loader keeps, once the loader is gone.
+
+    Torch's iterator does so itself, unless it is found by the garbage collector together with its queues, as in a
+    prepared loader that an `Accelerator` knows: the queues are closed first then, the workers are never told, and it
+    waits 5 seconds for each of them.
+
+    Args:
+        loader: a data loader.
+        iterator: torch's, which does not refer to the loader.
+        last: the answer for the iterator before, which is left to itself if it is another one.
+    """
+    if last is not None:
+        known = last.peek()
+        if known is not None and known[2][0] is iterator:
+            return last
+        last.detach()
+    if not getattr(iterator, "_workers", None):
+        return None
+    ending: Ending = weakref.finalize(loader, _end_workers, iterator, os.getpid())
+    ending.atexit = False  # torch has an end of its own for the end of the program
+    return ending
+
+
+def _end_workers(iterator: Any, process: int) -> None:
+    if os.getpid() == process:  # not in a worker, which has a copy of everything
+        iterator._shutdown_workers()
