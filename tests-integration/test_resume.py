@@ -13,7 +13,6 @@ import os
 import pathlib
 import random
 import signal
-import tempfile
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -284,17 +283,15 @@ def same(whole, parts):
     return whole[0] == parts[0] and all(torch.equal(a, b) for a, b in zip(whole[1], parts[1], strict=True))
 
 
-def differing(cells):
+def differing(cells, folder):
     """The cells, with the place of the kill, of which something differs; run on every rank of a world."""
     from accel_state import PartialState
-    from accel_state.collectives import broadcast_object_list
 
     PartialState(cpu=True)
     wrong = []
     for cell, places in cells:
         whole = train(cell)
         for place in places:
-            [folder] = broadcast_object_list([tempfile.mkdtemp()])
             before, _ = train(cell, folder, stop=place)
             after, weights = train(cell, folder, resume=True)
             if not same(whole, (before + after, weights)):
@@ -334,11 +331,11 @@ FAST = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_t5_resumed_equals_uninterrupted(ranks):
+def test_t5_resumed_equals_uninterrupted(tmp_path, ranks):
     """The losses of every batch and the final weights, bit for bit."""
     at_start, at_window_end, _, at_epoch_end = places(ranks)
     cells = [(cell, [at_start, at_window_end, at_epoch_end]) for cell in FAST]
-    for wrong in worlds.run(differing, ranks, cells, timeout=240):
+    for wrong in worlds.run(differing, ranks, cells, tmp_path / "state", timeout=240):
         assert wrong == []
 
 
@@ -347,7 +344,7 @@ def test_t5_resumed_equals_uninterrupted(ranks):
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(1600)
-def test_t5_resumed_equals_uninterrupted_full(kind, precision, ranks):
+def test_t5_resumed_equals_uninterrupted_full(tmp_path, kind, precision, ranks):
     """The cross product."""
     windows = [(1, False), (3, False), (3, True)] if precision == "no" else [(3, False)]
     cells = [
@@ -357,7 +354,7 @@ def test_t5_resumed_equals_uninterrupted_full(kind, precision, ranks):
         )
         for skips, workers, (steps, items) in itertools.product((False, True), (0, 2), windows)
     ]
-    for wrong in worlds.run(differing, ranks, cells, timeout=1500):
+    for wrong in worlds.run(differing, ranks, cells, tmp_path / "state", timeout=1500):
         assert wrong == []
 
 
@@ -366,28 +363,28 @@ def test_t5_resumed_equals_uninterrupted_full(kind, precision, ranks):
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.timeout(1600)
-def test_t5_stopped_at_every_batch(kind, skips, ranks):
+def test_t5_stopped_at_every_batch(tmp_path, kind, skips, ranks):
     everywhere = [(epoch, batch + 1) for epoch in (0, 2) for batch in range(last_batch(ranks))]
-    for wrong in worlds.run(differing, ranks, [(Cell(kind, skips), everywhere)], timeout=1500):
+    for wrong in worlds.run(
+        differing, ranks, [(Cell(kind, skips), everywhere)], tmp_path / "state", timeout=1500
+    ):
         assert wrong == []
 
 
-def altered(cells):
+def altered(cells, folder):
     """Cells that end elsewhere when they save after every batch."""
     from accel_state import PartialState
-    from accel_state.collectives import broadcast_object_list
 
     PartialState(cpu=True)
-    wrong = []
-    for cell in cells:
-        [folder] = broadcast_object_list([tempfile.mkdtemp()])
-        if not same(train(cell, epochs=2), train(cell, folder, save_at=lambda place: True, epochs=2)):
-            wrong.append(cell)
-    return wrong
+    return [
+        cell
+        for cell in cells
+        if not same(train(cell, epochs=2), train(cell, folder, save_at=lambda place: True, epochs=2))
+    ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_saving_changes_nothing_for_the_run_that_goes_on(ranks):
+def test_saving_changes_nothing_for_the_run_that_goes_on(tmp_path, ranks):
     cells = [
         *(Cell(kind) for kind in KINDS),
         Cell(workers=2),
@@ -399,7 +396,7 @@ def test_saving_changes_nothing_for_the_run_that_goes_on(ranks):
             for steps in (1, 3)
         ),
     ]
-    for wrong in worlds.run(altered, ranks, cells, timeout=240):
+    for wrong in worlds.run(altered, ranks, cells, tmp_path / "state", timeout=240):
         assert wrong == []
 
 

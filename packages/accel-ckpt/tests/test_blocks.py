@@ -1,6 +1,7 @@
 """Large files are written block by block, past the page cache where that is possible."""
 
 import errno
+import mmap
 import os
 
 import pytest
@@ -69,6 +70,30 @@ def test_what_was_given_may_be_changed_afterwards(tmp_path):
         data[:] = bytes(len(data))
         file.finish()
     assert (tmp_path / "f").read_bytes() == before
+
+
+def test_aligned_blocks_are_not_copied(tmp_path, monkeypatch):
+    def copyto(target, source):
+        raise AssertionError("copied")
+
+    area = mmap.mmap(-1, 2 * BLOCK)
+    area.write(content(2 * BLOCK))
+    disk = Recording()
+    monkeypatch.setattr(blocks.np, "copyto", copyto)
+    with FileWriter(tmp_path / "f", disk) as file:
+        file.write_block(memoryview(area)[:BLOCK])
+        file.write_block(memoryview(area)[BLOCK:])
+        record = file.finish()
+    assert (tmp_path / "f").read_bytes() == area[:]
+    assert (record.size, record.xxh3) == (2 * BLOCK, xxhash.xxh3_64_hexdigest(area[:]))
+    assert [count for count, _ in disk.writes] == [BLOCK, BLOCK]
+
+
+def test_a_block_after_bytes_that_wait_for_more(tmp_path):
+    with FileWriter(tmp_path / "f") as file:
+        file.write(b"abc")
+        with pytest.raises(ValueError, match="3 bytes are waiting"):
+            file.write_block(memoryview(bytes(BLOCK)))
 
 
 class Refusing(Recording):

@@ -5,27 +5,37 @@ import threading
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
-from accel_ckpt import staging
+from accel_ckpt import memory
+from accel_ckpt.disk import LOCAL
+from accel_ckpt.memory import HostBuffers
 from accel_ckpt.model import plan_model_files
-from accel_ckpt.saving import PlannedFile, StatePlan
-from accel_ckpt.staging import HostBuffers, Staging
-from accel_ckpt.writer import write_safetensors
+from accel_ckpt.saving import StatePlan
+from accel_ckpt.staging import Staging
+from accel_ckpt.writer import PlannedFile
 
 
-def plan_of(tensors, write=None):
-    return StatePlan(
-        {}, (PlannedFile("f", tensors, write or (lambda path, t, disk: write_safetensors(path, t))),)
-    )
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(memory, "BLOCK", 1 << 14)  # so that tensors lie across the borders of blocks
+
+
+def plan_of(tensors):
+    return StatePlan({}, (PlannedFile("f", tensors, {"format": "pt"}),))
 
 
 def staged(tensors, optimizers=(), buffers=None):
     return Staging(plan_of(tensors), optimizers, buffers or HostBuffers())
 
 
-def copies(staging):
-    return staging.plan.files[0].tensors
+def written(area, folder):
+    """What is in the file that the copies become."""
+    area.write(folder, LOCAL)
+    found = load_file(folder / "f")
+    (folder / "f").unlink()
+    return found
 
 
 def sgd(*tensors):
@@ -56,41 +66,42 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("later", [False, True])
-def test_a_copy_is_equal_and_apart(kind, later):
+def test_a_copy_is_equal(tmp_path, kind, later):
     tensor = KINDS[kind].detach()
     area = staged({"t": tensor}, [sgd(tensor)] if later and tensor.is_floating_point() else [])
     area.copy()
-    copied = copies(area)["t"]
-    assert (copied.dtype, copied.shape) == (tensor.dtype, tensor.shape)
-    assert torch.equal(raw(copied), raw(tensor))
-    if tensor.numel():
-        assert copied.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-    if kind in ("transposed", "channels_last"):
-        assert copied.stride() == tensor.stride()
+    found = written(area, tmp_path)["t"]
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert torch.equal(raw(found), raw(tensor))
 
 
-def test_what_is_one_stays_one_and_files_are_the_same(tmp_path):
-    weight = torch.randn(8, 8)
+@pytest.mark.parametrize("safe", [True, False])
+def test_files_are_the_same_as_without_copies(tmp_path, safe):
+    weight = torch.randn(80, 80)
     tensors = {
         "a": weight,
         "b": weight,
         "turned": weight.t(),
-        "half": torch.randn(8, 8)[:4],
+        "half": torch.randn(80, 80)[:40],
         "other": torch.randn(3),
+        "large": torch.randn(50_000),
     }
-    model = plan_model_files(tensors, 10**9, False, "pytorch_model")
-    plan = plan_of(tensors, model.write)
+    plan = StatePlan({"text": b"{}"}, plan_model_files(tensors, 10**5, safe, "model").files)
     area = Staging(plan, [sgd(weight)], HostBuffers())
     area.copy()
-    plan.write(tmp_path)
-    (tmp_path / "f").rename(tmp_path / "original")
-    area.plan.write(tmp_path)
-    assert (tmp_path / "f").read_bytes() == (tmp_path / "original").read_bytes()
-    loaded = torch.load(tmp_path / "f", weights_only=True)
-    assert loaded["a"].data_ptr() == loaded["b"].data_ptr() == loaded["turned"].data_ptr()
+    for folder in ("original", "copy"):
+        (tmp_path / folder).mkdir()
+    expected = plan.write(tmp_path / "original")
+    weight.zero_()
+    tensors["large"].zero_()
+    assert area.write(tmp_path / "copy", LOCAL) == expected
+    names = sorted(path.name for path in (tmp_path / "original").iterdir())
+    assert len(names) > 2
+    for name in names:
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "original" / name).read_bytes(), name
 
 
-def test_only_what_optimizers_step_is_copied_later():
+def test_only_what_optimizers_step_is_copied_later(tmp_path):
     parameter = nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([parameter])
     parameter.sum().backward()
@@ -102,18 +113,17 @@ def test_only_what_optimizers_step_is_copied_later():
         [optimizer],
     )
     assert not area.done()
-    before = {"w": parameter.detach().clone(), "m": state["exp_avg"].clone()}
+    expected = {"w": parameter.detach().clone(), "m": state["exp_avg"].clone()}
+    expected |= {"buffer": torch.ones(4), "grad": torch.ones(4)}
     frozen.fill_(5)  # copied already
     parameter.grad.fill_(5)
-    assert torch.equal(copies(area)["buffer"], torch.ones(4))
-    assert torch.equal(copies(area)["grad"], torch.ones(4))
     area.copy()
     assert area.done()
     with torch.no_grad():
         parameter.fill_(7)
         state["exp_avg"].fill_(7)
-    assert torch.equal(copies(area)["w"], before["w"])
-    assert torch.equal(copies(area)["m"], before["m"])
+    found = written(area, tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_nothing_to_wait_for():
@@ -121,28 +131,28 @@ def test_nothing_to_wait_for():
     assert staged({}).wait(0)
 
 
-def test_memory_is_used_again_and_not_kept_in_vain():
+def test_memory_is_used_again_and_not_kept_in_vain(tmp_path):
     buffers = HostBuffers()
-    first = staged({"a": torch.ones(10), "b": torch.ones(10), "c": torch.ones(7)}, [], buffers)
-    places = {name: t.data_ptr() for name, t in copies(first).items()}
+    first = staged({"a": torch.ones(10_000)}, [], buffers)
     first.release()
-    second = staged({"a": torch.zeros(10), "b": torch.zeros(10)}, [], buffers)
-    assert {t.data_ptr() for t in copies(second).values()} == {places["a"], places["b"]}
-    assert torch.equal(copies(second)["a"], torch.zeros(10))
+    places = {buffer.data_ptr() for free in buffers._free.values() for buffer in free}
+    assert len(places) == 3  # 40,000 bytes and a header
+    second = staged({"a": torch.zeros(3_000)}, [], buffers)
+    assert buffers._free == {}  # what the second does not need is gone
+    assert torch.equal(written(second, tmp_path)["a"], torch.zeros(3_000))
     second.release()
-    assert sum(len(free) for free in buffers._free.values()) == 2  # that of "c" is gone
+    assert {buffer.data_ptr() for free in buffers._free.values() for buffer in free} <= places
 
 
-def test_two_saves_at_once_do_not_share_memory():
+def test_two_saves_at_once_do_not_share_memory(tmp_path):
     buffers = HostBuffers()
     first, second = staged({"a": torch.ones(10)}, [], buffers), staged({"a": torch.zeros(10)}, [], buffers)
-    assert torch.equal(copies(first)["a"], torch.ones(10))
-    assert torch.equal(copies(second)["a"], torch.zeros(10))
+    assert torch.equal(written(first, tmp_path)["a"], torch.ones(10))
+    assert torch.equal(written(second, tmp_path)["a"], torch.zeros(10))
 
 
-def test_whoever_waits_is_let_go_when_the_copies_are_complete(monkeypatch):
-    monkeypatch.setattr(staging, "_PIECE", 16)
-    parameter = torch.arange(100.0)
+def test_whoever_waits_is_let_go_when_the_copies_are_complete(tmp_path, monkeypatch):
+    parameter = torch.arange(100_000.0)
     gate, begun = threading.Event(), threading.Event()
     real = np.copyto
 
@@ -165,29 +175,35 @@ def test_whoever_waits_is_let_go_when_the_copies_are_complete(monkeypatch):
     waiting.join(10)
     assert not waiting.is_alive()
     thread.join()
-    assert torch.equal(copies(area)["w"], torch.arange(100.0))
+    assert torch.equal(written(area, tmp_path)["w"], torch.arange(100_000.0))
 
 
-def test_a_save_that_is_given_up_lets_go_too():
+def test_a_save_that_is_given_up_lets_go_too(tmp_path):
     parameter = torch.ones(3)
     area = staged({"w": parameter}, [sgd(parameter)])
     area.release()
     area.hold_back()
     assert area.done()
-    assert area.plan.files == ()
+    assert area.write(tmp_path, LOCAL).files == {}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_copies_from_a_gpu():
+def test_copies_from_a_gpu(tmp_path):
     buffers = HostBuffers()
     for step in range(3):
         parameter = torch.full((1 << 24,), float(step), device="cuda")
         buffer = torch.full((1 << 20,), float(step), device="cuda")
-        area = staged({"w": parameter, "b": buffer, "part": parameter[5:99]}, [sgd(parameter)], buffers)
+        turned = torch.full((300, 200), float(step), device="cuda").t()
+        tensors = {"w": parameter, "b": buffer, "part": parameter[5:99], "turned": turned}
+        area = staged(tensors, [sgd(parameter), sgd(turned)], buffers)
         buffer.fill_(-1)
         area.hold_back()
         parameter.fill_(-1)  # on the device, after the copies
+        turned.fill_(-1)
         area.copy()
-        assert all(t.is_pinned() and (t == step).all() for t in copies(area).values())
+        found = written(area, tmp_path)
+        assert set(found) == set(tensors)
+        assert all((t == step).all() for t in found.values())
         area.release()
+    assert all(pinned for _, pinned in buffers._free)

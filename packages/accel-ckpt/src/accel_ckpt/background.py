@@ -17,8 +17,9 @@ from accel_ckpt.commit import Contribution, Transaction
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
+from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving import Tree, begin_save
-from accel_ckpt.staging import HostBuffers, Staging
+from accel_ckpt.staging import Staging
 from accel_state.process import PartialState
 
 __all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
@@ -137,7 +138,7 @@ class SaveHandle:
 
     def _write(self, folder: Path) -> Contribution:
         self._staging.copy()
-        return self._staging.plan.write(folder, _Stoppable(self._transaction.disk, self._why_stopped))
+        return self._staging.write(folder, _Stoppable(self._transaction.disk, self._why_stopped))
 
 
 class BackgroundSaver:

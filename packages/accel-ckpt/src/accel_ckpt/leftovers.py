@@ -125,9 +125,10 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
 
 
 def _leftovers(parent: Path) -> list[tuple[Path, str, str, str]]:
-    found = ((path, _TEMPORARY.fullmatch(path.name)) for path in sorted(parent.iterdir()))
+    # By name first: the folder may hold thousands of other things, and every save looks.
+    found = [match for name in sorted(os.listdir(parent)) if (match := _TEMPORARY.fullmatch(name))]
     return [
-        (path, match[1], match[2], match[3]) for path, match in found if match is not None and path.is_dir()
+        (parent / match[0], match[1], match[2], match[3]) for match in found if (parent / match[0]).is_dir()
     ]
 
 

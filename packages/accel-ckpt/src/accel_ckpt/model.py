@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,6 @@ from accel_ckpt.manifest import MANIFEST_NAME
 from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.tensors import (
-    StorageId,
     clean_state_dict_for_safetensors,
     id_tensor_storage,
     is_lazy,
@@ -37,6 +37,7 @@ from accel_ckpt.tensors import (
 )
 from accel_ckpt.writer import (
     FileRecord,
+    PlannedFile,
     check_writable,
     replace_file,
     write_bytes,
@@ -120,7 +121,7 @@ def save_model(
     files = plan_model_files(
         state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
     )
-    writers = {name: partial(files.write, tensors=part, disk=disk) for name, part in files.shards.items()}
+    writers = {file.name: partial(file.write, disk=disk) for file in files.files}
     written = publish_weights(directory, writers, files.index, safe_serialization, disk)
     if push_to_hub is not None:
         hub.push_to_hub(directory, push_to_hub, token=token, private=private, commit_message=commit_message)
@@ -205,30 +206,13 @@ def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return state_dict
 
 
+@dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """The files of one model: which tensors go where, and the text of their index."""
+    """The files of one model."""
 
-    def __init__(
-        self,
-        shards: Mapping[str, Mapping[str, torch.Tensor]],
-        aliases: Mapping[str, str],
-        index: str | None,
-        safe_serialization: bool,
-    ) -> None:
-        self.shards = shards
-        self.aliases = aliases
-        self.index = index
-        self.safe_serialization = safe_serialization
-
-    def write(self, path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk = LOCAL) -> FileRecord:
-        """Write one shard to ``path``."""
-        if not self.safe_serialization:
-            return write_torch(path, _compact(tensors), disk)
-        metadata = {
-            "format": "pt",
-            **{alias: name for alias, name in self.aliases.items() if name in tensors},
-        }
-        return write_safetensors(path, tensors, metadata, disk)
+    files: tuple[PlannedFile, ...]
+    index: str | None
+    """The text of the index, where there are several files."""
 
 
 def plan_model_files(
@@ -263,32 +247,16 @@ def plan_model_files(
             tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard.names
         }
         index = index_text(weight_map, sum(shard.nbytes for shard in shards))
-    parts = {file: {n: kept[n] for n in shard.names} for file, shard in zip(names, shards, strict=True)}
-    return ModelFiles(parts, aliases, index, safe_serialization)
+    files = []
+    for file, shard in zip(names, shards, strict=True):
+        part = {name: kept[name] for name in shard.names}
+        tied = {alias: name for alias, name in aliases.items() if name in part}
+        files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
+    return ModelFiles(tuple(files), index)
 
 
 def _torch_saves(tensor: torch.Tensor) -> bool:
     return not is_lazy(tensor) and (tensor.is_quantized or tensor.layout != torch.strided)
-
-
-def _compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies of views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
-    aliases = tied_aliases(tensors)
-    result: dict[str, torch.Tensor] = {}
-    dtypes: dict[StorageId, torch.dtype] = {}  # torch.save refuses one storage with two dtypes
-    for name, tensor in tensors.items():
-        if name in aliases:
-            result[name] = result[aliases[name]]
-            continue
-        plain = tensor.detach().cpu()
-        if why_not_plain(tensor) is None:
-            storage = id_tensor_storage(tensor)
-            whole = storage[2] == tensor.nbytes and dtypes.setdefault(storage, tensor.dtype) == tensor.dtype
-            # A subclass could not be read back: reading would have to import it.
-            plain = plain.as_subclass(torch.Tensor)
-            plain = plain if whole else plain.clone(memory_format=torch.contiguous_format)
-        result[name] = plain
-    return result
 
 
 def save(

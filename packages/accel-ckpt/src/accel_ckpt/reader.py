@@ -24,6 +24,7 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from accel_ckpt.memory import empty_tensor
 from accel_ckpt.tensors import (
     DTYPES,
     METADATA_KEYS,
@@ -209,7 +210,7 @@ class MappedShard:
 
 def read_entry(entry: TensorEntry) -> torch.Tensor:
     """Read one tensor of a safetensors file into memory of its own."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    tensor = empty_tensor(entry.shape, entry.dtype)
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.offset)
@@ -239,7 +240,7 @@ def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str,
     tensors: dict[str, torch.Tensor] = {}
     views = [memoryview(bytearray(start))]
     for name, entry in header.entries.items():
-        tensors[name] = torch.empty(entry.shape, dtype=entry.dtype)
+        tensors[name] = empty_tensor(entry.shape, entry.dtype)
         if entry.nbytes:
             views.append(as_bytes(tensors[name]))
     check_digest(path, _read_file(path, views, hashed=xxh3 is not None), xxh3)

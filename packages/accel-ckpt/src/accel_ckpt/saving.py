@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict
 
@@ -30,9 +30,9 @@ from accel_ckpt.names import canonical_state_dict
 from accel_ckpt.plan import convert_file_size_to_int, divide
 from accel_ckpt.sharded import Box, is_sharded, local_boxes, sharding_metadata, tied_boxes
 from accel_ckpt.tensors import as_bytes
-from accel_ckpt.writer import FileRecord, check_writable, json_bytes, write_bytes, write_safetensors
+from accel_ckpt.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
 
-__all__ = ["PlannedFile", "StateDraft", "StatePlan", "Tree", "save_training_state"]
+__all__ = ["StateDraft", "StatePlan", "Tree", "save_training_state"]
 
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of tensors and plain data."""
@@ -175,15 +175,6 @@ def _own_group(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedFile:
-    """One file of tensors that this rank writes."""
-
-    name: str
-    tensors: Mapping[str, torch.Tensor]
-    write_to: Callable[[Path, Mapping[str, torch.Tensor], Disk], FileRecord]
-
-
-@dataclass(frozen=True, slots=True)
 class StatePlan:
     """The files that this rank writes."""
 
@@ -193,19 +184,16 @@ class StatePlan:
     models: tuple[tuple[str, ...], ...] = ()
     """Per model, the files of its tensors; on leading ranks."""
 
-    def with_tensors(self, substitute: Callable[[torch.Tensor], torch.Tensor]) -> StatePlan:
-        """The same plan for other tensors of the same shapes and dtypes, such as copies."""
-        files = (
-            replace(file, tensors={name: substitute(tensor) for name, tensor in file.tensors.items()})
-            for file in self.files
-        )
-        return replace(self, files=tuple(files))
-
-    def write(self, folder: Path, disk: Disk = LOCAL) -> Contribution:
+    def write(
+        self,
+        folder: Path,
+        disk: Disk = LOCAL,
+        write_file: Callable[[PlannedFile, Path, Disk], FileRecord] = PlannedFile.write,
+    ) -> Contribution:
         """Write the files and put them on the disk."""
         records = {name: write_bytes(folder / name, text, disk) for name, text in self.texts.items()}
         for file in self.files:
-            records[file.name] = file.write_to(folder / file.name, file.tensors, disk)
+            records[file.name] = write_file(file, folder / file.name, disk)
         return Contribution(records, self.models)
 
 
@@ -264,8 +252,8 @@ class StateDraft:
                 homes.append(())
                 continue
             model = plan_model_files(plain, max_shard_size, safe_serialization, stem)
-            files += [PlannedFile(name, part, model.write) for name, part in model.shards.items()]
-            homes.append(tuple(model.shards))
+            files += model.files
+            homes.append(tuple(file.name for file in model.files))
             if model.index is not None:
                 suffix = "safetensors" if safe_serialization else "bin"
                 texts[f"{stem}.{suffix}.index.json"] = model.index.encode()
@@ -394,12 +382,7 @@ def _box_file(name: str, boxes: Sequence[Box], aliases: Mapping[str, str]) -> Pl
             f"this rank holds several parts of {twice!r}, and a file has one place for a name"
         )
     tied = {alias: original for alias, original in aliases.items() if original in held}
-    metadata = {"format": "pt", **sharding_metadata(boxes), **tied}
-
-    def write(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk) -> FileRecord:
-        return write_safetensors(path, tensors, metadata, disk)
-
-    return PlannedFile(name, held, write)
+    return PlannedFile(name, held, {"format": "pt", **sharding_metadata(boxes), **tied})
 
 
 def rank_stem(rank: int) -> str:
@@ -413,11 +396,7 @@ def is_tensor_file(name: str, stem: str) -> bool:
 
 
 def _state_file(stem: str, tensors: Mapping[str, torch.Tensor]) -> PlannedFile:
-    return PlannedFile(f"{stem}.safetensors", tensors, _write_state_file)
-
-
-def _write_state_file(path: Path, tensors: Mapping[str, torch.Tensor], disk: Disk) -> FileRecord:
-    return write_safetensors(path, tensors, {"format": "pt"}, disk)
+    return PlannedFile(f"{stem}.safetensors", tensors, {"format": "pt"})
 
 
 def _divisible(tensor: torch.Tensor) -> bool:

@@ -7,75 +7,61 @@ could say when it changes: buffers in forward, gradients in backward, random sta
 
 from __future__ import annotations
 
+import contextlib
+import io
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from accel_ckpt.commit import Contribution
+from accel_ckpt.disk import Disk
+from accel_ckpt.memory import FileImage, HostBuffers
 from accel_ckpt.saving import StatePlan
-from accel_ckpt.tensors import id_tensor_storage, same_tensor_id
+from accel_ckpt.tensors import compact, flat_bytes, id_tensor_storage
+from accel_ckpt.writer import (
+    FileRecord,
+    Layout,
+    PlannedFile,
+    about_tensors,
+    lay_out,
+    plain_on,
+    write_bytes,
+    write_image,
+)
 
-__all__ = ["HostBuffers", "Staging"]
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
-
-# Bytes copied at a time. Between two pieces the thread asks for the interpreter's lock, which training may hold.
-_PIECE = 1 << 24
-
-
-class HostBuffers:
-    """Host memory that one save after the other copies to: new memory costs several times the copying."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
-
-    def take(self, nbytes: int, pinned: bool) -> torch.Tensor:
-        """So many bytes, with a storage of their own; ``pinned`` for copies from an accelerator."""
-        free = self._free.get((nbytes, pinned))
-        if free:
-            return free.pop()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
-
-    def give_back(self, buffer: torch.Tensor, pinned: bool) -> None:
-        """Let the next save have it."""
-        self._free.setdefault((buffer.nbytes, pinned), []).append(buffer)
-
-    def clear(self) -> None:
-        """Forget what is not in use."""
-        self._free.clear()
+__all__ = ["Staging"]
 
 
 class Staging:
-    """The copies of one save.
-
-    Tensors that are one and the same stay one, and views of a storage that holds nothing else stay views of one;
-    so what is written is what would have been written of the originals.
+    """The copies of one save, laid out as the files that will be written.
 
     Args:
         plan: what will be written.
-        optimizers: what they step, and their states, is copied by :meth:`copy`.
-        buffers: where to.
-
-    Attributes:
-        plan: the same plan, for the copies.
+        optimizers: what they step, and their states, is copied by :meth:`copy`; except for files of ``torch.save``,
+            which are made at once.
+        buffers: where the memory comes from.
     """
 
     def __init__(
         self, plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], buffers: HostBuffers
     ) -> None:
+        self._plan = plan
         self._buffers = buffers
-        self._taken: list[tuple[torch.Tensor, bool]] = []
-        self._copies: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._on_host: deque[tuple[Bytes, Bytes]] = deque()
+        self._images: dict[str, tuple[FileImage, Layout]] = {}
+        self._pickled: dict[str, io.BytesIO] = {}
+        self._on_host: deque[tuple[torch.Tensor, FileImage, int]] = deque()
         self._streams: dict[torch.device, torch.Stream] = {}  # for what is copied while a device computes
         self._devices: set[torch.device] = set()
         self._sources: list[torch.Tensor] = []  # kept alive while a device copies them
         self._later = {id_tensor_storage(t) for o in optimizers for t in _stepped(o)}
-        self.plan = plan.with_tensors(self._stage)
+        for file in plan.files:
+            self._stage(file)
         buffers.clear()
         self._later_events = {device: stream.record_event() for device, stream in self._streams.items()}
         self._events = [torch.accelerator.current_stream(device).record_event() for device in self._devices]
@@ -104,11 +90,14 @@ class Staging:
     def copy(self) -> None:
         """Complete the copies. For one thread."""
         while self._on_host:
-            target, source = self._on_host.popleft()
-            np.copyto(target, source)
+            _copy_on_host(*self._on_host.popleft())
         self._host_done.set()
         self._await_devices()
         self._done.set()
+
+    def write(self, folder: Path, disk: Disk) -> Contribution:
+        """Write the files and put them on the disk; after :meth:`copy`."""
+        return self._plan.write(folder, disk, self._write_file)
 
     def release(self) -> None:
         """Give up the copies, complete or not, and let go whoever waits."""
@@ -116,54 +105,45 @@ class Staging:
         self._host_done.set()
         self._await_devices()
         self._done.set()
-        self.plan = StatePlan({}, ())
-        self._copies.clear()
-        while self._taken:
-            self._buffers.give_back(*self._taken.pop())
+        self._plan = StatePlan({}, ())
+        self._pickled.clear()
+        while self._images:
+            self._images.popitem()[1][0].release()
 
     def _await_devices(self) -> None:
         for event in self._events:
             event.synchronize()
         self._sources.clear()
 
-    def _stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach()
-        if plain.device.type == "meta" or plain.numel() == 0:
-            return plain
-        is_special = plain.is_conj() or plain.is_neg() or type(plain) is not torch.Tensor
-        if plain.layout != torch.strided or is_special:
-            return plain.to("cpu", copy=True)
-        storage = plain.untyped_storage()
-        whole = storage.nbytes() == plain.nbytes
-        key: tuple[Any, ...] = id_tensor_storage(plain) if whole else same_tensor_id(plain)
-        source = _bytes_of(plain, whole)
-        if key not in self._copies:
-            self._copies[key] = self._copy_of(source, later=id_tensor_storage(plain) in self._later)
-        if not whole:
-            return self._copies[key].view(plain.dtype).view(plain.shape)
-        copied: torch.Tensor = torch.empty(0, dtype=plain.dtype).set_(
-            self._copies[key].untyped_storage(), plain.storage_offset(), plain.shape, plain.stride()
-        )
-        return copied
-
-    def _copy_of(self, source: torch.Tensor, later: bool) -> torch.Tensor:
-        device = source.device
-        pinned = device.type != "cpu"
-        target = self._buffers.take(source.nbytes, pinned)
-        self._taken.append((target, pinned))
-        if not pinned and later:
-            self._on_host.extend(_pieces(target, source))
-        elif not pinned:
-            target.copy_(source)
-        else:
-            self._sources.append(source)
-            if not later:
-                self._devices.add(device)
-                target.copy_(source, non_blocking=True)
+    def _stage(self, file: PlannedFile) -> None:
+        if file.metadata is None:
+            self._pickled[file.name] = content = io.BytesIO()
+            torch.save(compact(file.tensors), content)
+            return
+        layout = lay_out(about_tensors(file.tensors), file.metadata)
+        pinned = any(tensor.device.type != "cpu" for tensor in file.tensors.values())
+        image = FileImage(layout.size, self._buffers, pinned)
+        self._images[file.name] = image, layout
+        image.fill(0, layout.header)
+        for name, tensor in file.tensors.items():
+            later = id_tensor_storage(tensor) in self._later
+            if tensor.device.type != "cpu":
+                self._copy_from_device(tensor, image, layout.place(name)[0], later)
+            elif later:
+                self._on_host.append((tensor, image, layout.place(name)[0]))
             else:
-                with self._side_stream(device):
-                    target.copy_(source, non_blocking=True)
-        return target
+                _copy_on_host(tensor, image, layout.place(name)[0])
+
+    def _copy_from_device(self, tensor: torch.Tensor, image: FileImage, begin: int, later: bool) -> None:
+        device = tensor.device
+        if not later:
+            self._devices.add(device)
+        with self._side_stream(device) if later else contextlib.nullcontext():
+            source = flat_bytes(plain_on(tensor, device))
+            self._sources.append(source)
+            for span in image.spans(begin, begin + source.numel()):
+                span.copy_(source[: span.numel()], non_blocking=True)
+                source = source[span.numel() :]
 
     def _side_stream(self, device: torch.device) -> torch.Stream:
         if device not in self._streams:
@@ -171,19 +151,20 @@ class Staging:
             self._streams[device].wait_stream(torch.accelerator.current_stream(device))
         return self._streams[device]
 
-
-def _bytes_of(tensor: torch.Tensor, whole: bool) -> torch.Tensor:
-    """The storage of a tensor that fills it, else the tensor's elements in order, as 1-D uint8."""
-    if whole:
-        raw: torch.Tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return raw.set_(tensor.untyped_storage())
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    def _write_file(self, file: PlannedFile, path: Path, disk: Disk) -> FileRecord:
+        if file.name in self._pickled:
+            return write_bytes(path, self._pickled[file.name].getbuffer(), disk)
+        image, layout = self._images[file.name]
+        return replace(write_image(path, image, disk), tensors=layout.entries)
 
 
-def _pieces(target: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[Bytes, Bytes]]:
-    to, origin = target.numpy(), source.numpy()
-    for start in range(0, len(to), _PIECE):
-        yield to[start : start + _PIECE], origin[start : start + _PIECE]
+def _copy_on_host(tensor: torch.Tensor, image: FileImage, begin: int) -> None:
+    # By NumPy, because torch would take the training's threads for it. Between two blocks this thread asks for the
+    # interpreter's lock, which training may hold.
+    source = flat_bytes(plain_on(tensor, "cpu")).numpy()
+    for span in image.spans(begin, begin + len(source)):
+        np.copyto(span.numpy(), source[: len(span)])
+        source = source[len(span) :]
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

@@ -12,7 +12,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import UnsupportedValueError
 
-__all__ = ["clean_state_dict_for_safetensors", "id_tensor_storage", "parse_dtype", "tied_aliases"]
+__all__ = [
+    "clean_state_dict_for_safetensors",
+    "compact",
+    "id_tensor_storage",
+    "parse_dtype",
+    "tied_aliases",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +56,15 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as 1-D uint8, on its device."""
+    # Not view(-1): that keeps the stride of a single element, and then the dtype cannot change.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
-    # Not view(-1): that keeps the stride of a single element, and then the dtype cannot change.
-    flat: Any = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    flat: Any = flat_bytes(tensor).numpy()
     return memoryview(flat)
 
 
@@ -150,6 +161,26 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, torch.Tensor]) -> 
         used.add(storage)
         cleaned[name] = tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
     return cleaned
+
+
+def compact(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies of views of larger storages, which ``torch.save`` would write whole; tied names stay tied."""
+    aliases = tied_aliases(tensors)
+    result: dict[str, torch.Tensor] = {}
+    dtypes: dict[StorageId, torch.dtype] = {}  # torch.save refuses one storage with two dtypes
+    for name, tensor in tensors.items():
+        if name in aliases:
+            result[name] = result[aliases[name]]
+            continue
+        plain = tensor.detach().cpu()
+        if why_not_plain(tensor) is None:
+            storage = id_tensor_storage(tensor)
+            whole = storage[2] == tensor.nbytes and dtypes.setdefault(storage, tensor.dtype) == tensor.dtype
+            # A subclass could not be read back: reading would have to import it.
+            plain = plain.as_subclass(torch.Tensor)
+            plain = plain if whole else plain.clone(memory_format=torch.contiguous_format)
+        result[name] = plain
+    return result
 
 
 def _fills_storage(tensor: torch.Tensor) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import json
 import math
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,22 @@ import torch
 from accel_ckpt.blocks import BlockStream
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
-from accel_ckpt.tensors import DTYPE_NAMES, as_bytes, why_not_plain
+from accel_ckpt.memory import FileImage
+from accel_ckpt.tensors import DTYPE_NAMES, as_bytes, compact, why_not_plain
 
 __all__ = [
     "FileRecord",
     "FileWriter",
+    "Layout",
+    "PlannedFile",
+    "about_tensors",
     "check_writable",
     "json_bytes",
+    "lay_out",
+    "plain_on",
     "replace_file",
     "write_bytes",
+    "write_image",
     "write_safetensors",
     "write_safetensors_from",
     "write_torch",
@@ -63,6 +71,10 @@ class FileWriter(io.RawIOBase):
         self._stream.write(view)
         return len(view)
 
+    def write_block(self, block: memoryview) -> None:
+        """Write memory without copying it: whole pages, that begin at a page, and do not change until ``finish``."""
+        self._stream.write_block(block)
+
     def finish(self) -> FileRecord:
         """Put the content on the disk and say what it is."""
         self._stream.finish()
@@ -82,8 +94,8 @@ def json_bytes(data: Any) -> bytes:
     return f"{json.dumps(data, indent=2, ensure_ascii=True, allow_nan=False)}\n".encode()
 
 
-def write_bytes(path: Path, content: bytes, disk: Disk = LOCAL) -> FileRecord:
-    """Write a small file."""
+def write_bytes(path: Path, content: bytes | memoryview, disk: Disk = LOCAL) -> FileRecord:
+    """Write a file of these bytes."""
     with FileWriter(path, disk) as file:
         file.write(content)
         return file.finish()
@@ -112,10 +124,18 @@ def write_safetensors(
     Raises:
         UnsupportedValueError: a tensor has a dtype or layout that the format does not know, or has no values.
     """
+    return write_safetensors_from(path, about_tensors(tensors), lambda name: (tensors[name],), metadata, disk)
+
+
+def about_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    """Shape and dtype by name.
+
+    Raises:
+        UnsupportedValueError: as :func:`check_writable`.
+    """
     for name, tensor in tensors.items():
         check_writable(name, tensor)
-    about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    return write_safetensors_from(path, about, lambda name: (tensors[name],), metadata, disk)
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
 
 
 def write_safetensors_from(
@@ -134,27 +154,79 @@ def write_safetensors_from(
         metadata: of the file.
         disk: where.
     """
-    ordered = sorted(about, key=lambda name: _alignment_order(name, *about[name]))
+    layout = lay_out(about, metadata)
+    with FileWriter(path, disk) as file:
+        file.write(layout.header)
+        for name in layout.entries:
+            for run in runs(name):
+                _write_tensor(file, run)
+                del run  # before the next one is read
+        record = file.finish()
+    if record.size != layout.size:
+        raise CorruptCheckpointError(
+            f"{path} got {record.size} bytes instead of {layout.size}: what was to be written changed"
+        )
+    return replace(record, tensors=layout.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where everything stands in a safetensors file."""
+
+    header: bytes
+    """All that comes before the tensors."""
+    entries: Mapping[str, Any]
+    """Name to dtype, shape and byte range behind the header, in the order of the bytes."""
+    size: int
+    """Of the file, in bytes."""
+
+    def place(self, name: str) -> tuple[int, int]:
+        """The first byte of a tensor in the file, and the one behind its last."""
+        begin, end = self.entries[name]["data_offsets"]
+        return len(self.header) + begin, len(self.header) + end
+
+
+def lay_out(
+    about: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None
+) -> Layout:
+    """Decide where in a safetensors file tensors of these shapes and dtypes stand."""
     entries, end = {}, 0
-    for name in ordered:
+    for name in sorted(about, key=lambda name: _alignment_order(name, *about[name])):
         shape, dtype = about[name]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     extra = {"__metadata__": dict(metadata)} if metadata else {}
     header = json.dumps({**extra, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    header = len(header).to_bytes(8, "little") + header
+    return Layout(header, entries, len(header) + end)
+
+
+def write_image(path: Path, image: FileImage, disk: Disk = LOCAL) -> FileRecord:
+    """Write a file whose content is in memory already."""
     with FileWriter(path, disk) as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        for name in ordered:
-            for run in runs(name):
-                _write_tensor(file, run)
-                del run  # before the next one is read
-        record = file.finish()
-    if record.size != 8 + len(header) + end:
-        raise CorruptCheckpointError(
-            f"{path} got {record.size} bytes instead of {8 + len(header) + end}: what was to be written changed"
-        )
-    return FileRecord(record.size, record.xxh3, entries)
+        for block in image.blocks():
+            if len(block) % mmap.PAGESIZE:
+                file.write(block)
+            else:
+                file.write_block(block)
+        return file.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedFile:
+    """A file of tensors that is to be written."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str] | None
+    """Of a safetensors file; ``None`` for a file of ``torch.save``."""
+
+    def write(self, path: Path, disk: Disk = LOCAL) -> FileRecord:
+        """Write it, one tensor at a time."""
+        if self.metadata is None:
+            return write_torch(path, compact(self.tensors), disk)
+        return write_safetensors(path, self.tensors, self.metadata, disk)
 
 
 def replace_file(path: Path, write: Callable[[Path], FileRecord], disk: Disk = LOCAL) -> FileRecord:
@@ -200,6 +272,11 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
 
 
 def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = plain_on(tensor, "cpu")
     if plain.numel():
         file.write(as_bytes(plain))
+
+
+def plain_on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The values of a tensor, one after the other as they are written; itself where they are so already."""
+    return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()

@@ -1,0 +1,83 @@
+"""Host memory: its alignment, its use again, and images of files in it."""
+
+import mmap
+
+import pytest
+import torch
+import xxhash
+
+from accel_ckpt import memory
+from accel_ckpt.disk import Disk
+from accel_ckpt.memory import FileImage, HostBuffers, empty_tensor, new_bytes
+from accel_ckpt.writer import write_image
+
+BLOCK = 1 << 15
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(memory, "BLOCK", BLOCK)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 1 << 22, (1 << 22) + 1])
+def test_new_memory_begins_at_a_page(nbytes):
+    found = new_bytes(nbytes)
+    assert (found.nbytes, found.dtype, found.data_ptr() % mmap.PAGESIZE) == (nbytes, torch.uint8, 0)
+    found.fill_(3)
+    assert (found == 3).all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (1024, 1025), (1 << 23,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
+def test_tensors_of_any_size(shape, dtype):
+    found = empty_tensor(shape, dtype)
+    assert (found.shape, found.dtype, found.device.type) == (shape, dtype, "cpu")
+    assert found.is_contiguous()
+    assert found.untyped_storage().nbytes() == found.nbytes
+    assert (found.fill_(1) == 1).all()
+
+
+def test_a_kernel_without_huge_pages(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 4711, raising=False)  # EINVAL
+    assert new_bytes(1 << 23).nbytes == 1 << 23
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    assert new_bytes(1 << 23).nbytes == 1 << 23
+
+
+def test_memory_that_was_given_back_is_taken_again():
+    buffers = HostBuffers()
+    first = buffers.take(5000, False)
+    assert first.nbytes >= 5000
+    buffers.give_back(first, False)
+    again = buffers.take(6000, False)  # a file that has grown a little
+    assert again.data_ptr() == first.data_ptr()
+    assert buffers.take(6000, False).data_ptr() != first.data_ptr()
+    buffers.give_back(again, False)
+    buffers.clear()
+    assert buffers._free == {}
+
+
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 4097])
+def test_an_image_becomes_its_file(tmp_path, small_blocks, size):
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    data = content.numpy().tobytes()
+    image = FileImage(size, HostBuffers(), pinned=False)
+    image.fill(0, data[:1000])
+    at = min(size, 1000)
+    for span in image.spans(at, size):
+        span.copy_(content[at : at + len(span)])
+        at += len(span)
+    assert at == size
+
+    class Recording(Disk):
+        def write(self, descriptor, data):
+            sizes.append(len(data))
+            return super().write(descriptor, data)
+
+    sizes = []
+    record = write_image(tmp_path / "f", image, Recording())
+    assert (tmp_path / "f").read_bytes() == data
+    assert (record.size, record.xxh3) == (size, xxhash.xxh3_64_hexdigest(data))
+    assert sizes == [BLOCK] * (size // BLOCK) + [size % BLOCK] * bool(size % BLOCK)
+    image.release()
+    assert list(image.spans(0, 0)) == []
