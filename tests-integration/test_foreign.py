@@ -23,6 +23,7 @@ from accel_ckpt import (
     StateMismatchError,
     UnsafeCheckpointError,
 )
+from accel_state.environment import patch_environment
 from accel_state.errors import NotAvailableError
 from accel_train import Accelerator, DataLoaderConfiguration, ProjectConfiguration
 from testkit import worlds
@@ -317,6 +318,22 @@ def test_the_newest_of_both_kinds_is_found_without_a_name(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert run.accelerator.load_state().name == "checkpoint_13"
+    assert run.notes.seen == run.recipe.STOP
+
+
+def test_a_run_that_is_started_again_goes_on_from_it(tmp_path):
+    shutil.copytree(FOLDERS / "single" / "checkpoint", tmp_path / "checkpoints" / "checkpoint_9")
+    run = Run(None, project_config=project(tmp_path))
+    with (
+        patch_environment(accelerate_resume="true"),
+        pytest.warns(UserWarning, match="written by Accelerate"),
+    ):
+        assert run.accelerator.resume() is True
+    assert run.notes.seen == run.recipe.STOP
+    run.accelerator.save_state()
+    run.notes.seen = 0
+    with patch_environment(accelerate_resume="true"):
+        assert run.accelerator.resume() is True
     assert run.notes.seen == run.recipe.STOP
 
 

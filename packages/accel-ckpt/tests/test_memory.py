@@ -1,6 +1,9 @@
 """Host memory: its alignment, its use again, and images of files in it."""
 
+import gc
 import mmap
+import os
+import sys
 
 import pytest
 import torch
@@ -8,7 +11,8 @@ import xxhash
 
 from accel_ckpt import memory
 from accel_ckpt.disk import Disk
-from accel_ckpt.memory import FileImage, HostBuffers, empty_tensor, new_bytes
+from accel_ckpt.memory import Arena, FileImage, HostBuffers, map_file, new_bytes, populate
+from accel_ckpt.tensors import as_bytes
 from accel_ckpt.writer import write_image
 
 BLOCK = 1 << 15
@@ -27,14 +31,50 @@ def test_new_memory_begins_at_a_page(nbytes):
     assert (found == 3).all()
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (1024, 1025), (1 << 23,)])
+SHAPES = [(), (0,), (3, 0), (5,), (1024, 1025), (1 << 24,), (7,), (1 << 23,)]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64])
-def test_tensors_of_any_size(shape, dtype):
-    found = empty_tensor(shape, dtype)
-    assert (found.shape, found.dtype, found.device.type) == (shape, dtype, "cpu")
-    assert found.is_contiguous()
-    assert found.untyped_storage().nbytes() == found.nbytes
-    assert (found.fill_(1) == 1).all()
+def test_tensors_of_an_arena_are_apart(dtype):
+    arena = Arena()
+    found = [arena.empty(shape, dtype).fill_(number % 2) for number, shape in enumerate(SHAPES)]
+    for number, (tensor, shape) in enumerate(zip(found, SHAPES, strict=True)):
+        assert (tensor.shape, tensor.dtype, tensor.device.type) == (shape, dtype, "cpu")
+        assert tensor.is_contiguous()
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.data_ptr() % 64 == 0
+        assert (tensor == number % 2).all()
+
+
+def test_a_tensor_outlives_its_arena():
+    kept = Arena().copy(torch.arange(1000).t())
+    gc.collect()
+    assert torch.equal(kept, torch.arange(1000))
+
+
+def test_a_mapped_file_is_read_and_never_written(tmp_path):
+    path = tmp_path / "f"
+    data = bytes(range(256)) * 100
+    path.write_bytes(data)
+    mapped = map_file(path, len(data))
+    if sys.platform == "linux":
+        assert populate(mapped)
+        assert populate(mapped[4096:9000])
+    assert as_bytes(mapped) == data
+    mapped.zero_()
+    assert path.read_bytes() == data
+    with pytest.raises(ValueError, match="greater than file size"):
+        map_file(path, len(data) + 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_what_cannot_be_read_ahead_is_said(tmp_path):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(10 * 4096))
+    mapped = map_file(path, 10 * 4096)
+    os.truncate(path, 4096)  # touching it would end the process
+    assert not populate(mapped)
+    assert populate(mapped[:4096])
 
 
 def test_a_kernel_without_huge_pages(monkeypatch):

@@ -1,5 +1,8 @@
 """Optimizer states by the names of parameters."""
 
+import copy
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -71,6 +74,62 @@ def test_training_goes_on_as_without_the_save(tmp_path, name):
         step(again, optimizer_2)
     for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_nothing_stays_tied_to_the_files(tmp_path, fresh):
+    model = nn.Linear(600, 700)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 600)).sum().backward()
+    optimizer.step()
+    expected = copy.deepcopy(optimizer.state_dict()["state"])
+    tree = optimizer_state_by_name(optimizer, [model])
+    path = save_training_state(tmp_path / "c", models=[], shared={"o": tree}, per_rank={})
+    mapped = open_training_state(path).mapped_shared(["o"])["o"]
+    target = torch.optim.AdamW(model.parameters()) if fresh else optimizer
+    places = {}
+    if not fresh:
+        optimizer.step()
+        places = {key: value.data_ptr() for key, value in optimizer.state[model.weight].items()}
+    load_optimizer_state(target, mapped, [model])
+    os.truncate(path / "state.safetensors", 0)  # a view of the file would end the process now
+    found = target.state_dict()["state"]
+    for number, states in expected.items():
+        assert states.keys() == found[number].keys()
+        assert all(torch.equal(states[key], found[number][key]) for key in states)
+    if not fresh:  # no second copy of the states
+        assert {key: value.data_ptr() for key, value in target.state[model.weight].items()} == places
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(3, 2).t(),
+        torch.zeros(1, 3).expand(2, 3),
+        torch.zeros(2, 3).requires_grad_(),
+        nn.Parameter(torch.zeros(2, 3)),
+        None,
+        5,
+    ],
+    ids=str,
+)
+def test_states_that_cannot_take_the_saved_values_are_replaced(here):
+    parameter = nn.Parameter(torch.zeros(2, 3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    saved = torch.arange(6.0).view(2, 3)
+    tree = optimizer_state_by_name(optimizer, [])
+    tree["state"] = {"unnamed.0.0": {"momentum_buffer": saved, "list": [saved, 3], "tuple": (saved,)}}
+    optimizer.state[parameter] = {"momentum_buffer": here, "list": [here], "tuple": here}
+    load_optimizer_state(optimizer, tree, [])
+    found = optimizer.state[parameter]
+    for tensor in (found["momentum_buffer"], found["list"][0], found["tuple"][0]):
+        assert torch.equal(tensor, saved)
+        assert tensor is not here
+        assert tensor.data_ptr() != saved.data_ptr()
+    assert found["list"][1] == 3
+    assert isinstance(found["tuple"], tuple)
 
 
 def test_names_are_the_canonical_ones_of_each_model():

@@ -240,7 +240,8 @@ class Checkpointer:
         def read() -> int:
             chosen = self._choose(step)
             checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
-            changes = _Leaves.of(state).restore(dict(checkpoint.shared), checkpoint)
+            leaves = _Leaves.of(state)
+            changes = leaves.restore(dict(checkpoint.mapped_shared(leaves.optimizers)), checkpoint)
             if per_rank is not None:
                 own = checkpoint.per_rank(ranks.rank, allow_missing=allow_new_ranks)
                 if own is not None:
@@ -351,7 +352,7 @@ class _Leaves:
         models = list(self.modules.values())
         changes: list[Callable[[], object]] = []
         for path, module in self.modules.items():
-            weights = checkpoint.models[about["modules"].index(path)]
+            weights = checkpoint.mapped_model(about["modules"].index(path))
             changes.append(_module_change(path, module, weights))
         for path, optimizer in self.optimizers.items():
             check_optimizer_state(optimizer, parts[path], models)

@@ -1,21 +1,33 @@
-"""Host memory: in huge pages, used again, and laid out as the files that it will become."""
+"""Host memory: in huge pages, used again, laid out as the files that it will become; and files in memory."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import math
 import mmap
+import sys
 from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from accel_ckpt.blocks import BLOCK
 from accel_ckpt.tensors import as_bytes
 
-__all__ = ["FileImage", "HostBuffers", "empty_tensor", "new_bytes"]
+__all__ = ["Arena", "FileImage", "HostBuffers", "map_file", "new_bytes", "populate"]
 
-# Bytes. Below it a page more or less does not matter.
-_LARGE = 1 << 22
+# Bytes of a huge page on x86 and most ARM kernels.
+_HUGE = 1 << 21
+
+# Bytes that an arena takes at a time.
+_ARENA = 1 << 26
+
+_ALIGNMENT = 64  # bytes; as torch's allocator
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no name for it
 
 
 def new_bytes(nbytes: int) -> torch.Tensor:
@@ -23,23 +35,78 @@ def new_bytes(nbytes: int) -> torch.Tensor:
 
     The kernel is asked for huge pages: the first touch of new memory, page by page, takes longer than copying to it.
     """
+    return torch.frombuffer(_new_area(nbytes), dtype=torch.uint8)
+
+
+def _new_area(nbytes: int) -> mmap.mmap:
     area = mmap.mmap(-1, nbytes)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and nbytes >= _LARGE:
+    if advice is not None and nbytes >= _HUGE:
         try:
             area.madvise(advice)
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel without huge pages
                 raise
-    return torch.frombuffer(area, dtype=torch.uint8)
+    return area
 
 
-def empty_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU, of any values, in huge pages if it is large."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE:
-        return torch.empty(shape, dtype=dtype)
-    return new_bytes(nbytes).view(dtype).view(tuple(shape))
+class Arena:
+    """New tensors on the CPU, several to a piece of memory in huge pages, which goes when the last of them does."""
+
+    def __init__(self) -> None:
+        self._area: mmap.mmap | None = None
+        self._used = 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor of any values, with a storage of its own."""
+        count = math.prod(shape)
+        nbytes = count * dtype.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=dtype)
+        if self._area is None or self._used + nbytes > len(self._area):
+            # Whole huge pages, which the kernel also aligns to them.
+            self._area, self._used = _new_area(max(_ARENA, -(-nbytes // _HUGE) * _HUGE)), 0
+        found = torch.frombuffer(self._area, dtype=dtype, count=count, offset=self._used)
+        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return found.view(tuple(shape))
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor's values."""
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+
+def map_file(path: Path, size: int) -> torch.Tensor:
+    """The content of a file as 1-D uint8, mapped privately: what is written to it never reaches the file.
+
+    Raises:
+        ValueError: the file has fewer bytes.
+    """
+    with open(path, "rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+
+
+def populate(mapped: torch.Tensor) -> bool:
+    """Read a part of a mapped file into memory, and into this process's page tables, by one request.
+
+    Args:
+        mapped: begins at a page.
+
+    Returns:
+        False if the kernel cannot, or the disk did not answer.
+    """
+    call = _madvise()
+    return call is not None and call(mapped.data_ptr(), mapped.numel(), _MADV_POPULATE_READ) == 0
+
+
+@cache
+def _madvise() -> Any:
+    """The kernel's call; mmap's own method would keep the interpreter's lock while the disk is read."""
+    if not sys.platform.startswith("linux"):
+        return None
+    call = getattr(ctypes.CDLL(None), "madvise", None)
+    if call is not None:
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return call
 
 
 class HostBuffers:

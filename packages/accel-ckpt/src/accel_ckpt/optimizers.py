@@ -6,6 +6,7 @@ given model is called ``unnamed.<group>.<position>`` after its place in the opti
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.memory import Arena
 from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.tensors import why_not_plain
 
 __all__ = [
     "check_optimizer_state",
@@ -112,8 +115,8 @@ def load_optimizer_state(
     go to the device and dtype of their parameter as torch's ``load_state_dict`` decides.
 
     Args:
-        optimizer: changed in place.
-        tree: the state. Its tensors are not copied where torch does not copy them.
+        optimizer: changed in place; so are its states, where they have the saved shape, dtype and device.
+        tree: the state. Its tensors are copied.
         models: as when it was saved.
 
     Raises:
@@ -124,16 +127,44 @@ def load_optimizer_state(
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
-    current = optimizer.state_dict()["param_groups"]
+    current = optimizer.state_dict()
     groups = [
         {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
-        for group_names, group in zip(names, current, strict=True)
+        for group_names, group in zip(names, current["param_groups"], strict=True)
     ]
-    positions = _positions(names, current)
-    state = {positions[name]: value for name, value in tree["state"].items()}
+    positions = _positions(names, current["param_groups"])
+    state = {positions[name]: value for name, value in tree["state"].items()} | tree.get("global_state", {})
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
-    optimizer.load_state_dict(
-        {**rest, "state": {**state, **tree.get("global_state", {})}, "param_groups": groups}
+    with torch.no_grad():
+        state = _take_up(state, current["state"], Arena())
+    optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+
+
+def _take_up(saved: Any, here: Any, arena: Arena) -> Any:
+    """What is here, with the saved values; a copy of what was saved where there is nothing that could take them."""
+    if isinstance(saved, torch.Tensor):
+        if why_not_plain(saved) is not None:
+            return saved
+        if _can_take(here, saved):
+            return here.copy_(saved)
+        return arena.copy(saved) if saved.device.type == "cpu" else saved.clone()
+    if isinstance(saved, Mapping):
+        known = here if isinstance(here, Mapping) else {}
+        return {key: _take_up(value, known.get(key), arena) for key, value in saved.items()}
+    if type(saved) in (list, tuple):
+        own = here if type(here) is type(saved) else ()
+        pairs = itertools.zip_longest(saved, own[: len(saved)])
+        return type(saved)(_take_up(value, counterpart, arena) for value, counterpart in pairs)
+    return saved
+
+
+def _can_take(here: Any, saved: torch.Tensor) -> bool:
+    return (
+        type(here) is torch.Tensor
+        and (here.shape, here.dtype) == (saved.shape, saved.dtype)
+        and here.is_contiguous()
+        and not here.is_inference()
+        and not here.requires_grad
     )
 
 

@@ -8,12 +8,12 @@ import pickle
 import re
 import zipfile
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
 import xxhash
@@ -24,7 +24,7 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
-from accel_ckpt.memory import empty_tensor
+from accel_ckpt.memory import Arena, map_file, populate
 from accel_ckpt.tensors import (
     DTYPES,
     METADATA_KEYS,
@@ -53,6 +53,9 @@ __all__ = [
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _CHUNK = 1 << 22
 _MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
+
+# Bytes of a mapped file that are asked for at a time.
+_AHEAD = 1 << 22
 
 # Parts of a file that are read at a time: a disk is faster with a few requests, and reading with a second core.
 _READERS = 4
@@ -182,11 +185,22 @@ def _short(shape: Sequence[int]) -> str:
 
 
 class MappedShard:
-    """A safetensors file mapped into memory, privately: writing to its tensors never reaches the file."""
+    """A safetensors file mapped into memory, privately: writing to its tensors never reaches the file.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: the file.
+        xxh3: the checksum that the content must have; ``None`` does not check.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, its header does not describe it, or it has another checksum.
+    """
+
+    def __init__(self, path: Path, xxh3: str | None = None) -> None:
         self.header = read_header(path)
         self._bytes: torch.Tensor | None = None
+        if xxh3 is not None:
+            check_digest(path, _mapped_digest(self._map()) or file_digest(path), xxh3)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
@@ -202,15 +216,31 @@ class MappedShard:
 
     def _map(self) -> torch.Tensor:
         if self._bytes is None:
-            self._bytes = torch.from_file(
-                str(self.header.file), shared=False, size=self.header.size, dtype=torch.uint8
-            )
+            try:
+                self._bytes = map_file(self.header.file, self.header.size)
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f"{self.header.file} has become shorter; another process is changing it"
+                ) from error
         return self._bytes
+
+
+def _mapped_digest(content: torch.Tensor) -> str | None:
+    """The xxh3 checksum of a mapped file, which is read ahead; ``None`` if the kernel cannot do that."""
+    parts = torch.split(content, _AHEAD)
+    digest = xxhash.xxh3_64()
+    with ThreadPoolExecutor(2) as readers:
+        for part, is_there in zip(parts, readers.map(populate, parts), strict=True):
+            if not is_there:
+                readers.shutdown(cancel_futures=True)
+                return None
+            digest.update(as_bytes(part))
+    return digest.hexdigest()
 
 
 def read_entry(entry: TensorEntry) -> torch.Tensor:
     """Read one tensor of a safetensors file into memory of its own."""
-    tensor = empty_tensor(entry.shape, entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype)
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.offset)
@@ -228,60 +258,14 @@ def _read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
 
 
 def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
-    """Read every tensor of a safetensors file into memory of its own, in one pass that also checks the
-    checksum.
+    """Read every tensor of a safetensors file into memory of its own.
 
     Args:
         path: the file.
         xxh3: the checksum that the content must have; ``None`` does not check.
     """
-    header = read_header(path)
-    start = min((entry.offset for entry in header.entries.values()), default=header.size)
-    tensors: dict[str, torch.Tensor] = {}
-    views = [memoryview(bytearray(start))]
-    for name, entry in header.entries.items():
-        tensors[name] = empty_tensor(entry.shape, entry.dtype)
-        if entry.nbytes:
-            views.append(as_bytes(tensors[name]))
-    check_digest(path, _read_file(path, views, hashed=xxh3 is not None), xxh3)
-    return header, tensors
-
-
-Part: TypeAlias = tuple[int, list[memoryview]]
-"""Where a part of a file begins, and what its bytes go to, one after the other."""
-
-
-def _read_file(path: Path, views: Iterable[memoryview], hashed: bool) -> str:
-    """Read a file, a few parts at a time, while those that are there are hashed in their order."""
-    parts = list(_parts(views))
-
-    def read(part: Part) -> None:
-        offset, into = part
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            for view in into:
-                _read_into(file, view, path)
-
-    digest = xxhash.xxh3_64()
-    with ThreadPoolExecutor(_READERS) as readers:
-        for (_, into), _ in zip(parts, readers.map(read, parts), strict=True):
-            for view in into if hashed else ():
-                digest.update(view)
-    return digest.hexdigest()
-
-
-def _parts(views: Iterable[memoryview]) -> Iterator[Part]:
-    begin, size, part = 0, 0, []
-    for view in views:
-        for start in range(0, len(view), _CHUNK):
-            piece = view[start : start + _CHUNK]
-            part.append(piece)
-            size += len(piece)
-            if size >= _CHUNK:
-                yield begin, part
-                begin, size, part = begin + size, 0, []
-    if part:
-        yield begin, part
+    shard, arena = MappedShard(path, xxh3), Arena()
+    return shard.header, {name: arena.copy(shard.tensor(name)) for name in shard.header.entries}
 
 
 def check_digest(path: Path, found: str, expected: str | None) -> None:

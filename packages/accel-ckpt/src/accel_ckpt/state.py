@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from accel_ckpt.errors import (
 from accel_ckpt.index import inside
 from accel_ckpt.leftovers import restore_interrupted_swaps
 from accel_ckpt.manifest import Manifest
+from accel_ckpt.memory import Arena
 from accel_ckpt.reader import (
     Header,
     MappedShard,
@@ -71,8 +72,17 @@ class TrainingCheckpoint:
     @property
     def shared(self) -> Mapping[str, Tree]:
         """The shared trees by name."""
+        return self.mapped_shared(())
+
+    def mapped_shared(self, mapped: Collection[str]) -> Mapping[str, Tree]:
+        """The same, but the tensors of the trees in ``mapped`` are to copy from at once: views of the files.
+
+        The files are checked first, and must stay as they are while the views are in use.
+        """
         extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
-        return RankState("the shared state", self._read_trees("state", lambda name: name not in extra))
+        return RankState(
+            "the shared state", self._read_trees("state", lambda name: name not in extra, mapped)
+        )
 
     def per_rank(self, rank: int, *, allow_missing: bool = False) -> Mapping[str, Tree] | None:
         """The trees of one rank by name.
@@ -110,33 +120,46 @@ class TrainingCheckpoint:
             )
         return self.manifest.files[name].xxh3 if self._verify else None
 
-    def _read_trees(self, stem: str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tree]:
-        """Trees by name; the tensors of a file are only read if one of these trees holds some."""
+    def _read_trees(
+        self, stem: str, wanted: Callable[[str], bool] = lambda name: True, mapped: Collection[str] = ()
+    ) -> dict[str, Tree]:
+        """Trees by name; files of tensors are only read if one of these trees holds some."""
         path = inside(self.directory, f"{stem}.json")
         content = read_json(path, self._checksum(path.name))
         if not isinstance(content, dict):
             raise CorruptCheckpointError(f"{path} does not hold trees by name")
-        read: list[dict[str, torch.Tensor]] = []
+        opened: list[dict[str, torch.Tensor]] = []
+        copies: dict[str, torch.Tensor] = {}
+        arena = Arena()
 
         def find(name: str) -> torch.Tensor:
-            if not read:
-                read.append(self._read_state_tensors(stem))
-            if name not in read[0]:
+            if not opened:
+                opened.append(self._map_state_tensors(stem))
+            if name not in opened[0]:
                 raise CorruptCheckpointError(
                     f"{path} refers to the tensor {name!r}, which is in no file beside it"
                 )
-            return read[0][name]
+            return opened[0][name]
+
+        def copy(name: str) -> torch.Tensor:
+            if name not in copies:
+                copies[name] = arena.copy(find(name))
+            return copies[name]
 
         try:
-            return {name: tags.decode(tree, find) for name, tree in content.items() if wanted(name)}
+            return {
+                name: tags.decode(tree, find if name in mapped else copy)
+                for name, tree in content.items()
+                if wanted(name)
+            }
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
-    def _read_state_tensors(self, stem: str) -> dict[str, torch.Tensor]:
+    def _map_state_tensors(self, stem: str) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name in self.manifest.files:
             if is_tensor_file(name, stem):
-                tensors |= read_tensors(inside(self.directory, name), self._checksum(name))[1]
+                tensors |= _map_tensors(inside(self.directory, name), self._checksum(name))[1]
         return tensors | self._read_boxes(name for name in self.manifest.files if is_box_file(name, stem))
 
     def _read_boxes(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -204,9 +227,7 @@ class TrainingCheckpoint:
 
 
 def _map_tensors(path: Path, xxh3: str | None) -> tuple[Header, dict[str, torch.Tensor]]:
-    if xxh3 is not None:
-        check_digest(path, file_digest(path), xxh3)
-    shard = MappedShard(path)
+    shard = MappedShard(path, xxh3)
     return shard.header, {name: shard.tensor(name) for name in shard.header.entries}
 
 

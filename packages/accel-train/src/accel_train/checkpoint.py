@@ -298,9 +298,9 @@ def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
         )
     folder = _automatic_folder(accelerator)
-    chosen = foreign.newest(folder, accel_ckpt.complete_checkpoints(folder))
-    if chosen is None:
+    found = foreign.all_checkpoints(folder)
+    if not found:
         raise accel_ckpt.CheckpointNotFoundError(
             f"There is no complete checkpoint in {folder}. Save one with save_state(), or name a folder."
         )
-    return chosen
+    return found[-1]

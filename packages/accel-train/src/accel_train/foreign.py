@@ -20,20 +20,18 @@ from accel_train.unwrap import extract_model_from_parallel
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
 
-__all__ = ["newest", "number_of", "read"]
+__all__ = ["all_checkpoints", "number_of", "read"]
 
 logger = logging.getLogger(__name__)
 
 
-def newest(folder: Path, complete: list[Path]) -> Path | None:
-    """The checkpoint with the highest number, of ours that are complete and of Accelerate's.
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Automatic checkpoints to go on from, oldest first: complete ones of ours, and Accelerate's.
 
     Args:
         folder: with folders ``checkpoint_<number>``.
-        complete: ours, oldest first.
     """
-    found = {number_of(path): path for path in (*accelerate_checkpoints(folder), *complete)}
-    return found[max(found)] if found else None
+    return sorted([*accelerate_checkpoints(folder), *accel_ckpt.complete_checkpoints(folder)], key=number_of)
 
 
 def number_of(directory: Path) -> int:

@@ -21,7 +21,7 @@ from accel_state import collectives, environment
 from accel_state.agreement import Boundaries, StopAgreement
 from accel_state.process import PartialState
 from accel_state.signal_listener import listen
-from accel_train import checkpoint
+from accel_train import checkpoint, foreign
 from accel_train.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ def _newest_of_all(folder: Path) -> str | None:
     """
 
     def look() -> list[str]:
-        return [path.name for path in accel_ckpt.complete_checkpoints(folder)]  # oldest first
+        return [path.name for path in foreign.all_checkpoints(folder)]
 
     found = accel_ckpt.run_together(look, accel_ckpt.default_coordinator(), doing="looking for checkpoints")
     common = [name for name in found[0] if all(name in names for names in found)]

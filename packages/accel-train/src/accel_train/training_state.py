@@ -194,7 +194,8 @@ def read(
     if accel_ckpt.is_accelerate_checkpoint(directory):
         return _read_foreign(accelerator, directory, allow_missing_rng, trust_custom_objects)
     checkpoint = accel_ckpt.open_training_state(directory)
-    shared = dict(checkpoint.shared)
+    optimizers = [f"optimizer_{index}" for index in range(len(accelerator._optimizers))]
+    shared = dict(checkpoint.mapped_shared(optimizers))  # they copy what they are given
     own = checkpoint.per_rank(_home(accelerator, checkpoint), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     parts = {*shared, *(name for name in known if name.startswith("loader_"))}
