@@ -285,9 +285,7 @@ def same(whole, parts):
 
 def differing(cells, folder):
     """The cells, with the place of the kill, of which something differs; run on every rank of a world."""
-    from accel_state import PartialState
-
-    PartialState(cpu=True)
+    print(repeatable(1))
     wrong = []
     for cell, places in cells:
         whole = train(cell)
@@ -373,9 +371,7 @@ def test_t5_stopped_at_every_batch(tmp_path, kind, skips, ranks):
 
 def altered(cells, folder):
     """Cells that end elsewhere when they save after every batch."""
-    from accel_state import PartialState
-
-    PartialState(cpu=True)
+    print(repeatable(1))
     return [
         cell
         for cell in cells
@@ -410,6 +406,7 @@ def until_killed(cell, folder, victim, batches, delay):
     from accel_train import ProjectConfiguration
 
     rank = PartialState(cpu=True).process_index
+    print(repeatable(1))
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     left = itertools.count(batches, -1)
 

@@ -17,6 +17,8 @@ import importlib.util
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -43,7 +45,7 @@ Samples = dict[str, list[float]]
 class Training:
     """The model and its steps."""
 
-    def __init__(self, gigabytes: float) -> None:
+    def __init__(self, gigabytes: float, begun: bool = True) -> None:
         torch.manual_seed(0)
         self.width = width = int((gigabytes * 1e9 / 3 / 4 / LAYERS) ** 0.5) // 16 * 16
         layers: list[nn.Module] = [nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
@@ -51,7 +53,8 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.batch = torch.randn(BATCH, width)
         self.before_step: Callable[[], object] | None = None
-        self.step()
+        if begun:
+            self.step()
 
     def step(self) -> float:
         """One step; returns its seconds."""
@@ -222,6 +225,27 @@ class Bare:
         contender.note("durable, s", time.perf_counter() - began)
 
 
+def load_in_new_process(name: str, gigabytes: float, folder: Path) -> float:
+    """Seconds of the load alone in a process that has just built its model and has no optimizer states yet."""
+    command = [
+        sys.executable,
+        __file__,
+        "--gigabytes",
+        str(gigabytes),
+        "--load",
+        name,
+        "--folder",
+        str(folder),
+    ]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def be_new_process(name: str, gigabytes: float, folder: Path) -> None:
+    blocking, _ = contenders(Training(gigabytes, begun=False))
+    [contender] = [each for each in blocking if each.name == name]
+    print(timed(lambda: contender.load(folder)))
+
+
 def read_all(folder: Path) -> float:
     """Seconds to read the files of a folder once."""
     buffer = memoryview(bytearray(CHUNK))
@@ -262,6 +286,7 @@ class Bench:
 
     def __init__(self, gigabytes: float, folder: Path, parts: str) -> None:
         self.folder = folder
+        self.gigabytes = gigabytes
         self.training = Training(gigabytes)
         blocking, background = contenders(self.training)
         self.blocking = blocking if parts != "background" else []
@@ -306,6 +331,8 @@ class Bench:
         if contender.resumes:
             read_all(path)
             contender.note("load warm, s", resumed(lambda: contender.load(path)))
+            in_new = load_in_new_process(contender.name, self.gigabytes, path)
+            contender.note("load warm in a new process, s", in_new)
             forget(path)
             contender.note("load cold, s", resumed(lambda: contender.load(path)))
             forget(path)
@@ -358,8 +385,12 @@ def main() -> int:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
     )
+    parser.add_argument("--load", help=argparse.SUPPRESS)  # in the processes that this program starts
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    if arguments.load is not None:
+        be_new_process(arguments.load, arguments.gigabytes, arguments.folder)
+        return 0
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
         bench = Bench(arguments.gigabytes, Path(folder), arguments.parts)
         for number in range(arguments.rounds + 1):

@@ -145,7 +145,7 @@ def test_nothing_changes_when_anything_does_not_fit(tmp_path):
     [
         (lambda s: s.pop("scheduler"), "the state lacks its objects scheduler"),
         (lambda s: s.update(more=3), "it lacks the values more"),
-        (lambda s: s.update(model=nn.Linear(4, 8)), "it lacks the tensors bias, weight"),
+        (lambda s: s.update(model=nn.Linear(4, 8)), "not there: bias, weight; not here: 0.bias, 0.weight"),
         (lambda s: s["model"].__setitem__(2, nn.Linear(8, 2)), r"2\.bias is \[1\] there and \[2\] here"),
     ],
 )

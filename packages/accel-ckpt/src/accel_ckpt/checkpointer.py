@@ -20,7 +20,7 @@ from accel_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.names import canonical_state_dict, misfits, under_own_names
 from accel_ckpt.optimizers import (
     check_optimizer_state,
     load_optimizer_state,
@@ -394,16 +394,10 @@ def _difference(kind: str, here: set[str], saved: set[str]) -> list[str]:
 
 
 def _module_change(path: str, module: nn.Module, weights: Mapping[str, Any]) -> Callable[[], object]:
-    own = module.state_dict()
-    names = canonical_state_dict({name: name for name in own}, module)
-    problems = _difference("tensors", set(names), set(weights))
-    for name, original in names.items():
-        here, there = own[original], weights.get(name)
-        if isinstance(here, torch.Tensor) and isinstance(there, torch.Tensor) and here.shape != there.shape:
-            problems.append(f"{name} is {list(there.shape)} there and {list(here.shape)} here")
+    problems = misfits(module, weights)
     if problems:
         raise StateMismatchError(f"the module {path!r} is not the one that was saved: {'; '.join(problems)}")
-    return _call(module.load_state_dict, {original: weights[name] for name, original in names.items()})
+    return _call(module.load_state_dict, under_own_names(module, weights))
 
 
 def _call(function: Callable[..., object], *args: Any) -> Callable[[], object]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from accel_ckpt.errors import NameCollisionError
+from accel_ckpt.tensors import is_lazy
 
-__all__ = ["canonical_name", "canonical_names", "canonical_state_dict"]
+__all__ = ["canonical_name", "canonical_names", "canonical_state_dict", "misfits", "under_own_names"]
 
 T = TypeVar("T")
 
@@ -74,6 +76,38 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
         renamed = [(name, _by_prefix(name, prefixes)) for name in state_dict]
     _refuse_collisions(renamed)
     return {new: state_dict[old] for old, new in renamed}
+
+
+def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> list[str]:
+    """Why weights cannot be loaded to a module, which torch would say after it has loaded all that does fit.
+
+    Args:
+        module: wrapped or not.
+        weights: by canonical name.
+        strict: names must be the same, too; but a module that loads its weights by itself may know other names.
+    """
+    own = canonical_state_dict(module.state_dict(), module)
+    problems = [
+        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
+        if not is_lazy(tensor) and weights[name].shape != tensor.shape
+    ]
+    if strict and not any(_loads_by_itself(child) for child in module.modules()):
+        for where, names in (("there", own.keys() - weights.keys()), ("here", weights.keys() - own.keys())):
+            problems += [f"not {where}: {', '.join(sorted(names))}"] if names else []
+    return problems
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    method = type(module)._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not method.__module__.startswith("torch.")
+
+
+def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]:
+    """Weights by canonical name under the names that the module's ``load_state_dict`` knows."""
+    own = canonical_state_dict({name: name for name in module.state_dict()}, module)
+    return {own.get(name, name): value for name, value in weights.items()}
 
 
 def _strip_segments(name: str) -> str:

@@ -18,7 +18,8 @@ from torch import nn
 
 import accel_ckpt
 from accel_ckpt import tags
-from accel_ckpt.tensors import as_bytes, is_lazy
+from accel_ckpt.names import misfits, under_own_names
+from accel_ckpt.tensors import as_bytes
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train import foreign, unfinished
@@ -349,29 +350,13 @@ def fit(accelerator: Accelerator, saved: Saved, models: list[nn.Module], strict:
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
-    """What torch would find too late: after it has loaded everything that does fit."""
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    own = accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
-    problems = [
-        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
-        if not is_lazy(tensor) and weights[name].shape != tensor.shape
-    ]
-    if strict and not any(_loads_by_itself(module) for module in plain.modules()):
-        problems += [f"{name} is not there" for name in own if name not in weights]
-        problems += [f"{name} is not here" for name in weights if name not in own]
+    problems = misfits(plain, weights, strict)
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{directory} does not fit the model {type(plain).__name__}: {'; '.join(problems)}. Nothing was changed. "
             "Build the model as it was when the state was saved"
         )
-
-
-def _loads_by_itself(module: nn.Module) -> bool:
-    """Whether a module may accept other names than those of its state dict."""
-    method = type(module)._load_from_state_dict
-    return bool(module._load_state_dict_pre_hooks) or not method.__module__.startswith("torch.")
 
 
 def apply(accelerator: Accelerator, saved: Saved, pairs: Pairs, strict: bool) -> None:
@@ -414,8 +399,4 @@ def _restore_replicas(accelerator: Accelerator, replicas: Mapping[str, Any]) -> 
 
 def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
     plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    own = plain.state_dict()
-    canonical = accel_ckpt.canonical_state_dict({name: name for name in own}, plain)
-    plain.load_state_dict(
-        {canonical.get(name, name): value for name, value in weights.items()}, strict=strict
-    )
+    plain.load_state_dict(under_own_names(plain, weights), strict=strict)
