@@ -34,6 +34,7 @@ import xxhash
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from accel_ckpt.disk import Disk
 from accel_train import Accelerator
 
 LAYERS = 60
@@ -162,6 +163,26 @@ def peak(contender: Contender, figure: str) -> Iterator[None]:
     before = status("VmRSS")
     yield
     contender.note(figure, (status("VmHWM") - before) / 1e3)
+
+
+@contextlib.contextmanager
+def writing(contender: Contender) -> Iterator[None]:
+    """Note the seconds that our saves spend in the disk's write calls."""
+    inside, call = [], Disk.write
+
+    def write(disk: Disk, descriptor: int, data: memoryview) -> int:
+        began = time.perf_counter()
+        count = call(disk, descriptor, data)
+        inside.append(time.perf_counter() - began)
+        return count
+
+    Disk.write = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Disk.write = call  # type: ignore[method-assign]
+    if inside:
+        contender.note("of that inside write calls, s", sum(inside))
 
 
 def stall(training: Training, contender: Contender, folder: Path, threads: int) -> None:
@@ -326,7 +347,7 @@ class Bench:
 
     def save_and_load(self, contender: Contender, path: Path, check: bool) -> None:
         expected = self.training.digests() if check else []
-        with peak(contender, "peak memory, MB"):
+        with peak(contender, "peak memory, MB"), writing(contender):
             contender.note("durable, s", timed(lambda: contender.save(path)))
         if contender.resumes:
             read_all(path)
