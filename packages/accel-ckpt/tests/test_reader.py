@@ -281,12 +281,12 @@ def test_checksums_of_files_in_parts(tmp_path, monkeypatch, size):
     assert reader.file_digest(tmp_path / "f") == xxhash.xxh3_64_hexdigest(content)
 
 
-def test_tensors_are_read_in_parts(tmp_path, monkeypatch):
+def test_files_are_read_ahead_in_parts(tmp_path, monkeypatch):
     from accel_ckpt import CorruptCheckpointError, reader
     from accel_ckpt.writer import write_safetensors
 
-    monkeypatch.setattr(reader, "_CHUNK", 100)
-    tensors = {f"t{index}": torch.randn(index * 7) for index in range(30)}
+    monkeypatch.setattr(reader, "_AHEAD", 1 << 12)
+    tensors = {f"t{index}": torch.randn(index * 70) for index in range(30)}
     record = write_safetensors(tmp_path / "f", tensors)
     _, found = read_tensors(tmp_path / "f", record.xxh3)
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
@@ -302,3 +302,29 @@ def test_a_bin_whose_directory_claims_several_disks(tmp_path):
     path.write_bytes(content[: end + 16] + struct.pack("<I", 7) + content[end + 20 :])
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin cannot be read"):
         read_pickled(path)
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_a_kernel_that_cannot_read_ahead(tmp_path, monkeypatch, after):
+    from accel_ckpt import reader
+    from accel_ckpt.writer import write_safetensors
+
+    answers = iter([True] * after)
+    monkeypatch.setattr(reader, "_AHEAD", 1 << 12)
+    monkeypatch.setattr(reader, "populate", lambda part: next(answers, False))
+    tensors = {"a": torch.randn(5000)}
+    record = write_safetensors(tmp_path / "f", tensors)
+    _, found = read_tensors(tmp_path / "f", record.xxh3)
+    assert torch.equal(found["a"], tensors["a"])
+    with pytest.raises(CorruptCheckpointError, match="has the checksum"):
+        read_tensors(tmp_path / "f", "0" * 16)
+
+
+def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
+    from accel_ckpt.writer import write_safetensors
+
+    write_safetensors(tmp_path / "f", {"a": torch.randn(5000)})
+    shard = MappedShard(tmp_path / "f")
+    os.truncate(tmp_path / "f", 100)
+    with pytest.raises(CorruptCheckpointError, match="has become shorter"):
+        shard.tensor("a")
