@@ -115,7 +115,7 @@ def load_optimizer_state(
     go to the device and dtype of their parameter as torch's ``load_state_dict`` decides.
 
     Args:
-        optimizer: changed in place; so are its states, where they have the saved shape, dtype and device.
+        optimizer: changed in place; so are its states, on their device, where they have the saved shape and dtype.
         tree: the state. Its tensors are copied.
         models: as when it was saved.
 

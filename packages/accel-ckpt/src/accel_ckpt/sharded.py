@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,12 +143,19 @@ def overlap(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
 class BoxFiles:
     """Safetensors files that together hold tensors, whole or in boxes.
 
+    Args:
+        files: the files.
+        checksum: file name → the xxh3 checksum that the content must have; ``None`` does not check.
+
     Raises:
-        CorruptCheckpointError: boxes of a tensor overlap, leave a hole, or differ in dtype.
+        CorruptCheckpointError: boxes of a tensor overlap, leave a hole, or differ in dtype; or a file has another
+            checksum.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._shards = [MappedShard(path) for path in files]
+    def __init__(
+        self, files: Iterable[Path], checksum: Callable[[str], str | None] = lambda name: None
+    ) -> None:
+        self._shards = [MappedShard(path, checksum(path.name)) for path in files]
         self._boxes: dict[str, list[tuple[Place, MappedShard]]] = {}
         self.aliases: dict[str, str] = {}
         for shard in self._shards:

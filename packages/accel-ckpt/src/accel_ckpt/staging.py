@@ -127,12 +127,13 @@ class Staging:
         image.fill(0, layout.header)
         for name, tensor in file.tensors.items():
             later = id_tensor_storage(tensor) in self._later
+            begin = layout.begin(name)
             if tensor.device.type != "cpu":
-                self._copy_from_device(tensor, image, layout.place(name)[0], later)
+                self._copy_from_device(tensor, image, begin, later)
             elif later:
-                self._on_host.append((tensor, image, layout.place(name)[0]))
+                self._on_host.append((tensor, image, begin))
             else:
-                _copy_on_host(tensor, image, layout.place(name)[0])
+                _copy_on_host(tensor, image, begin)
 
     def _copy_from_device(self, tensor: torch.Tensor, image: FileImage, begin: int, later: bool) -> None:
         device = tensor.device

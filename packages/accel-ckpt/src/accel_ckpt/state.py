@@ -168,12 +168,7 @@ class TrainingCheckpoint:
         return tensors | {alias: tensors[original] for alias, original in files.aliases.items()}
 
     def _box_files(self, names: Iterable[str]) -> BoxFiles:
-        paths = [inside(self.directory, name) for name in names]
-        for path in paths:
-            checksum = self._checksum(path.name)
-            if checksum is not None:
-                check_digest(path, file_digest(path), checksum)
-        return BoxFiles(paths)
+        return BoxFiles((inside(self.directory, name) for name in names), self._checksum)
 
     def load_model(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill tensors of a model in place; of a ``DTensor`` only the part that this rank holds is copied.

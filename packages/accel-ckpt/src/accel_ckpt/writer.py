@@ -180,10 +180,9 @@ class Layout:
     size: int
     """Of the file, in bytes."""
 
-    def place(self, name: str) -> tuple[int, int]:
-        """The first byte of a tensor in the file, and the one behind its last."""
-        begin, end = self.entries[name]["data_offsets"]
-        return len(self.header) + begin, len(self.header) + end
+    def begin(self, name: str) -> int:
+        """Where in the file the first byte of a tensor stands."""
+        return len(self.header) + int(self.entries[name]["data_offsets"][0])
 
 
 def lay_out(
