@@ -169,7 +169,7 @@ def test_two_trainings_write_to_one_directory(tmp_path):
             for path in complete_checkpoints(tmp_path, f"{name}_"):
                 with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
                     check(path)
-        time.sleep(0.01)
+        time.sleep(0.001)
     for process in processes:
         process.join()
         assert process.exitcode == 0

@@ -33,9 +33,20 @@ def test_a_dead_save_s_folder_is_reported_and_removed(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_an_empty_folder_is_removed_without_a_word(tmp_path):
+    """It may be a living save's that was made this moment and is not locked yet; that save makes it again."""
+    path = temporary_name(tmp_path / "c", host_token(TOKEN))
+    path.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert clean_leftovers(tmp_path, time.time()) == [path]
+    assert not os.listdir(tmp_path)
+
+
 def test_a_living_save_s_folder_stays(tmp_path):
     folder = TemporaryFolder(temporary_name(tmp_path / "c", host_token(TOKEN)))
     assert clean_leftovers(tmp_path, time.time()) == []
+    (folder.path / "model.safetensors").write_text("half")
     folder.release()
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, time.time()) == [folder.path]
@@ -58,6 +69,7 @@ def test_the_lock_dies_with_its_process(tmp_path):
         assert process.stdout.readline() == "ready\n"
         assert clean_leftovers(tmp_path, time.time()) == []
         process.kill()
+    (path / "model.safetensors").write_text("half")
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, time.time()) == [path]
 
@@ -83,6 +95,7 @@ def test_without_locks_age_decides(tmp_path, monkeypatch):
     folder = TemporaryFolder(temporary_name(tmp_path / "c", host_token(TOKEN)))
     now = folder.path.stat().st_mtime
     assert clean_leftovers(tmp_path, now) == []
+    (folder.path / "model.safetensors").write_text("half")
     folder.release()
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, now + 25 * 3600) == [folder.path]
@@ -99,6 +112,7 @@ def test_a_previous_folder_without_its_successor_is_not_removed(tmp_path):
 def test_a_name_with_special_characters(tmp_path):
     path = temporary_name(tmp_path / "run [1]*.x", host_token(TOKEN))
     path.mkdir()
+    (path / "model.safetensors").write_text("half")
     with pytest.warns(UserWarning, match="it is removed"):
         assert clean_leftovers(tmp_path, time.time()) == [path]
 

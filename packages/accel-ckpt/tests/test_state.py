@@ -261,6 +261,24 @@ def test_t7_an_unreadable_rank_file_is_an_error(tmp_path):
         open_training_state(path)
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_file_that_vanishes_while_the_checkpoint_is_read_is_not_called_corrupt(tmp_path, safe):
+    """Another process may prune a checkpoint that this one has opened."""
+    path = save(
+        tmp_path / "c",
+        [nn.Linear(2, 2).state_dict()],
+        {"moment": torch.ones(3)},
+        {"rng": torch.ones(2)},
+        safe_serialization=safe,
+    )
+    for name in sorted(set(os.listdir(path)) - {"manifest.json"}):
+        checkpoint = open_training_state(path)
+        os.rename(path / name, tmp_path / "away")
+        with pytest.raises(FileNotFoundError, match=name):
+            _ = (checkpoint.models[0], checkpoint.shared, checkpoint.per_rank(0))
+        os.rename(tmp_path / "away", path / name)
+
+
 def test_hooks_may_add_files(tmp_path):
     def hook(folder):
         (folder / "sub").mkdir()

@@ -101,8 +101,8 @@ def host_token(random: str) -> str:
 def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
     """Remove what dead saves left in a folder of checkpoints, with a warning that names each.
 
-    A folder whose save is alive stays. Whether a save of another machine is alive cannot be known; its folder
-    stays for a day.
+    A folder whose save is alive stays; if it was made but not yet locked, its save makes it again. Whether a save of
+    another machine is alive cannot be known; its folder stays for a day.
 
     Args:
         parent: the folder that holds the checkpoints.
@@ -117,10 +117,14 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
         if kind == "previous" and not (parent / name).exists():
             continue
         with _claimed(path, token, now) as dead:
-            if dead:
-                warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
+            if not dead:
+                continue
+            with contextlib.suppress(FileNotFoundError):  # a save of another machine is removing it, too
+                # An empty one may be a living save's, made this moment and not yet locked.
+                if any(path.iterdir()):
+                    warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
                 disk.remove_tree(path)
-                removed.append(path)
+            removed.append(path)
     return removed
 
 

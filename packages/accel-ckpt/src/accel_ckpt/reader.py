@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import stat
 import zipfile
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -340,7 +341,11 @@ def refuse_irregular(path: Path) -> None:
     Raises:
         CorruptCheckpointError: the path is there, and is no file.
     """
-    if path.exists() and not path.is_file():
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # opening it says why
+        return
+    if not stat.S_ISREG(mode):
         raise CorruptCheckpointError(f"{path} is not a regular file, so nothing was read from it")
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from accel_ckpt.errors import CorruptCheckpointError, UnsupportedValueError
+from accel_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedValueError
 from accel_ckpt.tensors import DTYPE_NAMES, why_not_plain
 
 __all__ = ["Json", "Sink", "Source", "decode", "encode"]
@@ -90,6 +90,7 @@ def decode(data: Json, source: Source | None = None) -> Any:
 
     Raises:
         CorruptCheckpointError: the data is not something that ``encode`` writes.
+        CheckpointError: what the source raised.
     """
     if isinstance(data, list):
         return [decode(item, source) for item in data]
@@ -106,7 +107,7 @@ def decode(data: Json, source: Source | None = None) -> Any:
         )
     try:
         return decoder(data.get("v"), data, source)
-    except CorruptCheckpointError:
+    except CheckpointError:  # what the source says of its file is exact already
         raise
     except (
         LookupError,
