@@ -11,7 +11,8 @@ import xxhash
 
 from accel_ckpt import memory
 from accel_ckpt.disk import Disk
-from accel_ckpt.memory import Arena, FileImage, HostBuffers, map_file, new_bytes, populate
+from accel_ckpt.errors import FileChangedError
+from accel_ckpt.memory import Arena, FileImage, HostBuffers, map_file, mapped_file_of, new_bytes, populate
 from accel_ckpt.tensors import as_bytes
 from accel_ckpt.writer import write_image
 
@@ -121,3 +122,52 @@ def test_an_image_becomes_its_file(tmp_path, small_blocks, size):
     assert sizes == [BLOCK] * (size // BLOCK) + [size % BLOCK] * bool(size % BLOCK)
     image.release()
     assert list(image.spans(0, 0)) == []
+
+
+def test_a_mapped_file_is_known_by_the_address_of_its_views(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(250)) * 100)
+    view = map_file(path, 25_000)[100:200].view(torch.int16)
+    mapping = mapped_file_of(view)
+    assert (mapping.path, len(mapping)) == (path, 25_000)
+    assert mapped_file_of(view.clone()) is None
+    assert mapped_file_of(torch.empty(2, device="meta")) is None
+    gc.collect()
+    assert mapped_file_of(view) is mapping  # a view keeps it
+
+
+def test_the_descriptor_goes_with_the_last_view(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    gc.collect()
+    before = len(memory._mappings)
+    view = map_file(path, 5000)[:10]
+    descriptor = mapped_file_of(view)._descriptor
+    os.fstat(descriptor)
+    del view
+    gc.collect()
+    assert len(memory._mappings) == before
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
+
+
+def test_a_file_that_is_changed_in_place_is_found_out(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    view = map_file(path, 5000)
+    mapping = mapped_file_of(view)
+    mapping.check_unchanged()
+    with open(path, "r+b") as file:
+        file.write(b"y")
+    with pytest.raises(FileChangedError, match=f"{path} was changed in place"):
+        mapping.check_unchanged()
+
+
+def test_a_file_that_is_replaced_leaves_the_mapping_alone(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 5000)
+    view = map_file(path, 5000)
+    (tmp_path / "new").write_bytes(b"y" * 4000)
+    os.replace(tmp_path / "new", path)
+    mapped_file_of(view).check_unchanged()
+    assert bytes(view.tolist()) == b"x" * 5000

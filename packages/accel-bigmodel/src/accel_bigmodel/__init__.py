@@ -5,5 +5,13 @@ from accel_state._lazy import attach
 
 __getattr__, __dir__, __all__ = attach(
     __name__,
-    {},
+    {
+        "accel_bigmodel.errors": [
+            "BigModelError",
+            "DeviceMapError",
+            "OffloadError",
+            "PipelineError",
+            "QuantizationError",
+        ],
+    },
 )

@@ -23,6 +23,7 @@ __getattr__, __dir__, __all__ = attach(
             "CheckpointSaveError",
             "CheckpointVersionError",
             "CorruptCheckpointError",
+            "FileChangedError",
             "MissingPartError",
             "NameCollisionError",
             "SaveInProgressError",

@@ -22,6 +22,7 @@ from accel_ckpt.errors import CheckpointNotFoundError as CheckpointNotFoundError
 from accel_ckpt.errors import CheckpointSaveError as CheckpointSaveError
 from accel_ckpt.errors import CheckpointVersionError as CheckpointVersionError
 from accel_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
+from accel_ckpt.errors import FileChangedError as FileChangedError
 from accel_ckpt.errors import MissingPartError as MissingPartError
 from accel_ckpt.errors import NameCollisionError as NameCollisionError
 from accel_ckpt.errors import SaveInProgressError as SaveInProgressError

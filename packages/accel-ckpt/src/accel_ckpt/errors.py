@@ -6,6 +6,7 @@ AccelError
     ├── CheckpointSaveError (OSError)        a save failed; what was there before is still there
     ├── SaveInProgressError                  another save is still under way, and was not to be waited for
     ├── CorruptCheckpointError (ValueError)  a file is truncated, changed, or not what its header says
+    ├── FileChangedError                     a file was changed in place while it was mapped into memory
     ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
     ├── MissingPartError (KeyError)          a part of a training state was not saved
     ├── UnsafeCheckpointError (ValueError)   a file would run code, or a name leaves the folder
@@ -25,6 +26,7 @@ __all__ = [
     "CheckpointSaveError",
     "CheckpointVersionError",
     "CorruptCheckpointError",
+    "FileChangedError",
     "MissingPartError",
     "NameCollisionError",
     "SaveInProgressError",
@@ -53,6 +55,10 @@ class SaveInProgressError(CheckpointError):
 
 class CorruptCheckpointError(CheckpointError, ValueError):
     """A file is truncated or changed, or its header does not describe its content."""
+
+
+class FileChangedError(CheckpointError):
+    """A file was changed in place while its content was in use."""
 
 
 class CheckpointVersionError(CheckpointError, ValueError):

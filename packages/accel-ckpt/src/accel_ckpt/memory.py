@@ -6,18 +6,30 @@ import ctypes
 import errno
 import math
 import mmap
+import os
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from accel_ckpt.blocks import BLOCK
+from accel_ckpt.errors import FileChangedError
 from accel_ckpt.tensors import as_bytes
 
-__all__ = ["Arena", "FileImage", "HostBuffers", "map_file", "new_bytes", "populate"]
+__all__ = [
+    "Arena",
+    "FileImage",
+    "HostBuffers",
+    "MappedFile",
+    "map_file",
+    "mapped_file_of",
+    "new_bytes",
+    "populate",
+]
 
 # Bytes of a huge page on x86 and most ARM kernels.
 _HUGE = 1 << 21
@@ -75,14 +87,75 @@ class Arena:
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
+class MappedFile(mmap.mmap):
+    """A file mapped privately, for as long as a tensor views it: what is written to the views never reaches the file.
+
+    Its descriptor stays open, so that a change of the mapped content can be told from a new file of the same name.
+
+    Raises:
+        ValueError: the file has fewer bytes than ``size``.
+    """
+
+    path: Path
+    _descriptor: int
+    _fingerprint: tuple[int, int]
+
+    def __new__(cls, path: Path, size: int) -> Self:
+        """Map the first ``size`` bytes."""
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_COPY)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self.path, self._descriptor = path, descriptor
+        self._fingerprint = self._look()
+        weakref.finalize(self, os.close, descriptor)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self))
+        _mappings[address] = self
+        return self
+
+    def _look(self) -> tuple[int, int]:
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    def check_unchanged(self) -> None:
+        """Refuse a file that was changed in place since it was mapped: views of it show a mixture.
+
+        A new file that was put under the same name is none of this mapping's business, which keeps the old content.
+
+        Raises:
+            FileChangedError: it was.
+        """
+        if self._look() != self._fingerprint:
+            raise FileChangedError(
+                f"{self.path} was changed in place since it was mapped into memory; load the model again. Who replaces "
+                "files of weights should write a new file and rename it, as save_model does"
+            )
+
+
+# What is mapped is a fact about the address space, which a process has one of; entries go with their mapping.
+_mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
+
+
+def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
+    """The file that a tensor on the CPU is a view of; ``None`` if its memory is its own."""
+    if tensor.device.type != "cpu" or tensor.numel() == 0:
+        return None
+    address = tensor.untyped_storage().data_ptr()
+    for begin, mapping in list(_mappings.items()):
+        if begin <= address < begin + len(mapping):
+            return mapping
+    return None
+
+
 def map_file(path: Path, size: int) -> torch.Tensor:
     """The content of a file as 1-D uint8, mapped privately: what is written to it never reaches the file.
 
     Raises:
         ValueError: the file has fewer bytes.
     """
-    with open(path, "rb") as file:
-        return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
+    return torch.frombuffer(MappedFile(path, size), dtype=torch.uint8)
 
 
 def populate(mapped: torch.Tensor) -> bool:
