@@ -6,6 +6,20 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_ckpt": [
+            "calculate_maximum_sizes",
+            "check_nothing_on_meta",
+            "compute_module_sizes",
+            "compute_module_total_buffer_size",
+            "convert_file_size_to_int",
+            "dtype_byte_size",
+            "find_tied_parameters",
+            "get_max_layer_size",
+            "get_non_persistent_buffers",
+            "named_module_tensors",
+            "retie_parameters",
+            "set_module_tensor_to_device",
+        ],
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",
@@ -13,5 +27,6 @@ __getattr__, __dir__, __all__ = attach(
             "PipelineError",
             "QuantizationError",
         ],
+        "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
     },
 )

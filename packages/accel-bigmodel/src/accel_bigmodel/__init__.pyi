@@ -4,5 +4,19 @@ from accel_bigmodel.errors import DeviceMapError as DeviceMapError
 from accel_bigmodel.errors import OffloadError as OffloadError
 from accel_bigmodel.errors import PipelineError as PipelineError
 from accel_bigmodel.errors import QuantizationError as QuantizationError
+from accel_bigmodel.meta import init_empty_weights as init_empty_weights
+from accel_bigmodel.meta import init_on_device as init_on_device
+from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes
+from accel_ckpt import check_nothing_on_meta as check_nothing_on_meta
+from accel_ckpt import compute_module_sizes as compute_module_sizes
+from accel_ckpt import compute_module_total_buffer_size as compute_module_total_buffer_size
+from accel_ckpt import convert_file_size_to_int as convert_file_size_to_int
+from accel_ckpt import dtype_byte_size as dtype_byte_size
+from accel_ckpt import find_tied_parameters as find_tied_parameters
+from accel_ckpt import get_max_layer_size as get_max_layer_size
+from accel_ckpt import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_ckpt import named_module_tensors as named_module_tensors
+from accel_ckpt import retie_parameters as retie_parameters
+from accel_ckpt import set_module_tensor_to_device as set_module_tensor_to_device
 
 __all__: list[str]

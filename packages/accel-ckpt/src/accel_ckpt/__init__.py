@@ -49,9 +49,11 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.manifest": ["MANIFEST_NAME", "Manifest"],
         "accel_ckpt.model": ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"],
         "accel_ckpt.modules.sizes": [
+            "calculate_maximum_sizes",
             "compute_module_sizes",
             "compute_module_total_buffer_size",
             "dtype_byte_size",
+            "get_max_layer_size",
         ],
         "accel_ckpt.modules.tensors": [
             "check_nothing_on_meta",

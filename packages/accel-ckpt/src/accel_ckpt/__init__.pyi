@@ -46,9 +46,11 @@ from accel_ckpt.model import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accel_ckpt.model import load as load
 from accel_ckpt.model import save as save
 from accel_ckpt.model import save_model as save_model
+from accel_ckpt.modules.sizes import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_ckpt.modules.sizes import compute_module_sizes as compute_module_sizes
 from accel_ckpt.modules.sizes import compute_module_total_buffer_size as compute_module_total_buffer_size
 from accel_ckpt.modules.sizes import dtype_byte_size as dtype_byte_size
+from accel_ckpt.modules.sizes import get_max_layer_size as get_max_layer_size
 from accel_ckpt.modules.tensors import check_nothing_on_meta as check_nothing_on_meta
 from accel_ckpt.modules.tensors import get_non_persistent_buffers as get_non_persistent_buffers
 from accel_ckpt.modules.tensors import named_module_tensors as named_module_tensors

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 
 import torch
 from torch import nn
@@ -12,26 +14,51 @@ from torch import nn
 from accel_ckpt.modules.tensors import named_module_tensors
 from accel_ckpt.tensors import parse_dtype
 
-__all__ = ["compute_module_sizes", "compute_module_total_buffer_size", "dtype_byte_size"]
+__all__ = [
+    "calculate_maximum_sizes",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "dtype_byte_size",
+    "get_max_layer_size",
+]
+
+DType = torch.dtype | str | Enum
+"""A dtype, its name, or a member of an enum whose value is its name, as ``CustomDtype.FP8``."""
+
+# "fp8" stands for any of the 8-bit floats; PyTorch has no dtype of that name.
+_NAMES_OF_KINDS = {"fp8": 1.0}
 
 
-def dtype_byte_size(dtype: torch.dtype | str) -> float:
-    """Bytes per element. Booleans count as 1/8; names such as ``"int4"`` and ``"int2"`` count their bits."""
-    if dtype == torch.bool:
+def dtype_byte_size(dtype: DType) -> float:
+    """Bytes per number, by the bits that its dtype names: 1/8 for booleans, 1/2 for ``int4`` and also for
+    ``float4_e2m1fn_x2``, an element of which is a byte with two numbers in it.
+
+    PyTorch stores a boolean, and a plain tensor of such a dtype stores each element, in a whole byte; the sizes
+    of tensors that exist are counted so.
+
+    Raises:
+        ValueError: there is no such dtype.
+    """
+    name = dtype.value if isinstance(dtype, Enum) else dtype
+    if name in _NAMES_OF_KINDS:
+        return _NAMES_OF_KINDS[name]
+    found = parse_dtype(name)
+    if found == torch.bool:
         return 1 / 8
-    if isinstance(dtype, torch.dtype):
-        return dtype.itemsize
-    bits = re.search(r"int(\d+)$", dtype)
-    return int(bits.group(1)) / 8 if bits else parse_dtype(dtype).itemsize
+    bits = re.search(r"[a-z](\d+)", str(found).removeprefix("torch."))
+    assert bits is not None, f"the name of {found} holds no number of bits"
+    return int(bits.group(1)) / 8
 
 
 def compute_module_sizes(
     model: nn.Module,
-    dtype: str | torch.dtype | None = None,
-    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every submodule and tensor by name; ``""`` is the total.
+    """Bytes of every submodule and tensor by name; ``""`` is the total, and a name that is not there counts 0.
+
+    A tied parameter is counted once, under the first of its names.
 
     Args:
         model: the module, on any device.
@@ -39,28 +66,81 @@ def compute_module_sizes(
         special_dtypes: dtypes of single tensors by name; they go before ``dtype``.
         buffers_only: leave out the parameters.
     """
-    cap = None if dtype is None else dtype_byte_size(parse_dtype(dtype))
+    cap = None if dtype is None else dtype_byte_size(dtype)
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in _tensors(model, buffers_only):
+        size = float(_bytes(tensor))
         if special_dtypes is not None and name in special_dtypes:
             size = tensor.numel() * dtype_byte_size(special_dtypes[name])
-        elif cap is None or not tensor.dtype.is_floating_point:
-            size = tensor.numel() * tensor.element_size()
-        else:
-            size = tensor.numel() * min(cap, tensor.element_size())
+        elif cap is not None and tensor.dtype.is_floating_point:
+            size = min(size, tensor.numel() * cap)
         parts = name.split(".")
         for depth in range(len(parts) + 1):
-            sizes[".".join(parts[:depth])] += int(size)
+            sizes[".".join(parts[:depth])] += math.ceil(size)
     return sizes
 
 
 def compute_module_total_buffer_size(
     model: nn.Module,
-    dtype: str | torch.dtype | None = None,
-    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    dtype: DType | None = None,
+    special_dtypes: Mapping[str, DType] | None = None,
 ) -> int:
     """Bytes of all buffers; the arguments are those of ``compute_module_sizes``."""
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True).get("", 0)
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, nn.Module | torch.Tensor]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str],
+) -> tuple[int, list[str]]:
+    """The size of the largest layer, and the names of all layers of that size.
+
+    A layer is a module without children, one whose class is not to be split, or a single tensor of ``modules``.
+
+    Args:
+        modules: names, and the modules or tensors to search.
+        module_sizes: bytes by name, as from ``compute_module_sizes``.
+        no_split_module_classes: names of classes.
+    """
+    largest = 0
+    names: list[str] = []
+    rest = list(reversed(modules))
+    while rest:
+        name, module = rest.pop()
+        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if children and type(module).__name__ not in no_split_module_classes:
+            rest += [(f"{name}.{child}", part) for child, part in reversed(children)]
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, []
+        if size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """The bytes of a model, and those of its largest layer with the names of the layers of that size.
+
+    Classes that transformers lists in ``_no_split_modules`` are layers.
+    """
+    sizes = compute_module_sizes(model)
+    parts: list[tuple[str, nn.Module | torch.Tensor]] = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes that a tensor's elements take; those of the tensors inside, where it wraps others (quantised)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        names, _ = flatten()
+        return sum(_bytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
 
 
 def _tensors(model: nn.Module, buffers_only: bool) -> Iterator[tuple[str, torch.Tensor]]:

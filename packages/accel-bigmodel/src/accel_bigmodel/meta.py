@@ -1,0 +1,158 @@
+"""Building models without memory for their weights.
+
+Registering a parameter or buffer passes through PyTorch's global registration hooks. The pair that this module
+installs acts only inside of its context managers, and there only for the thread that entered them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks_of_torch
+from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_ckpt.modules.tensors import rewrap
+from accel_state import environment
+
+__all__ = ["init_empty_weights", "init_on_device"]
+
+_INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
+    """Inside of this context new modules have their parameters on the meta device: shapes, but no memory.
+
+    Args:
+        include_buffers: put buffers there too, but only those that checkpoints hold. The values of non-persistent
+            buffers are kept: nothing but the constructor could make them again. By default the variable
+            ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or else False.
+
+    Example:
+        >>> with init_empty_weights():
+        ...     model = torch.nn.Linear(100_000, 100_000)
+        >>> model.weight.device
+        device(type='meta')
+
+    A parameter keeps its class, its attributes and ``requires_grad``, and one that is registered under two names
+    stays one parameter. ``load_checkpoint_and_dispatch`` fills the model.
+    """
+    with init_on_device(torch.device("meta"), include_buffers):
+        yield
+
+
+@contextmanager
+def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+    """Inside of this context new modules have their parameters on ``device``. The innermost context counts.
+
+    Args:
+        device: where they go.
+        include_buffers: put buffers there too; on the meta device, the persistent ones. On other devices every
+            tensor that is made in the context without a device is made there, as under ``with device:``. By
+            default the variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or else False.
+
+    Raises:
+        RuntimeError: there is no such device.
+    """
+    if include_buffers is None:
+        include_buffers = environment.parse_flag_from_env(_INCLUDE_BUFFERS, False)
+    target = torch.empty(0, device=device).device  # with its index
+    placement = _Placement(target, include_buffers)
+    everything = target if include_buffers and target.type != "meta" else nullcontext()
+    _install()
+    token = _placement.set(placement)
+    try:
+        with everything:
+            yield
+    finally:
+        _placement.reset(token)
+        placement.empty_buffers()
+
+
+class _Placement:
+    """What one context does to the parameters and buffers that are registered in it."""
+
+    def __init__(self, device: torch.device, include_buffers: bool) -> None:
+        self._device = device
+        self._include_buffers = include_buffers
+        # Tensor as it was registered → what stands for it, so that ties stay ties.
+        self._moved = WeakIdKeyDictionary()
+        self._last: nn.Module | None = None
+
+    def parameter(self, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.device == self._device:
+            return None
+        if parameter not in self._moved:
+            self._moved[parameter] = self._move_parameter(parameter)
+        moved: nn.Parameter = self._moved[parameter]
+        return moved
+
+    def _move_parameter(self, parameter: Any) -> nn.Parameter:
+        if is_lazy(parameter):  # neither shape nor data yet
+            kind = type(parameter)
+            lazy: nn.Parameter = kind(parameter.requires_grad, self._device, parameter.dtype)
+            return lazy
+        return rewrap(parameter, parameter.detach().to(self._device))
+
+    def buffer(self, module: nn.Module, buffer: torch.Tensor | None) -> torch.Tensor | None:
+        if not self._include_buffers:
+            return None
+        if self._device.type != "meta":
+            return None if buffer is None else self._move_buffer(buffer)
+        # Whether a buffer is persistent is only known after its registration, so the buffers of a module are
+        # emptied when the next module registers one. Until then their values are there for the constructor.
+        if module is not self._last:
+            self.empty_buffers()
+            self._last = module
+        return None
+
+    def empty_buffers(self) -> None:
+        """Move the persistent buffers of the module that registered last to the meta device."""
+        if self._last is None:
+            return
+        for name, buffer in self._last._buffers.items():
+            hidden = name in self._last._non_persistent_buffers_set
+            if not (buffer is None or hidden or is_lazy(buffer)):
+                self._last._buffers[name] = self._move_buffer(buffer)
+        self._last = None
+
+    def _move_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        if buffer not in self._moved:
+            self._moved[buffer] = buffer.to(self._device)
+        moved: torch.Tensor = self._moved[buffer]
+        return moved
+
+
+# A context variable: each thread has its own, and contexts nest.
+_placement: ContextVar[_Placement | None] = ContextVar("accel_bigmodel_placement", default=None)
+_installing = threading.Lock()
+
+
+def _parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    placement = _placement.get()
+    return None if placement is None else placement.parameter(parameter)
+
+
+def _buffer_hook(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
+    placement = _placement.get()
+    return None if placement is None else placement.buffer(module, buffer)
+
+
+def _install() -> None:
+    """Install the two hooks, once per process.
+
+    They stay, and do nothing outside of a context: PyTorch iterates over its hooks while it registers, and
+    removing one would fail a registration that another thread is in the midst of.
+    """
+    with _installing:
+        if _parameter_hook not in hooks_of_torch._global_parameter_registration_hooks.values():
+            # PyTorch declares hooks that return None, and documents ones that return a replacement.
+            hooks_of_torch.register_module_parameter_registration_hook(_parameter_hook)  # type: ignore[arg-type]
+            hooks_of_torch.register_module_buffer_registration_hook(_buffer_hook)  # type: ignore[arg-type]
