@@ -96,7 +96,7 @@ class _Placement:
 
     def _move_parameter(self, parameter: Any) -> nn.Parameter:
         if is_lazy(parameter):  # neither shape nor data yet
-            kind = type(parameter)
+            kind: Any = parameter.__class__
             lazy: nn.Parameter = kind(parameter.requires_grad, self._device, parameter.dtype)
             return lazy
         return rewrap(parameter, parameter.detach().to(self._device))
