@@ -11,6 +11,7 @@ from torch import nn
 from accel_ckpt import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FileChangedError,
     LoadReport,
     StateMismatchError,
     UninitializedTensorError,
@@ -291,6 +292,7 @@ def test_t31_buffers_that_no_checkpoint_holds(tmp_path):
     meta = on_meta(WithTable)
     with pytest.raises(UninitializedTensorError, match=r"No checkpoint holds table.*include_buffers=False"):
         load_checkpoint_in_model(meta, tmp_path)
+    assert meta.linear.weight.device.type == "meta"  # nothing was changed
     meta = on_meta(WithTable)
     meta.table = torch.arange(4.0)
     load_checkpoint_in_model(meta, tmp_path)
@@ -298,6 +300,19 @@ def test_t31_buffers_that_no_checkpoint_holds(tmp_path):
 
 
 # damage
+
+
+def test_files_that_are_replaced_during_a_load(tmp_path):
+    save_model(Net(), tmp_path, max_shard_size="40B")
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    shard = tmp_path / index["weight_map"]["head.bias"]
+    source = open_weights(tmp_path)
+    source.tensor("body.0.weight")
+    before = shard.read_bytes()
+    shard.unlink()
+    shard.write_bytes(before)
+    with pytest.raises(FileChangedError, match=f"{shard.name}.*may be a mixture"):
+        source.finish()
 
 
 def test_an_index_that_promises_what_is_not_there(tmp_path):

@@ -41,10 +41,8 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "accel_ckpt.loading": [
             "LoadReport",
-            "WeightSource",
             "load_checkpoint_in_model",
             "load_state_dict",
-            "open_weights",
         ],
         "accel_ckpt.manifest": ["MANIFEST_NAME", "Manifest"],
         "accel_ckpt.model": ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"],
@@ -69,5 +67,6 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.saving": ["Tree", "save_training_state"],
         "accel_ckpt.state": ["TrainingCheckpoint", "open_training_state"],
         "accel_ckpt.tensors": ["clean_state_dict_for_safetensors", "id_tensor_storage"],
+        "accel_ckpt.weights": ["WeightSource", "open_weights"],
     },
 )

@@ -36,10 +36,8 @@ from accel_ckpt.index import SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME
 from accel_ckpt.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ckpt.index import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ckpt.loading import LoadReport as LoadReport
-from accel_ckpt.loading import WeightSource as WeightSource
 from accel_ckpt.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_ckpt.loading import load_state_dict as load_state_dict
-from accel_ckpt.loading import open_weights as open_weights
 from accel_ckpt.manifest import MANIFEST_NAME as MANIFEST_NAME
 from accel_ckpt.manifest import Manifest as Manifest
 from accel_ckpt.model import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
@@ -72,5 +70,7 @@ from accel_ckpt.state import TrainingCheckpoint as TrainingCheckpoint
 from accel_ckpt.state import open_training_state as open_training_state
 from accel_ckpt.tensors import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensors import id_tensor_storage as id_tensor_storage
+from accel_ckpt.weights import WeightSource as WeightSource
+from accel_ckpt.weights import open_weights as open_weights
 
 __all__: list[str]

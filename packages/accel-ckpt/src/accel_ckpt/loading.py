@@ -4,31 +4,41 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from accel_ckpt import hub
-from accel_ckpt.convert.sources import find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers, rewrap
 from accel_ckpt.modules.ties import parent_and_leaf
 from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.reader import MappedShard, read_pickled, read_pickled_weights
+from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
+from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
 from accel_state.errors import NotAvailableError
-from accel_state.process import PartialState
 
-__all__ = ["LoadReport", "WeightSource", "load_checkpoint_in_model", "load_state_dict", "open_weights"]
+__all__ = [
+    "LoadReport",
+    "Placer",
+    "Step",
+    "Target",
+    "assign",
+    "load_checkpoint_in_model",
+    "load_state_dict",
+    "load_weights",
+]
 
 Device = int | str | torch.device
 DeviceMap = Mapping[str, Device]
+T = TypeVar("T")
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,114 +54,6 @@ class LoadReport:
     dtype that cannot be converted without loss of meaning (complex to real, floating to integer); or with other
     values than a name that the model ties with it.
     """
-
-
-class WeightSource(Protocol):
-    """Tensors of a checkpoint by name; shapes are known before anything is read."""
-
-    @property
-    def about(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of every tensor."""
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; a private view of the mapped file where possible."""
-
-
-class _MappedWeights:
-    def __init__(self, files: WeightFiles) -> None:
-        self.homes: dict[str, tuple[MappedShard | dict[str, torch.Tensor], str]] = {}
-        for path in files.files:
-            for name, home in _open_file(path):
-                if files.weight_map is None or files.weight_map.get(name, path) == path:
-                    self.homes[name] = (home[0], home[1])
-        absent = sorted(name for name in files.weight_map or () if name not in self.homes)
-        if absent:
-            raise CorruptCheckpointError(
-                f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but "
-                f"they are not"
-            )
-        self.about = {name: _about(shard, key) for name, (shard, key) in self.homes.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        shard, key = self.homes[name]
-        return shard.tensor(key) if isinstance(shard, MappedShard) else shard[key]
-
-
-def _open_file(path: Path) -> list[tuple[str, tuple[Any, str]]]:
-    if path.suffix == ".safetensors":
-        shard = MappedShard(path)
-        names = {**{name: name for name in shard.header.entries}, **shard.header.aliases}
-        return [(name, (shard, key)) for name, key in names.items()]
-    content = read_pickled_weights(path)
-    return [(name, (content, name)) for name in content]
-
-
-def _about(shard: MappedShard | dict[str, torch.Tensor], key: str) -> tuple[torch.Size, torch.dtype]:
-    if isinstance(shard, MappedShard):
-        entry = shard.header.entries[key]
-        return torch.Size(entry.shape), entry.dtype
-    return shard[key].shape, shard[key].dtype
-
-
-class _BroadcastWeights:
-    """The weights that rank 0 has opened; every ``tensor`` is a collective."""
-
-    def __init__(
-        self,
-        checkpoint: str | os.PathLike[str],
-        coordinator: Coordinator,
-        revision: str | None,
-        token: str | bool | None,
-    ) -> None:
-        self.opened: WeightSource | None = None
-
-        def open_on_rank_0() -> Any:
-            if coordinator.rank == 0:
-                self.opened = open_weights(checkpoint, revision=revision, token=token)
-                return dict(self.opened.about)
-            return None
-
-        told = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
-        self.about: Mapping[str, tuple[torch.Size, torch.dtype]] = told[0]
-
-    def tensor(self, name: str) -> torch.Tensor:
-        import torch.distributed as dist
-
-        from accel_state.collectives import broadcast
-
-        shape, dtype = self.about[name]
-        on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
-        device = torch.device("cpu") if on_host else PartialState().device
-        value = (
-            self.opened.tensor(name).to(device)
-            if self.opened is not None
-            else torch.empty(shape, dtype=dtype, device=device)
-        )
-        received: torch.Tensor = broadcast(value)
-        return received
-
-
-def open_weights(
-    checkpoint: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
-) -> WeightSource:
-    """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
-    yet.
-
-    Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
-
-    Args:
-        checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
-        revision: of the repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
-    """
-    if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
-        checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
-    elif revision is not None or token is not None:
-        raise ValueError(
-            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
-        )
-    source = find_source(Path(checkpoint))
-    return _MappedWeights(source) if isinstance(source, WeightFiles) else open_pieces(source)
 
 
 def load_state_dict(
@@ -172,7 +74,7 @@ def load_state_dict(
     if path.suffix != ".safetensors":
         content = read_pickled(path)
         return dict(content) if isinstance(content, Mapping) else content
-    source = _MappedWeights(WeightFiles((path,)))
+    source = MappedWeights(WeightFiles((path,)))
     kind = MappedShard(path).header.metadata.get("format")
     if kind is None:
         warnings.warn(
@@ -270,31 +172,8 @@ def load_checkpoint_in_model(
             "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it "
             "at True"
         )
-    wanted = None if dtype is None else parse_dtype(dtype)
-
-    def dtype_for(name: str, old: torch.Tensor, new: torch.Tensor) -> torch.dtype:
-        if not new.dtype.is_floating_point:
-            return old.dtype if wanted is None else new.dtype
-        if wanted == torch.float16 and any(part in (keep_in_fp32_modules or ()) for part in name.split(".")):
-            return torch.float32
-        return wanted or old.dtype
-
-    coordinator = default_coordinator() if broadcast_from_rank0 else SingleProcess()
-    source: WeightSource
-    source = (
-        _BroadcastWeights(checkpoint, coordinator, revision, token)
-        if coordinator.world_size > 1
-        else open_weights(checkpoint, revision=revision, token=token)
-    )
-    targets = _targets(model)
-    report, steps = _compare(source, targets)
-    run_together(lambda: _judge(report, checkpoint, strict), coordinator, doing=f"loading {checkpoint}")
-    _fill(model, source, steps, device, dtype_for)
-    if device is not None:
-        _move_rest(model, device)
-    if strict is not False:
-        check_nothing_on_meta(model)
-    return report
+    placer = Placer(device, dtype, keep_in_fp32_modules or ())
+    return load_weights(model, checkpoint, placer, strict, broadcast_from_rank0, revision, token)
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
@@ -310,15 +189,182 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     return torch.device(device_map[""])
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
+@dataclass(frozen=True, slots=True, eq=False)
+class Target:
     """A tensor of the model and all its names there."""
 
     tensor: torch.Tensor
     names: tuple[str, ...]
 
 
-def _targets(model: nn.Module) -> dict[str, _Target]:
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A tensor of the checkpoint that a tensor of the model gets its values from."""
+
+    source: str
+    """Name in the checkpoint."""
+    saved: torch.dtype
+    target: Target
+
+
+class Placer:
+    """Where the tensors of a model go, and as which dtype. This one: all to one device, or each stays where it is.
+
+    Args:
+        device: where all go; ``None``: those with values stay, the others go to the CPU.
+        dtype: of floating tensors; ``None``: that of the model's tensor.
+        keep_in_fp32: with ``dtype`` float16, parts of names whose tensors become float32.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        keep_in_fp32: Collection[str] = (),
+    ) -> None:
+        self.device = device
+        self._dtype = None if dtype is None else parse_dtype(dtype)
+        self._keep_in_fp32 = frozenset(keep_in_fp32)
+        self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
+
+    def home(self, target: Target) -> torch.device | None:
+        """The device of a tensor; ``None``: it is not loaded here."""
+        if self.device is not None:
+            return self.device
+        old = target.tensor.device
+        return CPU if old.type == "meta" else old
+
+    def dtype(self, step: Step) -> torch.dtype:
+        """The dtype that a tensor gets."""
+        old = step.target.tensor.dtype
+        if not step.saved.is_floating_point:
+            return old if self._dtype is None else step.saved
+        if self._dtype == torch.float16 and self._keep_in_fp32:
+            name = step.target.names[0]
+            return torch.float32 if self._keep_in_fp32.intersection(name.split(".")) else torch.float16
+        return self._dtype or old
+
+    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> None:
+        """Refuse what cannot be done, before anything is read or changed."""
+
+    def put(self, model: nn.Module, step: Step, value: torch.Tensor) -> None:
+        """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
+        old, home, dtype = step.target.tensor, self.home(step.target), self.dtype(step)
+        if (old.device, old.dtype) == (home, dtype):
+            with torch.no_grad():
+                old.copy_(value)
+        else:
+            assign(model, step.target, self.own(value.to(home, dtype)))
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """The value, or a copy if a tensor of the model has its memory already."""
+        address = value.data_ptr()
+        if address in self._taken and value.numel():
+            return value.clone()
+        self._taken.add(address)
+        return value
+
+    def finish(self, model: nn.Module) -> None:
+        """What is to be done when all tensors of the checkpoint are in the model."""
+        if self.device is not None:
+            for tensor in (*model.parameters(), *model.buffers()):
+                if tensor.device.type != "meta" and tensor.device != self.device:
+                    tensor.data = tensor.data.to(self.device)
+
+
+def assign(model: nn.Module, target: Target, value: torch.Tensor) -> None:
+    """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
+    old = target.tensor
+    if old.device.type != "meta":
+        old.data = value
+        return
+    wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
+    for name in target.names:
+        owner, leaf = parent_and_leaf(model, name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = wrapped  # type: ignore[assignment]
+        else:
+            owner._buffers[leaf] = wrapped
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    placer: Placer,
+    strict: bool | None = None,
+    broadcast_from_rank0: bool = False,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    *,
+    progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
+) -> LoadReport:
+    """Load weights into a model, wherever a placer puts them.
+
+    Everything is compared, and refused on all ranks together, before a tensor is read or the model changed.
+
+    Args:
+        model: changed in place.
+        checkpoint: as in :func:`load_checkpoint_in_model`, and so the others.
+        placer: where tensors go.
+        strict: what is an error.
+        broadcast_from_rank0: rank 0 reads and sends.
+        revision: of a repository.
+        token: for a repository.
+        progress: what iterates over the steps, to show how far it is.
+    """
+    coordinator = default_coordinator() if broadcast_from_rank0 else SingleProcess()
+    doing = f"loading {checkpoint}"
+    source: WeightSource
+    if coordinator.world_size > 1:
+        source = BroadcastWeights(checkpoint, coordinator, revision, token)
+    else:
+        source = open_weights(checkpoint, revision=revision, token=token)
+    plan = _together(lambda: _compare(source, _targets(model)), coordinator, doing)
+    differing = source.differing([*plan.ties])
+    steps = [step for step in plan.steps if placer.home(step.target) is not None]
+
+    def judge() -> LoadReport:
+        wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
+        report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
+        _judge(report, checkpoint, strict)
+        if strict is not False:
+            check_nothing_on_meta(
+                model, but=lambda name, tensor: id(tensor) in filled or is_left_out(name, tensor)
+            )
+        placer.prepare(source, steps)
+        return report
+
+    filled = {id(step.target.tensor) for step in steps}
+
+    def is_left_out(name: str, tensor: torch.Tensor) -> bool:
+        return placer.home(Target(tensor, (name,))) is None
+
+    report = _together(judge, coordinator, doing)
+    _warn(report, checkpoint)
+    source.begin([step.source for step in steps])
+
+    def fill() -> None:
+        try:
+            for step in progress(steps):
+                placer.put(model, step, source.tensor(step.source).detach())
+        except Exception:
+            source.finish()  # other ranks wait for this one's part
+            raise
+        source.finish()
+        placer.finish(model)
+
+    _together(fill, coordinator, doing)
+    return report
+
+
+def _together(function: Callable[[], T], coordinator: Coordinator, doing: str) -> T:
+    """Call a function on every rank, or raise on all; returns this rank's result."""
+    results: list[T] = []
+    run_together(lambda: results.append(function()), coordinator, doing=doing)
+    return results[0]
+
+
+def _targets(model: nn.Module) -> dict[str, Target]:
     """Every tensor that a state dict of the model holds, by canonical name; tied names share a target."""
     hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
     tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
@@ -335,34 +381,44 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
                 "clone() it when the model is built"
             )
         groups.setdefault(id(tensor), []).append(name)
-    shared = {key: _Target(tensors[names[0]], tuple(names)) for key, names in groups.items()}
+    shared = {key: Target(tensors[names[0]], tuple(names)) for key, names in groups.items()}
     return canonical_state_dict({name: shared[id(tensor)] for name, tensor in tensors.items()}, model)
 
 
-def _compare(
-    source: WeightSource, targets: Mapping[str, _Target]
-) -> tuple[LoadReport, list[tuple[str, _Target]]]:
-    names = _names_as_in(source.about, targets)
-    mismatched, steps, provided = [], [], set()
-    filled: dict[int, str] = {}
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    report: LoadReport
+    steps: list[Step]
+    ties: dict[tuple[str, str], str]
+    """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
+
+
+def _compare(source: WeightSource, targets: Mapping[str, Target]) -> _Plan:
+    about = source.about
+    names = _names_as_in(about, targets)
+    mismatched, unexpected = [], []
+    steps: dict[int, Step] = {}
+    ties: dict[tuple[str, str], str] = {}
+    provided = set()
     for raw, name in names.items():
         target = targets.get(name)
         if target is None:
+            unexpected.append(raw)
             continue
-        shape, dtype = source.about[raw]
-        provided.add(id(target))
+        shape, dtype = about[raw]
+        key = id(target)
+        provided.add(key)
         if shape != target.tensor.shape:
             mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(target.tensor.shape)}")
         elif _loses_values(dtype, target.tensor.dtype):
             mismatched.append(f"{name}: {dtype} instead of {target.tensor.dtype}")
-        elif id(target) not in filled:
-            filled[id(target)] = raw
-            steps.append((raw, target))
-        elif not torch.equal(source.tensor(raw), source.tensor(filled[id(target)])):
-            mismatched.append(f"{name}: other values than {filled[id(target)]}, with which the model ties it")
+        elif key not in steps:
+            steps[key] = Step(raw, dtype, target)
+        else:
+            first = steps[key].source
+            ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
     missing = [name for name, target in targets.items() if id(target) not in provided]
-    unexpected = [raw for raw, name in names.items() if name not in targets]
-    return LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched)), steps
+    return _Plan(LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched)), [*steps.values()], ties)
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
@@ -390,14 +446,11 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
 
 
 def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
-    kinds = {
-        "missing": ("is not in the checkpoint", report.missing),
-        "mismatched": ("has another shape, kind of dtype or value", report.mismatched),
-        "unexpected": ("is not in the model", report.unexpected),
-    }
-    fatal = {True: {*kinds}, None: {"missing", "mismatched"}, False: set[str]()}[strict]
+    fatal = {True: {*_PROBLEMS}, None: {"missing", "mismatched"}, False: set[str]()}[strict]
     errors = [
-        f"{what}: {', '.join(names)}" for kind, (what, names) in kinds.items() if names and kind in fatal
+        f"{what}: {', '.join(getattr(report, kind))}"
+        for kind, what in _PROBLEMS.items()
+        if getattr(report, kind) and kind in fatal
     ]
     if errors:
         raise StateMismatchError(
@@ -405,58 +458,26 @@ def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
             + "; ".join(errors)
             + ". Nothing was changed; strict=False loads what matches and reports the rest"
         )
-    for kind, (what, names) in kinds.items():
-        if names and kind == "unexpected":
+
+
+_PROBLEMS = {
+    "missing": "is not in the checkpoint",
+    "mismatched": "has another shape, kind of dtype or value",
+    "unexpected": "is not in the model",
+}
+
+
+def _warn(report: LoadReport, checkpoint: object) -> None:
+    level = 4  # whoever called load_checkpoint_in_model
+    for kind in ("missing", "mismatched"):
+        if names := getattr(report, kind):
             warnings.warn(
-                f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
-                f"tensors of "
-                f"these names: {', '.join(names)}",
-                stacklevel=3,
+                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {', '.join(names)}",
+                stacklevel=level,
             )
-        elif names:
-            warnings.warn(
-                f"{checkpoint} does not fill the whole model; {what}: {', '.join(names)}", stacklevel=3
-            )
-
-
-def _fill(
-    model: nn.Module,
-    source: WeightSource,
-    steps: Sequence[tuple[str, _Target]],
-    device: torch.device | None,
-    dtype_for: Callable[[str, torch.Tensor, torch.Tensor], torch.dtype],
-) -> None:
-    taken: set[int] = set()  # memory that a tensor of the model already uses as its own
-    for raw, target in steps:
-        old = target.tensor
-        value = source.tensor(raw).detach()
-        home = device or (old.device if old.device.type != "meta" else torch.device("cpu"))
-        dtype = dtype_for(target.names[0], old, value)
-        if (old.device, old.dtype) == (home, dtype):
-            with torch.no_grad():
-                old.copy_(value)
-            continue
-        new = value.to(home, dtype)
-        if new.numel() and new.data_ptr() in taken:
-            new = new.clone()
-        taken.add(new.data_ptr())
-        if old.device.type == "meta":
-            _assign(model, target, new)
-        else:
-            old.data = new
-
-
-def _assign(model: nn.Module, target: _Target, value: torch.Tensor) -> None:
-    wrapped = rewrap(target.tensor, value) if isinstance(target.tensor, nn.Parameter) else value
-    for name in target.names:
-        owner, leaf = parent_and_leaf(model, name)
-        if leaf in owner._parameters:
-            owner._parameters[leaf] = wrapped  # type: ignore[assignment]
-        else:
-            owner._buffers[leaf] = wrapped
-
-
-def _move_rest(model: nn.Module, device: torch.device) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.device.type != "meta" and tensor.device != device:
-            tensor.data = tensor.data.to(device)
+    if report.unexpected:
+        warnings.warn(
+            f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
+            f"tensors of these names: {', '.join(report.unexpected)}",
+            stacklevel=level,
+        )

@@ -203,6 +203,11 @@ class MappedShard:
         if xxh3 is not None:
             check_digest(path, _mapped_digest(self._map()) or file_digest(path), xxh3)
 
+    def is_view(self, name: str) -> bool:
+        """Whether the file aligns a tensor, so that it can be used where it stands."""
+        entry = self.header.entries[name]
+        return entry.offset % entry.dtype.itemsize == 0
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
         it.

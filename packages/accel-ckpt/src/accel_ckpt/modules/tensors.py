@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -158,13 +158,19 @@ def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     return new
 
 
-def check_nothing_on_meta(model: nn.Module) -> None:
+def check_nothing_on_meta(
+    model: nn.Module, *, but: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False
+) -> None:
     """Refuse a model that still has tensors without values.
+
+    Args:
+        model: the model.
+        but: whether a tensor may be without values.
 
     Raises:
         UninitializedTensorError: names them, and says what fills them.
     """
-    left = [name for name, tensor in _all_tensors(model) if tensor.device.type == "meta"]
+    left = [n for n, tensor in _all_tensors(model) if tensor.device.type == "meta" and not but(n, tensor)]
     if not left:
         return
     hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)

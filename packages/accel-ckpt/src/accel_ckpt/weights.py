@@ -1,0 +1,279 @@
+"""Opening the weights of a checkpoint: names, shapes and dtypes first, values one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import xxhash
+
+from accel_ckpt import hub
+from accel_ckpt.convert.pieces import PiecedWeights
+from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
+from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
+from accel_ckpt.index import WeightFiles
+from accel_ckpt.reader import MappedShard, read_pickled_weights
+from accel_state.process import PartialState
+
+__all__ = ["BroadcastWeights", "MappedWeights", "WeightSource", "fingerprint_of", "open_weights"]
+
+About = Mapping[str, tuple[torch.Size, torch.dtype]]
+Pair = tuple[str, str]
+
+
+class WeightSource(Protocol):
+    """Tensors of a checkpoint by name; shapes are known before anything is read."""
+
+    @property
+    def about(self) -> About:
+        """Shape and dtype of every tensor."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Which files these are: changes with their paths, sizes, times of change and inodes."""
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether a tensor is a view of a mapped safetensors file, which needs no memory of its own."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU; a private view of the mapped file where possible."""
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal; of broadcast weights the answer for all ranks."""
+
+    def begin(self, names: Collection[str]) -> None:
+        """Say which tensors will be asked for, each once. Of broadcast weights a collective."""
+
+    def finish(self) -> None:
+        """Say that no more will be asked for.
+
+        Raises:
+            FileChangedError: the files are not those any more that were opened.
+        """
+
+
+def open_weights(
+    checkpoint: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
+) -> WeightSource:
+    """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
+    yet.
+
+    Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
+
+    Args:
+        checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
+    """
+    if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
+        checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
+    elif revision is not None or token is not None:
+        raise ValueError(
+            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
+        )
+    source = find_source(Path(checkpoint))
+    return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """What tells these files from any others, and from themselves once changed, without reading them."""
+    facts = []
+    for path in files:
+        status = path.stat()
+        facts.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino))
+    return xxhash.xxh3_128_hexdigest(repr(facts).encode("utf-8", "surrogateescape"))
+
+
+class _Files:
+    """What all weights in local files have in common."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.fingerprint = fingerprint_of(files)
+
+    def begin(self, names: Collection[str]) -> None:
+        """Nothing has to be prepared."""
+
+    def finish(self) -> None:
+        """Look at the files once more."""
+        if fingerprint_of(self._files) != self.fingerprint:
+            raise FileChangedError(
+                f"{', '.join(map(str, self._files))}: a file was changed or replaced while the weights were loaded, so "
+                "that they may be a mixture; load them again"
+            )
+
+
+def _differing(source: WeightSource, pairs: Sequence[Pair]) -> set[Pair]:
+    return {
+        (first, second)
+        for first, second in pairs
+        if not _are_equal(source.tensor(first), source.tensor(second))
+    }
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_memory = a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same_memory or torch.equal(a, b)
+
+
+class MappedWeights(_Files):
+    """Weights in whole files; of safetensors files they are views.
+
+    Args:
+        files: the files, and where the index says that each tensor is.
+    """
+
+    def __init__(self, files: WeightFiles) -> None:
+        super().__init__(files.files)
+        self.homes: dict[str, tuple[MappedShard | dict[str, torch.Tensor], str]] = {}
+        for path in files.files:
+            for name, shard, key in _open_file(path):
+                if files.weight_map is None or files.weight_map.get(name, path) == path:
+                    self.homes[name] = (shard, key)
+        absent = sorted(name for name in files.weight_map or () if name not in self.homes)
+        if absent:
+            raise CorruptCheckpointError(
+                f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but "
+                f"they are not"
+            )
+        self.about = {name: _about(shard, key) for name, (shard, key) in self.homes.items()}
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether the tensor is a view of a safetensors file."""
+        shard, key = self.homes[name]
+        return isinstance(shard, MappedShard) and shard.is_view(key)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU."""
+        shard, key = self.homes[name]
+        return shard.tensor(key) if isinstance(shard, MappedShard) else shard[key]
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal."""
+        return _differing(self, pairs)
+
+
+def _open_file(path: Path) -> Iterator[tuple[str, MappedShard | dict[str, torch.Tensor], str]]:
+    if path.suffix == ".safetensors":
+        shard = MappedShard(path)
+        yield from ((name, shard, name) for name in shard.header.entries)
+        yield from ((alias, shard, name) for alias, name in shard.header.aliases.items())
+    else:
+        content = read_pickled_weights(path)
+        yield from ((name, content, name) for name in content)
+
+
+def _about(shard: MappedShard | dict[str, torch.Tensor], key: str) -> tuple[torch.Size, torch.dtype]:
+    if isinstance(shard, MappedShard):
+        entry = shard.header.entries[key]
+        return torch.Size(entry.shape), entry.dtype
+    return shard[key].shape, shard[key].dtype
+
+
+class _PiecesOfWeights(_Files):
+    """Weights of which a file may hold a part only; each is put together in memory."""
+
+    def __init__(self, source: PiecedFolder) -> None:
+        super().__init__(source.files or sorted(path for path in source.folder.iterdir() if path.is_file()))
+        self._pieces: PiecedWeights = open_pieces(source)
+        self.about = self._pieces.about
+
+    def is_mapped(self, name: str) -> bool:
+        """No."""
+        return False
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._pieces.tensor(name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal."""
+        return _differing(self, pairs)
+
+
+class BroadcastWeights:
+    """The weights that rank 0 has opened; it sends those that any rank needs to all of them.
+
+    Every rank takes part in the same order, that of ``about``, whatever order it asks in: what comes before the
+    tensor that is asked for is kept if it will be.
+
+    Args:
+        checkpoint: what rank 0 opens; other ranks need not see it.
+        coordinator: the ranks.
+        revision: of a repository.
+        token: for a repository.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        coordinator: Coordinator,
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> None:
+        self._opened: WeightSource | None = None
+        self._coordinator = coordinator
+        self._stream: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._held: dict[str, torch.Tensor] = {}
+        self._needed: set[str] = set()
+
+        def open_on_rank_0() -> Any:
+            if coordinator.rank == 0:
+                self._opened = open_weights(checkpoint, revision=revision, token=token)
+                return dict(self._opened.about), self._opened.fingerprint
+            return None
+
+        told = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
+        self.about: About = told[0][0]
+        self.fingerprint: str = told[0][1]
+
+    def is_mapped(self, name: str) -> bool:
+        """On rank 0, which has the file."""
+        return self._opened is not None and self._opened.is_mapped(name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """The pairs of any rank that rank 0 finds to differ. Collective."""
+        asked = [tuple(pair) for answer in self._coordinator.exchange(list(pairs)) for pair in answer]
+        if not asked:
+            return set()
+        found = self._opened.differing(asked) if self._opened is not None else set()
+        first: set[Pair] = self._coordinator.exchange(found)[0]
+        return first
+
+    def begin(self, names: Collection[str]) -> None:
+        """Agree on what is sent. Collective."""
+        self._needed = set(names)
+        needed = set().union(*self._coordinator.exchange(self._needed))
+        self._stream = ((name, self._send(name)) for name in self.about if name in needed)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on the device that it was received on; on rank 0 a view of its file. Collective."""
+        while name not in self._held:
+            sent, value = next(self._stream)
+            if sent in self._needed:
+                self._held[sent] = value
+        return self._held.pop(name)
+
+    def finish(self) -> None:
+        """Take part in what the other ranks still need."""
+        for _ in self._stream:
+            pass
+        if self._opened is not None:
+            self._opened.finish()
+
+    def _send(self, name: str) -> torch.Tensor:
+        import torch.distributed as dist
+
+        from accel_state.collectives import broadcast
+
+        shape, dtype = self.about[name]
+        on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
+        device = torch.device("cpu") if on_host else PartialState().device
+        own = None if self._opened is None else self._opened.tensor(name)
+        value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device)
+        received: torch.Tensor = broadcast(value)
+        return received if own is None else own
