@@ -20,6 +20,7 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "set_module_tensor_to_device",
         ],
+        "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",

@@ -1,4 +1,6 @@
 from accel_bigmodel.__about__ import __version__ as __version__
+from accel_bigmodel.budget import available_host_memory as available_host_memory
+from accel_bigmodel.budget import get_max_memory as get_max_memory
 from accel_bigmodel.errors import BigModelError as BigModelError
 from accel_bigmodel.errors import DeviceMapError as DeviceMapError
 from accel_bigmodel.errors import OffloadError as OffloadError
