@@ -244,8 +244,9 @@ class Placer:
             return torch.float32 if self._keep_in_fp32.intersection(name.split(".")) else torch.float16
         return self._dtype or old
 
-    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> None:
-        """Refuse what cannot be done, before anything is read or changed."""
+    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
+        """Refuse what cannot be done, before anything is read or changed; returns the steps to do, in order."""
+        return steps
 
     def put(self, model: nn.Module, step: Step, value: torch.Tensor) -> None:
         """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
@@ -263,6 +264,9 @@ class Placer:
             return value.clone()
         self._taken.add(address)
         return value
+
+    def abandon(self) -> None:
+        """Called instead of ``finish`` after an error."""
 
     def finish(self, model: nn.Module) -> None:
         """What is to be done when all tensors of the checkpoint are in the model."""
@@ -323,29 +327,26 @@ def load_weights(
     differing = source.differing([*plan.ties])
     steps = [step for step in plan.steps if placer.home(step.target) is not None]
 
-    def judge() -> LoadReport:
+    def judge() -> tuple[LoadReport, Sequence[Step]]:
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
         report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
         _judge(report, checkpoint, strict)
         if strict is not False:
-            check_nothing_on_meta(
-                model, but=lambda name, tensor: id(tensor) in filled or is_left_out(name, tensor)
-            )
-        placer.prepare(source, steps)
-        return report
+            check_nothing_on_meta(model, but=may_stay)
+        return report, placer.prepare(source, steps)
 
     filled = {id(step.target.tensor) for step in steps}
 
-    def is_left_out(name: str, tensor: torch.Tensor) -> bool:
-        return placer.home(Target(tensor, (name,))) is None
+    def may_stay(name: str, tensor: torch.Tensor) -> bool:
+        return id(tensor) in filled or placer.home(Target(tensor, (name,))) is None
 
-    report = _together(judge, coordinator, doing)
+    report, steps_to_do = _together(judge, coordinator, doing)
     _warn(report, checkpoint)
-    source.begin([step.source for step in steps])
+    source.begin([step.source for step in steps_to_do])
 
     def fill() -> None:
         try:
-            for step in progress(steps):
+            for step in progress(steps_to_do):
                 placer.put(model, step, source.tensor(step.source).detach())
         except Exception:
             source.finish()  # other ranks wait for this one's part
@@ -353,7 +354,11 @@ def load_weights(
         source.finish()
         placer.finish(model)
 
-    _together(fill, coordinator, doing)
+    try:
+        _together(fill, coordinator, doing)
+    except BaseException:
+        placer.abandon()
+        raise
     return report
 
 

@@ -11,6 +11,7 @@ import zipfile
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -202,6 +203,12 @@ class MappedShard:
         self._bytes: torch.Tensor | None = None
         if xxh3 is not None:
             check_digest(path, _mapped_digest(self._map()) or file_digest(path), xxh3)
+
+    def again(self) -> MappedShard:
+        """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
+        other = copy(self)
+        other._bytes = None
+        return other
 
     def is_view(self, name: str) -> bool:
         """Whether the file aligns a tensor, so that it can be used where it stands."""

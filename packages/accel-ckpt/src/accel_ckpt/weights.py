@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,8 +45,8 @@ class WeightSource(Protocol):
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal; of broadcast weights the answer for all ranks."""
 
-    def begin(self, names: Collection[str]) -> None:
-        """Say which tensors will be asked for, each once. Of broadcast weights a collective."""
+    def begin(self, names: Sequence[str]) -> None:
+        """Say which tensors will be asked for, each once, best in this order. Of broadcast weights a collective."""
 
     def finish(self) -> None:
         """Say that no more will be asked for.
@@ -95,7 +95,7 @@ class _Files:
         self._files = files
         self.fingerprint = fingerprint_of(files)
 
-    def begin(self, names: Collection[str]) -> None:
+    def begin(self, names: Sequence[str]) -> None:
         """Nothing has to be prepared."""
 
     def finish(self) -> None:
@@ -154,14 +154,20 @@ class MappedWeights(_Files):
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal."""
-        return _differing(self, pairs)
+        return _differing(self, [pair for pair in pairs if self._place(pair[0]) != self._place(pair[1])])
+
+    def _place(self, name: str) -> tuple[object, str]:
+        shard, key = self.homes[name]
+        return (shard.header.file if isinstance(shard, MappedShard) else id(shard)), key
 
 
 def _open_file(path: Path) -> Iterator[tuple[str, MappedShard | dict[str, torch.Tensor], str]]:
     if path.suffix == ".safetensors":
         shard = MappedShard(path)
         yield from ((name, shard, name) for name in shard.header.entries)
-        yield from ((alias, shard, name) for alias, name in shard.header.aliases.items())
+        # A model may not tie what the file does: the second name gets memory of its own.
+        again = shard.again()
+        yield from ((alias, again, name) for alias, name in shard.header.aliases.items())
     else:
         content = read_pickled_weights(path)
         yield from ((name, content, name) for name in content)
@@ -198,8 +204,8 @@ class _PiecesOfWeights(_Files):
 class BroadcastWeights:
     """The weights that rank 0 has opened; it sends those that any rank needs to all of them.
 
-    Every rank takes part in the same order, that of ``about``, whatever order it asks in: what comes before the
-    tensor that is asked for is kept if it will be.
+    Every rank takes part in the same order, whatever order it asks in: what comes before the tensor that is asked for
+    is kept if it will be.
 
     Args:
         checkpoint: what rank 0 opens; other ranks need not see it.
@@ -244,11 +250,13 @@ class BroadcastWeights:
         first: set[Pair] = self._coordinator.exchange(found)[0]
         return first
 
-    def begin(self, names: Collection[str]) -> None:
-        """Agree on what is sent. Collective."""
+    def begin(self, names: Sequence[str]) -> None:
+        """Agree on what is sent, and in which order. Collective."""
         self._needed = set(names)
-        needed = set().union(*self._coordinator.exchange(self._needed))
-        self._stream = ((name, self._send(name)) for name in self.about if name in needed)
+        asked = self._coordinator.exchange(list(names))
+        # Rank 0's own order matters least: what it holds for later is a view.
+        order = dict.fromkeys(name for answer in reversed(asked) for name in answer)
+        self._stream = ((name, self._send(name)) for name in order)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the device that it was received on; on rank 0 a view of its file. Collective."""
