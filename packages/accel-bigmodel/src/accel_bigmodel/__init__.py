@@ -6,6 +6,44 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
+        "accel_bigmodel.errors": [
+            "BigModelError",
+            "DeviceMapError",
+            "OffloadError",
+            "PipelineError",
+            "QuantizationError",
+        ],
+        "accel_bigmodel.hooks.align": ["AlignDevicesHook"],
+        "accel_bigmodel.hooks.alignment": [
+            "align_module_device",
+            "get_state_dict_from_offload",
+            "get_state_dict_offloaded_model",
+            "has_offloaded_params",
+        ],
+        "accel_bigmodel.hooks.attach": [
+            "attach_align_device_hook",
+            "attach_align_device_hook_on_blocks",
+            "attach_execution_device_hook",
+        ],
+        "accel_bigmodel.hooks.base": [
+            "ModelHook",
+            "SequentialHook",
+            "add_hook_to_module",
+            "remove_hook_from_module",
+            "remove_hook_from_submodules",
+        ],
+        "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
+        "accel_bigmodel.offload_files": [
+            "OffloadedWeightsLoader",
+            "PrefixedDataset",
+            "extract_submodules_state_dict",
+            "load_offloaded_weight",
+            "load_offloaded_weights",
+            "offload_state_dict",
+            "offload_weight",
+            "save_offload_index",
+        ],
         "accel_ckpt": [
             "calculate_maximum_sizes",
             "check_nothing_on_meta",
@@ -20,14 +58,5 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "set_module_tensor_to_device",
         ],
-        "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
-        "accel_bigmodel.errors": [
-            "BigModelError",
-            "DeviceMapError",
-            "OffloadError",
-            "PipelineError",
-            "QuantizationError",
-        ],
-        "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
     },
 )

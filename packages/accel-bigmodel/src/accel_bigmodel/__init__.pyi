@@ -6,8 +6,31 @@ from accel_bigmodel.errors import DeviceMapError as DeviceMapError
 from accel_bigmodel.errors import OffloadError as OffloadError
 from accel_bigmodel.errors import PipelineError as PipelineError
 from accel_bigmodel.errors import QuantizationError as QuantizationError
+from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
+from accel_bigmodel.hooks.alignment import align_module_device as align_module_device
+from accel_bigmodel.hooks.alignment import get_state_dict_from_offload as get_state_dict_from_offload
+from accel_bigmodel.hooks.alignment import get_state_dict_offloaded_model as get_state_dict_offloaded_model
+from accel_bigmodel.hooks.alignment import has_offloaded_params as has_offloaded_params
+from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
+from accel_bigmodel.hooks.attach import (
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+)
+from accel_bigmodel.hooks.attach import attach_execution_device_hook as attach_execution_device_hook
+from accel_bigmodel.hooks.base import ModelHook as ModelHook
+from accel_bigmodel.hooks.base import SequentialHook as SequentialHook
+from accel_bigmodel.hooks.base import add_hook_to_module as add_hook_to_module
+from accel_bigmodel.hooks.base import remove_hook_from_module as remove_hook_from_module
+from accel_bigmodel.hooks.base import remove_hook_from_submodules as remove_hook_from_submodules
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
+from accel_bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accel_bigmodel.offload_files import PrefixedDataset as PrefixedDataset
+from accel_bigmodel.offload_files import extract_submodules_state_dict as extract_submodules_state_dict
+from accel_bigmodel.offload_files import load_offloaded_weight as load_offloaded_weight
+from accel_bigmodel.offload_files import load_offloaded_weights as load_offloaded_weights
+from accel_bigmodel.offload_files import offload_state_dict as offload_state_dict
+from accel_bigmodel.offload_files import offload_weight as offload_weight
+from accel_bigmodel.offload_files import save_offload_index as save_offload_index
 from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_ckpt import check_nothing_on_meta as check_nothing_on_meta
 from accel_ckpt import compute_module_sizes as compute_module_sizes

@@ -1,0 +1,1 @@
+"""Hooks around ``forward``: on modules of any model, reversibly, seen and understood by other libraries."""

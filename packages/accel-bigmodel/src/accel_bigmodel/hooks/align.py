@@ -1,0 +1,315 @@
+"""The hook that brings a module's inputs, and its weights if they wait elsewhere, to the device that computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.hooks.base import ModelHook, outside_graphs
+from accel_bigmodel.hooks.devices import concrete_device
+from accel_bigmodel.hooks.parking import Loans, ParkedTensor, Place, park, places_in, stand_in
+from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
+from accel_state.trees import find_device, send_to_device
+
+__all__ = ["AlignDevicesHook", "TiedParams", "moved_to"]
+
+TiedParams = MutableMapping[int, dict[torch.device, Tensor]]
+
+_PLAIN = frozenset({type(None), bool, int, float, str})
+
+
+class AlignDevicesHook(ModelHook):
+    """Bring inputs to the device that computes, and optionally weights for the time of the forward only.
+
+    With ``offload`` the weights are on the meta device between calls. Who trains must not offload: a gradient for an
+    offloaded weight is refused. A tensor with values that someone puts in the place of an offloaded one is used as it
+    is, and stays.
+
+    Args:
+        execution_device: where inputs and weights are during the forward; ``None`` moves nothing.
+        offload: take the weights from ``weights_map`` before each forward, and let them go after it.
+        io_same_device: bring the output to where the first tensor of the input was.
+        weights_map: values by name, from the module down; may load them when asked. Default: those that the module has
+            when the hook is added, in host memory.
+        offload_buffers: offload persistent buffers too; other buffers stay on the execution device.
+        place_submodules: the weights of submodules are this hook's business too.
+        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        tied_params_map: address of a tied tensor's values → device → the tensor that has them there; hooks that share
+            the map share these tensors.
+
+    Raises:
+        DeviceMapError: when added, if there is no such device.
+        UninitializedTensorError: when added, if a tensor on the meta device has values nowhere.
+        StateMismatchError: when added or called, if ``weights_map`` misses a name or has another shape for it.
+    """
+
+    def __init__(
+        self,
+        execution_device: int | str | torch.device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: TiedParams | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self._made_map = False
+        self._resolved_for: Any = ...
+        self._device: torch.device | None = None
+        self._parked: list[tuple[Place, ParkedTensor]] = []
+        self._shadows: list[ParkedTensor] = []  # keeps tensors tied that were placed on the meta device
+        self._moved: list[tuple[Place, Tensor, torch.device]] = []
+        self._loans = Loans()
+        self._input_devices: list[torch.device | None] = []
+
+    def __repr__(self) -> str:
+        shown = (
+            "execution_device",
+            "offload",
+            "io_same_device",
+            "offload_buffers",
+            "place_submodules",
+            "skip_keys",
+        )
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the weights, or put them aside."""
+        device = self._where()
+        places = list(places_in(module, self.place_submodules))
+        aside = [place for place in places if self._offloads(place)]
+        kept = [place for place in places if not self._offloads(place)]
+        if device is not None and device.type != "meta":
+            _refuse_meta(kept)
+        if self.offload:
+            self._put_aside(aside, type(module).__name__)
+            self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
+        if device is not None:
+            self._shadows = [park(place.tensor) for place in kept] if device.type == "meta" else []
+            for place in kept:
+                _place(place, device, self.tied_params_map)
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the weights, and the arguments that are elsewhere."""
+        if self.offload or self.io_same_device:
+            return self._begin(args, kwargs)
+        device = self._where()
+        if device is None or (_all_on(args, device) and _all_on(kwargs.values(), device)):
+            return args, kwargs
+        return self._send(args, kwargs)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let the weights go, and bring the output to where the input was."""
+        return self._end(output) if self.offload or self._input_devices else output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Let the weights go."""
+        if self.offload or self._input_devices:
+            self._end(None)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Give offloaded weights back to the module, where they were. What was only placed stays where it is."""
+        self._loans.end_all()
+        self._input_devices.clear()
+        for place, parked in self._parked:
+            if parked.device.type != "meta" and place.tensor.is_meta:
+                place.put(parked.bring_back(self._value(place.name, parked)))
+        for place, original, device in self._moved:
+            if device.type != "meta" and place.leaf in place.table:
+                place.put(original if place.tensor.is_meta else moved_to(place.tensor, device))
+        self._parked, self._shadows, self._moved = [], [], []
+        if self._made_map:
+            self.weights_map, self._made_map = None, False
+        return module
+
+    def _where(self) -> torch.device | None:
+        if self.execution_device is not self._resolved_for:
+            given = self.execution_device
+            self._device = None if given is None else concrete_device(given)
+            self._resolved_for = given
+        return self._device
+
+    def _offloads(self, place: Place) -> bool:
+        return self.offload and (place.is_parameter or (self.offload_buffers and place.is_saved))
+
+    def _put_aside(self, places: list[Place], kind: str) -> None:
+        if self._made_map:
+            self.weights_map = None
+        if self.weights_map is None:
+            _refuse_meta(places)
+            # What is on the CPU is kept itself, so that the very same object comes back.
+            self.weights_map = {
+                place.name: place.tensor
+                if place.tensor.device.type == "cpu"
+                else place.tensor.detach().to("cpu")
+                for place in places
+            }
+            self._made_map = True
+        elif type(self.weights_map).__contains__ is not Mapping.__contains__:  # which would load every value
+            missing = [place.name for place in places if place.name not in self.weights_map]
+            if missing:
+                raise StateMismatchError(
+                    f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor "
+                    "that is to be offloaded, from the module down"
+                )
+        self._parked = [(place, park(place.tensor)) for place in places]
+        for place, parked in self._parked:
+            place.put(parked.leave())
+
+    @outside_graphs
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        device = self._where()
+        source = find_device((args, kwargs)) if self.io_same_device else None
+        if device is not None:
+            args, kwargs = self._send(args, kwargs)
+        if self.offload:
+            self._load(device)
+        if self.io_same_device:
+            self._input_devices.append(source)
+        return args, kwargs
+
+    @outside_graphs
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        assert self._device is not None
+        args = send_to_device(args, self._device)
+        return args, send_to_device(kwargs, self._device, skip_keys=self.skip_keys) if kwargs else kwargs
+
+    @outside_graphs
+    def _end(self, output: Any) -> Any:
+        self._loans.end()
+        device = self._input_devices.pop() if self._input_devices else None
+        return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
+
+    def _load(self, device: torch.device | None) -> None:
+        self._loans.begin()
+        try:
+            for place, parked in self._parked:
+                if place.tensor.is_meta:
+                    self._lend(place, parked, device or _home_of(parked))
+        except BaseException:
+            self._loans.end()
+            raise
+
+    def _lend(self, place: Place, parked: ParkedTensor, device: torch.device) -> None:
+        tied: list[dict[torch.device, Tensor]] = []
+
+        def make() -> Tensor:
+            value = self._value(place.name, parked)
+            shared = None if self.tied_params_map is None else self.tied_params_map.get(value.data_ptr())
+            data = None if shared is None else shared.get(device)
+            if data is None:
+                data = value.detach().to(device, _dtype_for(value, parked.placeholder))
+                if shared is not None:
+                    shared[device] = data
+                    tied.append(shared)
+            tensor = stand_in(parked.placeholder, data.detach())
+            scales = self._int8_scales(place.name, value)
+            if scales is not None:
+                tensor.SCB = scales.to(device)  # type: ignore[attr-defined]
+            return tensor
+
+        self._loans.put(place, parked.lend(device, make), partial(_taken_back, parked, device, tied))
+
+    def _value(self, name: str, parked: ParkedTensor) -> Tensor:
+        assert self.weights_map is not None
+        value = self.weights_map[name]
+        if value.shape != parked.placeholder.shape:
+            raise StateMismatchError(
+                f"weights_map has the shape {tuple(value.shape)} for {name!r}, but the module has "
+                f"{tuple(parked.placeholder.shape)}: these are the weights of another model"
+            )
+        return value
+
+    def _int8_scales(self, name: str, value: Tensor) -> Tensor | None:
+        """The scales of a weight that bitsandbytes quantised, which stand beside it in its state dict."""
+        if value.dtype != torch.int8 or not name.endswith("weight") or self.weights_map is None:
+            return None
+        scales = f"{name.removesuffix('weight')}SCB"
+        return self.weights_map.get(scales)
+
+
+def _taken_back(parked: ParkedTensor, device: torch.device, tied: list[dict[torch.device, Tensor]]) -> None:
+    parked.take_back(device)
+    for shared in tied:
+        shared.pop(device, None)
+
+
+def _dtype_for(value: Tensor, placeholder: Tensor) -> torch.dtype:
+    # Integers in the place of floating numbers are quantised: their dtype is the point of them.
+    number = value.dtype.is_floating_point or value.dtype.is_complex
+    return placeholder.dtype if number else value.dtype
+
+
+def _all_on(values: Any, device: torch.device) -> bool:
+    """Whether nothing has to be moved; says no if in doubt."""
+    for value in values:
+        kind = type(value)
+        if kind is Tensor:
+            if value.device != device:
+                return False
+        elif kind is tuple or kind is list:
+            if not _all_on(value, device):
+                return False
+        elif kind not in _PLAIN:
+            return False
+    return True
+
+
+def _place(place: Place, device: torch.device, tied: TiedParams | None) -> None:
+    tensor = place.tensor
+    if tensor.device == device:
+        return
+    if device.type == "meta":
+        place.put(park(tensor).placeholder)
+        return
+    shared = None if tied is None else tied.get(tensor.data_ptr())
+    if shared is None:
+        place.put(moved_to(tensor, device))
+        return
+    # Other modules need it on other devices, so it cannot itself be moved.
+    if device not in shared:
+        shared[device] = stand_in(tensor, tensor.detach().to(device))
+    there = shared[device]
+    place.put(there if type(there) is type(tensor) else stand_in(tensor, there.detach()))
+
+
+def _home_of(parked: ParkedTensor) -> torch.device:
+    return torch.device("cpu") if parked.device.type == "meta" else parked.device
+
+
+def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor on a device: the same object where torch can do that, so that ties and optimizers keep it."""
+    if tensor.device == device:
+        return tensor
+    data = tensor.detach().to(device)
+    if not torch._has_compatible_shallow_copy_type(tensor, data):
+        return stand_in(tensor, data)
+    tensor.data = data
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.detach().to(device)
+    return tensor
+
+
+def _refuse_meta(places: list[Place]) -> None:
+    names = [place.name for place in places if place.tensor.is_meta]
+    if names:
+        raise UninitializedTensorError(
+            f"these tensors have no values (meta device): {', '.join(names)}. Load them before the hook is added, or "
+            "pass a weights_map that has them"
+        )

@@ -1,0 +1,159 @@
+"""Modules whose weights wait elsewhere, seen from outside: asking, borrowing, collecting."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.hooks.align import AlignDevicesHook, moved_to
+from accel_bigmodel.hooks.base import SequentialHook
+from accel_bigmodel.hooks.devices import concrete_device
+from accel_ckpt.errors import UninitializedTensorError
+
+__all__ = [
+    "align_module_device",
+    "get_state_dict_from_offload",
+    "get_state_dict_offloaded_model",
+    "has_offloaded_params",
+]
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether a hook of this very module brings its parameters for each forward.
+
+    Any hook whose attribute ``offload`` is true says so.
+    """
+    return any(_offloads(hook) for hook in _hooks_of(module))
+
+
+@contextlib.contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: int | str | torch.device | None = None
+) -> Iterator[None]:
+    """Have the parameters of a module, not of its submodules, on a device inside the ``with`` block.
+
+    Values that were brought for the block are let go after it, with what was written to them; others go back to where
+    they were and keep it.
+
+    Args:
+        module: changed for the time of the block, also when it raises.
+        execution_device: default: where the hook that offloads the module computes; without such a hook nothing moves.
+    """
+    hooks = [hook for hook in _hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload]
+    if hooks:
+        with _brought(module, hooks[-1], execution_device):
+            yield
+        return
+    offloading = [hook for hook in _hooks_of(module) if _offloads(hook)]
+    if execution_device is None and offloading:
+        execution_device = getattr(offloading[-1], "execution_device", None)
+    if execution_device is None:
+        yield
+        return
+    with _moved(module, concrete_device(execution_device), keep_changes=not offloading):
+        yield
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with its values in host memory, wherever they wait; tied entries share theirs.
+
+    Raises:
+        UninitializedTensorError: a tensor has values nowhere.
+    """
+    with contextlib.ExitStack() as borrowed:
+        for module in model.modules():
+            if has_offloaded_params(module):
+                borrowed.enter_context(align_module_device(module, "cpu"))
+        state_dict: dict[str, Any] = model.state_dict()
+    missing = [name for name, value in state_dict.items() if isinstance(value, Tensor) and value.is_meta]
+    if missing:
+        raise UninitializedTensorError(
+            f"these tensors have no values, so they cannot be saved: {', '.join(missing)}. Load them first"
+        )
+    return {
+        name: value.to("cpu") if isinstance(value, Tensor) else value for name, value in state_dict.items()
+    }
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: MutableMapping[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> MutableMapping[str, Any]:
+    """Put the values of a module into the entries that a state dict has for them.
+
+    Args:
+        module: offloaded or not; what is not offloaded stays on its device.
+        module_name: what one of the module's parameters is called in ``state_dict``, as ``"block.linear.weight"``.
+        state_dict: changed in place; only entries that it has.
+        device_to_put_offload: where the values of an offloaded module go.
+
+    Returns:
+        ``state_dict``.
+    """
+    root = module_name.rpartition(".")[0]
+    prefix = f"{root}." if root else ""
+    with align_module_device(module, device_to_put_offload if has_offloaded_params(module) else None):
+        for key, value in module.state_dict().items():
+            if f"{prefix}{key}" in state_dict:
+                state_dict[f"{prefix}{key}"] = value
+    return state_dict
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    def flat(hook: Any) -> list[Any]:
+        return (
+            [part for each in hook.hooks for part in flat(each)]
+            if isinstance(hook, SequentialHook)
+            else [hook]
+        )
+
+    hook = getattr(module, "_hf_hook", None)
+    return [] if hook is None else flat(hook)
+
+
+def _offloads(hook: Any) -> bool:
+    return bool(getattr(hook, "offload", False))
+
+
+@contextlib.contextmanager
+def _brought(
+    module: nn.Module, hook: AlignDevicesHook, device: int | str | torch.device | None
+) -> Iterator[None]:
+    own = hook.execution_device
+    if device is not None:
+        hook.execution_device = device
+    try:
+        hook.pre_forward(module)
+        try:
+            yield
+        finally:
+            hook.forward_failed(module)
+    finally:
+        hook.execution_device = own
+
+
+@contextlib.contextmanager
+def _moved(module: nn.Module, device: torch.device, *, keep_changes: bool) -> Iterator[None]:
+    table: Any = module._parameters
+    own = {name: (tensor, tensor.data) for name, tensor in table.items() if tensor is not None}
+    for name, (tensor, _) in own.items():
+        table[name] = moved_to(tensor, device)
+    try:
+        yield
+    finally:
+        for name, (tensor, data) in own.items():
+            now = table.get(name)
+            if now is None:
+                continue
+            # From the meta device no values can come back.
+            if keep_changes and (not now.is_meta or data.is_meta):
+                table[name] = moved_to(now, data.device)
+            else:
+                tensor.data = data
+                table[name] = tensor

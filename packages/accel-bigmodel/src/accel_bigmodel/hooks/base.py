@@ -1,0 +1,254 @@
+"""What runs before and after a module's ``forward``, and putting it there.
+
+A hooked module carries its hook as ``_hf_hook`` and the ``forward`` that it had as ``_old_forward``: other libraries
+look for these names.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+__all__ = [
+    "ModelHook",
+    "SequentialHook",
+    "add_hook_to_module",
+    "outside_graphs",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Methods that dispatching a model may have guarded on the instance.
+_GUARDED = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron")
+
+
+class ModelHook:
+    """What runs around the ``forward`` of a module; this one does nothing.
+
+    Unlike PyTorch's own hooks it sees and may change keyword arguments, and is told when ``forward`` fails.
+
+    Attributes:
+        no_grad: run ``forward`` under ``torch.no_grad()``.
+    """
+
+    no_grad: bool = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is put on ``module``, before anything else; returns the module."""
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Called before ``forward`` with its arguments; returns those that it gets.
+
+        A hook that raises here has undone what it did: nothing else is called for this forward.
+        """
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after ``forward`` with what it returned; returns what the caller gets."""
+        return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Called instead of ``post_forward`` when ``forward`` raised, with the exception on its way up."""
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when the hook is taken off ``module``; returns the module."""
+        return module
+
+
+def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a function out of the graphs of ``torch.compile``, without loading the compiler before it is used."""
+    excluded: Callable[P, R] | None = None
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal excluded
+        if not torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        if excluded is None:
+            excluded = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return excluded(*args, **kwargs)
+
+    return call
+
+
+class SequentialHook(ModelHook):
+    """Several hooks as one. They run in the order given, before ``forward`` and after it.
+
+    Args:
+        *hooks: in order.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        for hook in hooks:
+            _check_hook(hook)
+        self.hooks = hooks
+        self.no_grad = any(hook.no_grad for hook in hooks)
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Let each hook begin."""
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    @outside_graphs
+    def pre_forward(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Hand the arguments from hook to hook."""
+        for position, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                _tell_of_failure(self.hooks[:position], module)
+                raise
+        return args, kwargs
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Hand the output from hook to hook."""
+        for position, hook in enumerate(self.hooks):
+            try:
+                output = hook.post_forward(module, output)
+            except BaseException:
+                _tell_of_failure(self.hooks[position + 1 :], module)
+                raise
+        return output
+
+    @outside_graphs
+    def forward_failed(self, module: nn.Module) -> None:
+        """Tell each hook."""
+        _tell_of_failure(self.hooks, module)
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Let each hook end, the last one first: it saw the module as the others had left it."""
+        for hook in reversed(self.hooks):
+            module = hook.detach_hook(module)
+        return module
+
+
+def _tell_of_failure(hooks: tuple[ModelHook, ...], module: nn.Module) -> None:
+    for hook in hooks:
+        hook.forward_failed(module)
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Run a hook around the ``forward`` of a module, which keeps its signature.
+
+    Args:
+        module: changed in place. Its copies and pickles carry copies of the hook.
+        hook: what to run. Its ``init_hook`` is called now.
+        append: run it after the hook that is there, instead of replacing that one.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: ``hook`` is no hook of this library.
+    """
+    _check_hook(hook)
+    present: ModelHook | None = getattr(module, "_hf_hook", None)
+    if present is not None and append:
+        combined = SequentialHook(present, hook)
+        module = hook.init_hook(module)
+        hook = combined
+    else:
+        if present is not None:
+            present.detach_hook(module)
+        module = hook.init_hook(module)
+    hooked: Any = module
+    if not hasattr(module, "_old_forward"):
+        hooked._old_forward = _own_forward(module)
+    hooked._hf_hook = hook
+    hooked.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), hooked._old_forward)
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Take the hook off a module, which then is what it was before.
+
+    Guards that dispatching put on ``to``, ``cuda`` and the like go too.
+
+    Args:
+        module: changed in place; one without a hook stays as it is.
+        recurse: do the same for its submodules.
+
+    Returns:
+        The module.
+    """
+    for each in list(module.modules()) if recurse else [module]:
+        _remove_hook(each)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """Take the hooks off a module and everything in it."""
+    remove_hook_from_module(module, recurse=True)
+
+
+def _remove_hook(module: Any) -> None:
+    attributes = vars(module)
+    if "_hf_hook" in attributes:
+        module._hf_hook.detach_hook(module)
+        del module._hf_hook
+    if "_old_forward" in attributes:
+        old = attributes["_old_forward"]
+        if _is_of_class(module, old):
+            attributes.pop("forward", None)
+        else:
+            module.forward = old
+        del module._old_forward
+    for name in _GUARDED:
+        attributes.pop(name, None)
+
+
+def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    hook: ModelHook = module._hf_hook
+    args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
+            output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)
+        raise
+    return hook.post_forward(module, output)
+
+
+def _own_forward(module: nn.Module) -> Callable[..., Any]:
+    """The ``forward`` that a hook is put around."""
+    if isinstance(module, torch.fx.GraphModule) and "forward" not in vars(module):
+        # It changes whenever the graph is recompiled, so it is looked up for each call.
+        return functools.update_wrapper(functools.partial(_forward_of_class, module), module.forward)
+    return module.forward
+
+
+def _forward_of_class(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _is_of_class(module: nn.Module, forward: Any) -> bool:
+    """Whether a ``forward`` is the one that the module has without any attribute of its own."""
+    if isinstance(forward, functools.partial):
+        return forward.func is _forward_of_class
+    own = getattr(forward, "__self__", None) is module
+    return own and getattr(forward, "__func__", None) is type(module).forward
+
+
+def _check_hook(hook: Any) -> None:
+    if not isinstance(hook, ModelHook):
+        raise TypeError(
+            f"a hook must be an accel_bigmodel.ModelHook, got {type(hook).__module__}.{type(hook).__qualname__}; "
+            "derive its class from ModelHook, and take hooks of another library off with that library first"
+        )

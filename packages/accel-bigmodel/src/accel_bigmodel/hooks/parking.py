@@ -1,0 +1,190 @@
+"""Tensors that have no values between the calls that need them, and tensors that stand in for others during a call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.errors import OffloadError
+from accel_ckpt.modules.tensors import rewrap
+
+__all__ = ["Loans", "ParkedTensor", "Place", "park", "places_in", "stand_in"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a module holds a parameter or buffer."""
+
+    name: str
+    """From the module down that was asked for its places."""
+    table: MutableMapping[str, Any]
+    """The dictionary of the submodule that owns the tensor."""
+    leaf: str
+    is_parameter: bool
+    is_saved: bool
+    """It is in the state dict."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """What is there now."""
+        found: Tensor = self.table[self.leaf]
+        return found
+
+    def put(self, tensor: Tensor) -> None:
+        """Put another tensor there."""
+        self.table[self.leaf] = tensor
+
+
+def places_in(module: nn.Module, recurse: bool) -> list[Place]:
+    """Where a module, and with ``recurse`` its submodules, hold their tensors."""
+    found = []
+    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+        dot = f"{prefix}." if prefix else ""
+        for table in (owner._parameters, owner._buffers):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    saved = leaf not in owner._non_persistent_buffers_set
+                    found.append(Place(dot + leaf, table, leaf, table is owner._parameters, saved))
+    return found
+
+
+class ParkedTensor:
+    """A parameter or buffer whose values wait elsewhere; one object for all modules that share the tensor.
+
+    They then share the placeholder between calls, the values during calls that overlap, and at the end the tensor that
+    comes back: tied stays tied.
+
+    Attributes:
+        placeholder: stands for it on the meta device; the tensor itself if that is where it is.
+        device: where it was.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = tensor.device
+        self.placeholder = tensor if tensor.is_meta else stand_in(tensor, tensor.detach().to("meta"))
+        self._original = weakref.ref(tensor)
+        self._is_back = False
+        self._lent: dict[torch.device, tuple[Tensor, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy brings back a tensor of its own, and has lent nothing."""
+        return {"device": self.device, "placeholder": self.placeholder}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["placeholder"])  # type: ignore[misc]
+        self.device = state["device"]
+
+    def stands_for(self, tensor: Tensor) -> bool:
+        """Whether this is the tensor that was parked."""
+        return tensor is self.placeholder or tensor is self._original()
+
+    def lend(self, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        """The tensor with its values on a device, made by ``make`` unless one is on loan there already."""
+        tensor, count = self._lent.get(device) or (make(), 0)
+        self._lent[device] = tensor, count + 1
+        return tensor
+
+    def take_back(self, device: torch.device) -> bool:
+        """End one loan.
+
+        Returns:
+            Whether it was the last one on this device.
+        """
+        tensor, count = self._lent.pop(device)
+        if count > 1:
+            self._lent[device] = tensor, count - 1
+        return count == 1
+
+    def bring_back(self, value: Tensor) -> Tensor:
+        """The tensor as it was, with these values: the same object if anyone still has it."""
+        original = self._original()
+        if original is None or original is self.placeholder:
+            original = stand_in(self.placeholder, value.detach().to(self.device, self.placeholder.dtype))
+            self._original = weakref.ref(original)
+            _parked[id(original)] = self
+        elif not self._is_back:
+            original.data = value.detach().to(self.device, original.dtype)
+        self._is_back = True
+        return original
+
+    def leave(self) -> Tensor:
+        """The values go, the placeholder stays."""
+        self._is_back = False
+        return self.placeholder
+
+
+# Which object stands for which is a fact about objects, as their identity is; entries go with the hooks that use them.
+_parked: weakref.WeakValueDictionary[int, ParkedTensor] = weakref.WeakValueDictionary()
+
+
+def park(tensor: Tensor) -> ParkedTensor:
+    """The one :class:`ParkedTensor` of a tensor."""
+    found = _parked.get(id(tensor))
+    if found is None or not found.stands_for(tensor):
+        found = ParkedTensor(tensor)
+        _parked[id(tensor)] = found
+        _parked[id(found.placeholder)] = found
+    return found
+
+
+def stand_in(tensor: Tensor, data: Tensor) -> Tensor:
+    """``data`` as what ``tensor`` is: a parameter with its class, attributes and ``requires_grad``, or a buffer."""
+    return rewrap(tensor, data) if isinstance(tensor, nn.Parameter) else data
+
+
+class Loans:
+    """Tensors that stand in for a module's own during a call, one layer per call: a module may call itself."""
+
+    def __init__(self) -> None:
+        self._calls: list[list[tuple[Place, Tensor, Tensor, Callable[[], object]]]] = []
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._calls.append([])
+
+    def put(self, place: Place, tensor: Tensor, ended: Callable[[], object] = bool) -> None:
+        """Let ``tensor`` stand in for what is at ``place`` until the call ends.
+
+        A gradient that would be accumulated in it, and lost with it, is refused.
+
+        Args:
+            place: of a module's tensor.
+            tensor: with values.
+            ended: called when the tensor has been taken away.
+        """
+        if tensor.requires_grad and torch.is_grad_enabled():
+            tensor.register_hook(_Refusal(place.name))  # type: ignore[no-untyped-call]
+        self._calls[-1].append((place, place.tensor, tensor, ended))
+        place.put(tensor)
+
+    def end(self) -> None:
+        """The call that began last ends; what ``forward`` itself put in place of a lent tensor stays."""
+        if not self._calls:
+            return
+        for place, own, tensor, ended in reversed(self._calls.pop()):
+            if place.table.get(place.leaf) is tensor:
+                place.put(own)
+            ended()
+
+    def end_all(self) -> None:
+        """Every call ends."""
+        while self._calls:
+            self.end()
+
+
+class _Refusal:
+    """Raises when the gradient of a lent parameter has been computed."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, grad: Tensor) -> NoReturn:
+        raise OffloadError(
+            f"a gradient was computed for {self.name!r}, whose values are only here during the forward, so it would be "
+            "lost: freeze what is offloaded (requires_grad_(False)), or take the hook off before training"
+        )
