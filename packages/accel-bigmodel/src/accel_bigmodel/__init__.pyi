@@ -31,6 +31,12 @@ from accel_bigmodel.offload_files import load_offloaded_weights as load_offloade
 from accel_bigmodel.offload_files import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload_files import offload_weight as offload_weight
 from accel_bigmodel.offload_files import save_offload_index as save_offload_index
+from accel_bigmodel.pipeline import Pipeline as Pipeline
+from accel_bigmodel.pipeline import build_pipeline as build_pipeline
+from accel_bigmodel.pipeline import find_pippy_batch_size as find_pippy_batch_size
+from accel_bigmodel.pipeline import pippy_forward as pippy_forward
+from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
+from accel_bigmodel.stages import generate_device_map as generate_device_map
 from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_ckpt import check_nothing_on_meta as check_nothing_on_meta
 from accel_ckpt import compute_module_sizes as compute_module_sizes

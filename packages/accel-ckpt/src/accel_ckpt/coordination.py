@@ -79,7 +79,7 @@ def run_together(
     coordinator: Coordinator,
     *,
     doing: str,
-    error: type[CheckpointError] = CheckpointError,
+    error: type[Exception] = CheckpointError,
 ) -> list[T]:
     """Call a function on every rank; return what each rank's call returned, or raise on all of them.
 

@@ -1,0 +1,321 @@
+"""Inference with a model cut into stages, one per process, on ``torch.distributed.pipelining``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.errors import PipelineError
+from accel_bigmodel.stages import check_split_points, choose_split_points, generate_device_map
+from accel_bigmodel.tracing import Inputs, Program
+from accel_ckpt.coordination import default_coordinator, run_together
+from accel_state.collectives import broadcast, broadcast_object_list
+from accel_state.process import PartialState
+from accel_state.trees import (
+    get_data_structure,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    recursively_apply,
+    send_to_device,
+)
+
+__all__ = [
+    "Pipeline",
+    "build_pipeline",
+    "find_pippy_batch_size",
+    "generate_device_map",
+    "pippy_forward",
+    "prepare_pippy",
+]
+
+T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
+
+_KEPT_PROGRAMS = 32
+
+
+def prepare_pippy(
+    model: M,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: str | Collection[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> M:
+    """Let every process run one stage of a model, each at another micro-batch. Collective.
+
+    Afterwards all processes call the model, under ``torch.no_grad()``. Rank 0's inputs count; the others pass
+    nothing, or inputs of the same shapes. A batch of any size is cut into ``num_chunks`` micro-batches along the
+    first dimension of every tensor whose first dimension is the batch size; other inputs go to all. What was padded
+    to even them out is cut from the output. Each new shape is traced once, and the last 32 are kept.
+
+    Args:
+        model: in evaluation mode, the same on every rank; changed in place. It gets the attributes
+            ``hf_split_points`` (the names), ``pippy_stage`` (the ``Pipeline``; None in a world of one),
+            ``_original_forward`` and ``_original_call``.
+        split_points: names of the modules that begin the second and later stages; ``"auto"``: stages of about equal
+            bytes.
+        no_split_module_classes: for ``"auto"``: names of classes that stay whole.
+        example_args: inputs of one micro-batch, of which only shapes and plain values are used.
+        example_kwargs: keyword inputs of one micro-batch.
+        num_chunks: number of micro-batches; None: the number of processes.
+        gather_output: return the output on every rank, not only on the last one (None on the others).
+
+    Returns:
+        the model.
+
+    Raises:
+        PipelineError: on all ranks: the model is in training mode, cannot be traced, or has fewer parts than there are
+            processes; a split point is wrong; ranks were given different arguments.
+    """
+    state = PartialState()
+    size = state.num_processes
+    chunks = size if num_chunks is None else num_chunks
+    auto = split_points == "auto"
+
+    def plan() -> tuple[list[str], int, bool]:
+        _check_model(model)
+        if chunks < 1:
+            raise PipelineError(f"num_chunks must be 1 or more, got {chunks}")
+        if auto:
+            return choose_split_points(model, size, no_split_module_classes), chunks, gather_output
+        points = [split_points] if isinstance(split_points, str) else list(split_points)
+        check_split_points(model, points, size)
+        return points, chunks, gather_output
+
+    plans = _together(plan, "planning the pipeline")
+    _require_same("split points, num_chunks and gather_output", plans)
+    points = plans[0][0]
+    original_call, original_forward = model.__call__, model.forward
+    stage = None
+    if size > 1:
+        stage = build_pipeline(model, points, example_args, example_kwargs or {}, chunks)
+    step = original_forward if stage is None else stage.step
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return pippy_forward(step, chunks, gather_output, *args, **kwargs)
+
+    # Whoever unwraps the model follows this chain.
+    forward.__wrapped__ = MethodType(forward, model)  # type: ignore[attr-defined]
+    attributes = {
+        "hf_split_points": points,
+        "pippy_stage": stage,
+        "_original_call": original_call,
+        "_original_forward": original_forward,
+        "forward": forward,
+    }
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    return model
+
+
+class Pipeline:
+    """A model cut at some points, traced anew for each shape of inputs that it meets.
+
+    Args:
+        model: the model.
+        split_points: names of the modules that begin the second and later stages.
+        num_chunks: number of micro-batches.
+    """
+
+    def __init__(self, model: nn.Module, split_points: Sequence[str], num_chunks: int) -> None:
+        self.split_points = list(split_points)
+        self.num_chunks = num_chunks
+        self._model = model
+        self._forward = model.forward
+        self._programs: OrderedDict[str, Program] = OrderedDict()
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch whose size ``num_chunks`` divides. Collective; inputs as for ``prepare_pippy``.
+
+        Returns:
+            the output on the last rank, None on the others.
+
+        Raises:
+            PipelineError: on all ranks, before anything is computed.
+        """
+
+        def describe() -> Inputs | None:
+            _check_mode(self._model)
+            if PartialState().process_index > 0 and not args and not kwargs:
+                return None
+            rows = _batch_size(args, kwargs)
+            if rows % self.num_chunks:
+                raise PipelineError(
+                    f"a batch of {rows} rows cannot be cut evenly into {self.num_chunks} micro-batches; pad it, as "
+                    "pippy_forward does"
+                )
+            return Inputs.of(args, kwargs, rows, self.num_chunks)
+
+        return self._program(describe).run(args, kwargs)
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace the model for micro-batches like this one. Collective.
+
+        Raises:
+            PipelineError: on all ranks.
+        """
+        self._program(lambda: Inputs.of(args, kwargs, _batch_size(args, kwargs), 1))
+
+    def _program(self, describe: Callable[[], Inputs | None]) -> Program:
+        """The program for the shapes of rank 0's inputs; every rank comes to the same one."""
+        first, *others = _together(describe, "looking at the inputs of the pipeline")
+        assert first is not None
+        _require_same(
+            "inputs", [first, *(each for each in others if each is not None)], lambda each: each.tree
+        )
+        if first.key not in self._programs:
+            _together(lambda: self._trace(first), "cutting the model into stages")
+            if len(self._programs) > _KEPT_PROGRAMS:
+                self._programs.popitem(last=False)
+        self._programs.move_to_end(first.key)
+        return self._programs[first.key]
+
+    def _trace(self, inputs: Inputs) -> None:
+        state = PartialState()
+        self._programs[inputs.key] = Program(
+            self._model,
+            self._forward,
+            inputs,
+            self.split_points,
+            self.num_chunks,
+            state.process_index,
+            state.device,
+        )
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    num_chunks: int,
+) -> Pipeline:
+    """Cut a model at some points, and trace it for an example micro-batch. Collective.
+
+    Raises:
+        PipelineError: on all ranks.
+    """
+    pipeline = Pipeline(model, split_points, num_chunks)
+    pipeline.prepare(tuple(args), kwargs or {})
+    return pipeline
+
+
+def pippy_forward(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a pipeline on a batch of any size. Collective.
+
+    Args:
+        forward: ``Pipeline.step``; in a world of one, any function.
+        num_chunks: the pipeline's; the batch is padded to a multiple of it, by repeating its last row.
+        gather_output: return the output on every rank.
+        *args: inputs of rank 0; the others pass nothing, or inputs of the same shapes.
+        **kwargs: keyword inputs.
+
+    Returns:
+        the output of the rows that were given, on the last rank or on all.
+
+    Raises:
+        PipelineError: on all ranks, before anything is computed.
+    """
+    state = PartialState()
+    if state.num_processes == 1:
+        return forward(*args, **kwargs)
+    needed = state.process_index == 0
+    sizes = _together(
+        lambda: _batch_size(args, kwargs) if needed or args or kwargs else None, "looking for the batch size"
+    )
+    rows = sizes[0]
+    assert rows is not None
+    mine = sizes[state.process_index]
+    if mine is not None:
+        missing = -mine % num_chunks
+        args, kwargs = recursively_apply(lambda tensor: _padded(tensor, mine, missing), (args, kwargs))
+    output = forward(*args, **kwargs)
+    padded = rows + -rows % num_chunks
+    if state.is_last_process and padded > rows:
+        output = recursively_apply(lambda tensor: tensor[:rows].clone(), output)
+    return _copied_from_last(output) if gather_output else output
+
+
+def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: dict[str, Any] | None) -> int | None:
+    """Size of the first dimension of the first tensor that has one, in ``args``, then in ``kwargs``."""
+    for value in (*(args or ()), *(kwargs or {}).values()):
+        size = ignorant_find_batch_size(value)
+        if size is not None:
+            return size
+    return None
+
+
+def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    size = find_pippy_batch_size(args, kwargs)
+    if size is None:
+        raise PipelineError(
+            "no tensor with a first dimension among the inputs, so there is no batch to cut into micro-batches; rank 0 "
+            "must give the model's inputs, and prepare_pippy an example of them (example_args or example_kwargs)"
+        )
+    if size == 0:
+        raise PipelineError("the batch has no rows; give at least one")
+    return size
+
+
+def _padded(tensor: Tensor, rows: int, missing: int) -> Tensor:
+    if not missing or tensor.dim() == 0 or tensor.shape[0] != rows:
+        return tensor
+    return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+
+
+def _copied_from_last(output: Any) -> Any:
+    state = PartialState()
+    last = state.num_processes - 1
+    (structure,) = broadcast_object_list([get_data_structure(output)], from_process=last)
+    if state.process_index != last:
+        output = send_to_device(initialize_tensors(structure), state.device)
+    tensors: list[Tensor] = []
+    recursively_apply(tensors.append, output)
+    broadcast(tensors, from_process=last)
+    return output
+
+
+def _check_model(model: nn.Module) -> None:
+    _check_mode(model)
+    if getattr(model, "hf_split_points", None) is not None:
+        raise PipelineError(
+            f"this {type(model).__name__} is cut into stages already; build it anew to cut it again"
+        )
+    if getattr(model, "hf_device_map", None) is not None:
+        raise PipelineError(
+            f"this {type(model).__name__} is dispatched over devices (hf_device_map); a pipeline needs the model as it "
+            "is in memory, without a device map"
+        )
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise PipelineError(
+            f"these weights have no values yet (meta device): {', '.join(meta[:5])}"
+            f"{', …' if len(meta) > 5 else ''}; load them before cutting the model into stages"
+        )
+
+
+def _check_mode(model: nn.Module) -> None:
+    if model.training:
+        raise PipelineError(
+            f"this {type(model).__name__} is in training mode; call model.eval() before inference"
+        )
+
+
+def _together(function: Callable[[], T], doing: str) -> list[T]:
+    return run_together(function, default_coordinator(), doing=doing, error=PipelineError)
+
+
+def _require_same(what: str, values: Sequence[T], shown: Callable[[T], Any] = lambda value: value) -> None:
+    if any(repr(shown(value)) != repr(shown(values[0])) for value in values):
+        lines = "\n".join(f"  rank {rank}: {shown(value)}" for rank, value in enumerate(values))
+        raise PipelineError(f"ranks were given different {what}:\n{lines}\nGive all ranks the same ones.")

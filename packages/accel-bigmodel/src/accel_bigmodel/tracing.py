@@ -1,0 +1,312 @@
+"""A model as a chain of stages, traced for inputs of one shape.
+
+torch.distributed.pipelining cuts a traced graph. What it cannot do by itself is done by ``_Flat``, a module around
+the model of which the graph is made:
+
+- its inputs and outputs are plain tensors, so that any tree of inputs and outputs works;
+- the first stage passes on an alias of each input, because a later stage can only receive what a stage has made;
+- the last stage makes an alias of each output, because what an earlier stage makes is otherwise not returned.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.distributed.pipelining import Pipe, ScheduleGPipe, SplitPoint, pipeline
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
+
+from accel_bigmodel.errors import PipelineError
+
+__all__ = ["Inputs", "Program"]
+
+_Output = tuple[list[tuple[Any, Any]], pytree.TreeSpec]
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor without its values. Where ``cut``, its first dimension is the batch's, and ``shape`` a micro-batch's."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The shape of a call: what the ranks must agree on, and what a trace is made for.
+
+    Attributes:
+        tree: ``(args, kwargs)`` with shapes in place of the tensors; can be sent to other ranks.
+    """
+
+    tree: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, num_chunks: int) -> Inputs:
+        """Describe inputs whose batch of ``rows`` rows is cut into ``num_chunks`` micro-batches.
+
+        Raises:
+            PipelineError: an input is neither a tensor nor plain data.
+        """
+        leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
+        described: list[Any] = []
+        for path, leaf in leaves:
+            if isinstance(leaf, Tensor):
+                cut = leaf.dim() > 0 and leaf.shape[0] == rows
+                shape = (rows // num_chunks, *leaf.shape[1:]) if cut else tuple(leaf.shape)
+                described.append(_Shape(tuple(shape), leaf.dtype, cut))
+            elif isinstance(leaf, _PLAIN):
+                described.append(leaf)
+            else:
+                raise PipelineError(
+                    f"the input {pytree.keystr(path)} is a {type(leaf).__name__}, which cannot be cut into "
+                    "micro-batches; give tensors, plain numbers and strings, and trees of them"
+                )
+        return cls(pytree.tree_unflatten(described, spec))
+
+    @property
+    def key(self) -> str:
+        """Text that is equal for equal shapes, with the types of constants: ``1`` is not ``True``."""
+        return repr(self.tree)
+
+    def flatten(self) -> tuple[list[Any], pytree.TreeSpec]:
+        """The leaves and the structure."""
+        return pytree.tree_flatten(self.tree)
+
+
+class _Flat(nn.Module):
+    """A model as a function of flat tensors.
+
+    Args:
+        model: the model.
+        inputs: what it is called with.
+        record: called with the paths and leaves of the output, and its structure, because torch undoes whatever
+            tracing changes in a module.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Inputs, record: Callable[[_Output], None]) -> None:
+        super().__init__()
+        self.model = model
+        self._leaves, self._spec = inputs.flatten()
+        self._record = record
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter([torch.ops.aten.alias.default(tensor) for tensor in tensors])
+        leaves = [next(given) if isinstance(leaf, _Shape) else leaf for leaf in self._leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self._spec)
+        found, spec = pytree.tree_flatten_with_path(self.model(*args, **kwargs))
+        for path, leaf in found:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                hint = "pass use_cache=False" if "Cache" in type(leaf).__name__ else "return tensors"
+                raise PipelineError(
+                    f"the output {pytree.keystr(path)} of {type(self.model).__name__} is a {type(leaf).__name__}, "
+                    f"which cannot be put together from micro-batches: {hint}"
+                )
+        self._record((found, spec))
+        return tuple(torch.ops.aten.alias.default(leaf) for _, leaf in found if isinstance(leaf, Tensor))
+
+
+class _Schedule(ScheduleGPipe):
+    """Returns micro-batches as they are: torch's own merge fails for outputs without dimensions."""
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> list[Any]:
+        return list(output_chunks)
+
+
+class Program:
+    """The stages of a model for inputs of one shape, of which this rank runs one.
+
+    Args:
+        model: in memory as a whole on every rank; it stays as it is.
+        forward: the model's own forward.
+        inputs: the shape of a call.
+        split_points: names of the modules that begin the second and later stages.
+        num_chunks: number of micro-batches.
+        stage: number of the stage that this rank runs.
+        device: where it runs.
+
+    Raises:
+        PipelineError: the model cannot be traced, or has another number of stages than one more than split points, or
+            an output that cannot be put together from micro-batches.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        inputs: Inputs,
+        split_points: Sequence[str],
+        num_chunks: int,
+        stage: int,
+        device: torch.device,
+    ) -> None:
+        leaves, _ = inputs.flatten()
+        shapes = [leaf for leaf in leaves if isinstance(leaf, _Shape)]
+        outputs: list[_Output] = []
+        flat = _Flat(model, inputs, outputs.append)
+        pipe = _trace(flat, forward, shapes, split_points)
+        if pipe.num_stages != len(split_points) + 1:
+            raise PipelineError(
+                f"the split points {list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages "
+                f"instead of {len(split_points) + 1}: each must be a module that a call with these inputs runs "
+                "exactly once, by calling the module, after the ones before it"
+            )
+        found, self._spec = outputs[-1]
+        self._leaves = [leaf for _, leaf in found]
+        _check_outputs(found, shapes, num_chunks)
+        self._used = [int(node.name.rpartition("_")[2]) for node in _first_stage(pipe).args]  # type: ignore[union-attr]
+        self._order = _order_of_outputs(pipe)
+        module = pipe.get_stage_module(stage)
+        _share_weights(module, model, device)
+        _exchange_contiguous_tensors(module)
+        self._stage = pipe.build_stage(stage, device)
+        self._device = device
+        # Inputs that are not cut go to every micro-batch as they are. torch's annotation leaves that kind out.
+        specs: Any = tuple(
+            TensorChunkSpec.from_tuple((0,))[0] if shapes[index].cut else _Replicate() for index in self._used
+        )
+        self._schedule = _Schedule(
+            self._stage, num_chunks, args_chunk_spec=specs if self._stage.is_first else None
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run this rank's stage for every micro-batch. Collective.
+
+        Args:
+            args: the model's inputs; of rank 0 only.
+            kwargs: its keyword inputs; of rank 0 only.
+
+        Returns:
+            the model's output on the last rank, None on the others.
+        """
+        tensors: list[Tensor] = []
+        if self._stage.is_first:
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            tensors = [given[index].to(self._device) for index in self._used]
+        with torch.no_grad():
+            chunks = self._schedule.step(*tensors)
+            output = self._merged(chunks) if self._stage.is_last else None
+        self._stage.clear_runtime_states()  # it would keep the activations until the next call
+        return output
+
+    def _merged(self, chunks: list[Any]) -> Any:
+        flat = [list(chunk) if isinstance(chunk, tuple | list) else [chunk] for chunk in chunks]
+        # A new tensor even from one chunk: an output may be a buffer that the next call receives into.
+        merged = iter([_joined([chunk[index] for chunk in flat]) for index in self._order])
+        leaves = [next(merged) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _joined(chunks: list[Tensor]) -> Tensor:
+    return torch.cat(chunks) if len(chunks) > 1 else chunks[0].clone()
+
+
+def _trace(
+    flat: _Flat, forward: Callable[..., Any], shapes: Sequence[_Shape], split_points: Sequence[str]
+) -> Pipe:
+    first = next(flat.model.parameters(), None)
+    device = torch.device("cpu") if first is None else first.device
+    examples = tuple(torch.zeros(shape.shape, dtype=shape.dtype, device=device) for shape in shapes)
+    marks = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
+    touched = [flat.model, *(flat.model.get_submodule(point) for point in split_points)]
+    with _restored(touched), warnings.catch_warnings(), torch.no_grad():
+        # torch copies its own tree specs, and warns of how it does so.
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
+        flat.model.forward = forward
+        try:
+            return pipeline(flat, examples, split_spec=marks)
+        except Exception as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, PipelineError):
+                raise cause from None
+            reason = next((line for line in str(cause).splitlines() if line.strip()), repr(cause))
+            raise PipelineError(
+                f"{type(flat.model).__name__} cannot be traced for inputs of these shapes: {type(cause).__name__}: "
+                f"{reason.strip()}. A pipeline needs a forward whose control flow does not depend on values; for a "
+                "model that has one, use a device map (dispatch_model)"
+            ) from cause
+
+
+@contextmanager
+def _restored(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Give modules back their own ``forward``: marking a split point replaces it for good."""
+    before = [module.__dict__.get("forward") for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            module.__dict__.pop("_orig_forward", None)
+            module.__dict__.pop("forward", None)
+            if forward is not None:
+                module.__dict__["forward"] = forward
+
+
+def _check_outputs(found: Sequence[tuple[Any, Any]], shapes: Sequence[_Shape], num_chunks: int) -> None:
+    rows = next(shape.shape[0] for shape in shapes if shape.cut)
+    tensors = [(path, leaf) for path, leaf in found if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise PipelineError("the model returns no tensor, so there is nothing for a pipeline to return")
+    if num_chunks == 1:
+        return
+    for path, leaf in tensors:
+        if leaf.dim() == 0 or leaf.shape[0] != rows:
+            raise PipelineError(
+                f"the output {pytree.keystr(path)} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} rows, "
+                "so it cannot be put together from micro-batches: its first dimension must be the batch's. Let the "
+                "model not return it (no labels, for a loss), or use num_chunks=1"
+            )
+
+
+def _first_stage(pipe: Pipe) -> fx.Node:
+    nodes: Iterator[fx.Node] = iter(pipe.split_gm.graph.nodes)
+    return next(node for node in nodes if node.op == "call_module")
+
+
+def _order_of_outputs(pipe: Pipe) -> list[int]:
+    """For each output of the model, which output of the last stage it is."""
+    (nodes,) = next(node for node in pipe.split_gm.graph.nodes if node.op == "output").args
+    return [0 if node.op == "call_module" else node.args[1] for node in nodes]
+
+
+def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> None:
+    """Let a stage's weights be those of the model, or copies on its device.
+
+    Building a stage moves the parameters that it shares with the model, and tracing has copied those that several
+    stages use: both would leave a model that cannot be traced for another shape.
+    """
+    original = dict(model.named_parameters(remove_duplicate=False))
+    placed: dict[int, nn.Parameter] = {}
+    for name, _ in list(stage.named_parameters(remove_duplicate=False)):
+        weight = original[name.removeprefix("model.")]
+        if id(weight) not in placed:
+            # torch chooses kernels by requires_grad, even where no gradient is computed.
+            placed[id(weight)] = nn.Parameter(weight.detach().to(device), weight.requires_grad)
+        parent, _, leaf = name.rpartition(".")
+        stage.get_submodule(parent)._parameters[leaf] = placed[id(weight)]
+
+
+def _exchange_contiguous_tensors(stage: nn.Module) -> None:
+    """Send and receive contiguous tensors: process groups can do no other, and torch keeps the strides of the trace."""
+    assert isinstance(stage, fx.GraphModule)
+    graph = stage.graph
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            node.meta["val"] = node.meta["val"].contiguous()
+    output = graph.output_node()
+
+    def contiguous(node: fx.Node) -> fx.Node:
+        new = graph.call_method("contiguous", (node,))
+        new.meta["val"] = node.meta["val"].contiguous()
+        return new
+
+    with graph.inserting_before(output):
+        output.args = fx.node.map_arg(output.args, contiguous)
+    stage.recompile()
