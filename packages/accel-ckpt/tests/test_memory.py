@@ -1,5 +1,6 @@
 """Host memory: its alignment, its use again, and images of files in it."""
 
+import ctypes
 import gc
 import mmap
 import os
@@ -12,7 +13,16 @@ import xxhash
 from accel_ckpt import memory
 from accel_ckpt.disk import Disk
 from accel_ckpt.errors import FileChangedError
-from accel_ckpt.memory import Arena, FileImage, HostBuffers, map_file, mapped_file_of, new_bytes, populate
+from accel_ckpt.memory import (
+    Arena,
+    FileImage,
+    HostBuffers,
+    evict,
+    map_file,
+    mapped_file_of,
+    new_bytes,
+    populate,
+)
 from accel_ckpt.tensors import as_bytes
 from accel_ckpt.writer import write_image
 
@@ -76,6 +86,43 @@ def test_what_cannot_be_read_ahead_is_said(tmp_path):
     os.truncate(path, 4096)  # touching it would end the process
     assert not populate(mapped)
     assert populate(mapped[:4096])
+
+
+def pages_in_memory(mapped):
+    """Whether each page is, as the kernel says."""
+    answer = (ctypes.c_ubyte * -(-mapped.numel() // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(mapped.data_ptr()), ctypes.c_size_t(mapped.numel()), answer) == 0
+    return [bool(byte & 1) for byte in answer]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_pages_go_but_for_those_that_were_written_to(tmp_path):
+    path = tmp_path / "f"
+    size = 64 * mmap.PAGESIZE
+    with open(path, "wb") as file:
+        file.write(b"a" * size)
+        os.fsync(file.fileno())  # what is not on the disk yet cannot go
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    mapped = map_file(path, size)
+    mapped[5 * mmap.PAGESIZE] = 7
+    populate(mapped)
+    assert all(pages_in_memory(mapped))
+    assert evict(mapped)
+    assert [n for n, present in enumerate(pages_in_memory(mapped)) if present] == [5]
+    assert mapped[5 * mmap.PAGESIZE] == 7
+    mapped[5 * mmap.PAGESIZE] = ord("a")
+    assert as_bytes(mapped) == b"a" * size
+
+
+def test_pages_stay_where_the_kernel_has_no_call_for_it(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    mapped = map_file(path, mmap.PAGESIZE)
+    for call in (None, lambda *arguments: -1):
+        monkeypatch.setattr(memory, "_madvise", lambda call=call: call)
+        assert not evict(mapped)
+        assert not populate(mapped)
 
 
 def test_a_kernel_without_huge_pages(monkeypatch):

@@ -25,6 +25,7 @@ __all__ = [
     "FileImage",
     "HostBuffers",
     "MappedFile",
+    "evict",
     "map_file",
     "mapped_file_of",
     "new_bytes",
@@ -39,7 +40,10 @@ _ARENA = 1 << 26
 
 _ALIGNMENT = 64  # bytes; as torch's allocator
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; mmap has no name for it
+# mmap has no names for these.
+_MADV_COLD = 20  # Linux 5.4
+_MADV_PAGEOUT = 21  # Linux 5.4
+_MADV_POPULATE_READ = 22  # Linux 5.14
 
 
 def new_bytes(nbytes: int) -> torch.Tensor:
@@ -169,6 +173,24 @@ def populate(mapped: torch.Tensor) -> bool:
     """
     call = _madvise()
     return call is not None and call(mapped.data_ptr(), mapped.numel(), _MADV_POPULATE_READ) == 0
+
+
+def evict(mapped: torch.Tensor) -> bool:
+    """Let a part of a mapped file go from memory, and from the page cache; touching it reads it again.
+
+    What was written to is not in the file and is kept, in memory or in swap space. So is what other processes map.
+    Files that this process may not write are only marked as what the kernel takes first when it needs memory.
+
+    Args:
+        mapped: begins at a page.
+
+    Returns:
+        False if the kernel cannot.
+    """
+    call = _madvise()
+    return call is not None and all(
+        call(mapped.data_ptr(), mapped.numel(), advice) == 0 for advice in (_MADV_COLD, _MADV_PAGEOUT)
+    )
 
 
 @cache
