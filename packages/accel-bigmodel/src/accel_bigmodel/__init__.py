@@ -44,6 +44,14 @@ __getattr__, __dir__, __all__ = attach(
             "offload_weight",
             "save_offload_index",
         ],
+        "accel_bigmodel.pipeline": [
+            "Pipeline",
+            "build_pipeline",
+            "find_pippy_batch_size",
+            "pippy_forward",
+            "prepare_pippy",
+        ],
+        "accel_bigmodel.stages": ["generate_device_map"],
         "accel_ckpt": [
             "calculate_maximum_sizes",
             "check_nothing_on_meta",
@@ -58,22 +66,5 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "set_module_tensor_to_device",
         ],
-        "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
-        "accel_bigmodel.errors": [
-            "BigModelError",
-            "DeviceMapError",
-            "OffloadError",
-            "PipelineError",
-            "QuantizationError",
-        ],
-        "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
-        "accel_bigmodel.pipeline": [
-            "Pipeline",
-            "build_pipeline",
-            "find_pippy_batch_size",
-            "pippy_forward",
-            "prepare_pippy",
-        ],
-        "accel_bigmodel.stages": ["generate_device_map"],
     },
 )
