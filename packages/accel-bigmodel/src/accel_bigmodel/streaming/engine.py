@@ -1,0 +1,350 @@
+"""The engine: weights wait in host memory, and are on the device while the module that needs them runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.streaming.autograd import Saving
+from accel_bigmodel.streaming.gates import Gate
+from accel_bigmodel.streaming.groups import Group
+from accel_bigmodel.streaming.members import Load, Member, TiedUses
+from accel_bigmodel.streaming.residency import choose_resident, window_bytes
+from accel_bigmodel.streaming.resident import Resident
+from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.slots import SlotPool
+from accel_bigmodel.streaming.stats import StreamStats
+from accel_bigmodel.streaming.transfer import Transfer
+
+__all__ = ["Streamer"]
+
+
+class Streamer:
+    """Streams the weights of a model's groups to the device of a transfer.
+
+    Parameters stay the objects that they are. While a group's module runs, the ``data`` of its parameters are views
+    of a slot on the device; otherwise they are tensors in host memory, and these hold the truth: the engine reads
+    them anew for every forward, and what a forward changes in place is written back to them. Changes of weights
+    through ``.data`` inside a forward are not seen. Only the weights of resident groups are on the device all the
+    time.
+
+    Copies are asked for ahead within one call of the outermost module that contains groups, in the order of the call
+    before. One thread at a time runs the model; others wait. ``copy.deepcopy`` and pickling of an attached model give
+    a model with an engine of its own.
+
+    Args:
+        model: contains the groups.
+        groups: what ``plan_groups`` returned for the model.
+        transfer: to the device; not shared with another streamer.
+        budget: bytes on the device for slots and resident groups; ``None``: room for the groups that are moved
+            ahead, and nothing resident but what is too small to be worth moving, or needed around others.
+        prefetch: how many groups are moved ahead.
+
+    Raises:
+        ValueError: ``prefetch`` is negative.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Group],
+        transfer: Transfer,
+        *,
+        budget: int | None = None,
+        prefetch: int = 2,
+    ) -> None:
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} must be 0 or more: the number of groups to move ahead")
+        self._arguments = (model, list(groups), transfer, budget, prefetch)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._model, self._groups, self._transfer, self._budget, self._prefetch = self._arguments
+        self.lock = threading.RLock()
+        self._gates: list[Gate] = []
+        self._ready = False
+        self._depth = 0
+        self._schedule = Schedule()
+        self._members: dict[int, Member] = {}
+        self._loaded: dict[int, Member] = {}  # those with a load, the first asked for first
+        self._tied = TiedUses()
+        self._resident: list[Resident] = []
+        self._pool = SlotPool(self._transfer, 0)
+        self._saving = Saving(self._transfer.device)
+        self._moved = self._hits = self._misses = 0
+        self._waited = 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._depth:
+            raise OffloadError("a model cannot be copied or pickled while its forward runs; do it afterwards")
+        return {"_arguments": self._arguments}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The gates of the copied modules call this object; it takes hold of the weights when they first do, for
+        # now the modules are only half copied.
+        self.__dict__.update(state)
+        self._begin()
+
+    # Attaching
+
+    def attach(self) -> None:
+        """Begin: surround the forwards of the groups' modules and of those that contain them.
+
+        Raises:
+            DeviceMapError: the budget does not hold the largest group, which is named with what is needed.
+            OffloadError: the engine is attached, or a tensor cannot be streamed.
+        """
+        with self.lock:
+            self._check_free()
+            self._prepare()
+            try:
+                for module, group in self._places():
+                    self._gates.append(Gate(self, module, group))
+            except BaseException:
+                self.detach()
+                raise
+
+    def _check_free(self) -> None:
+        for group in self._groups:
+            for module in group.module.modules():
+                if isinstance(module.__dict__.get("forward"), Gate):
+                    raise OffloadError(
+                        f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
+                    )
+
+    def detach(self) -> None:
+        """End: weights are in host memory, with the values they have now, and the modules as they were before."""
+        with self.lock:
+            if self._depth:
+                raise OffloadError("the engine cannot be detached while a forward of its model runs")
+            for gate in reversed(self._gates or self._copied_gates()):
+                gate.remove()
+            self._gates = []
+            self._let_residents_go()
+            self._saving.forget()
+            self._pool.clear()
+            self._transfer.close()
+            self._ready = False
+
+    def _copied_gates(self) -> list[Gate]:
+        """Those that came with a copied model."""
+        forwards = [module.__dict__.get("forward") for module in self._model.modules()]
+        return [gate for gate in forwards if isinstance(gate, Gate) and gate.belongs_to(self)]
+
+    def _places(self) -> Iterator[tuple[nn.Module, int | None]]:
+        """The modules to surround, outer ones first, with the numbers of their groups."""
+        numbers = {self._groups[number].module: number for number in self._members}
+        for module in self._model.modules():
+            if module in numbers:
+                yield module, numbers[module]
+            elif any(below in numbers for below in module.modules()):
+                yield module, None
+
+    def _prepare(self) -> None:
+        """Decide what stays on the device, move that there, and make the slots for the rest."""
+        members = [Member(self._model, number, group) for number, group in enumerate(self._groups)]
+        for member in members:
+            member.check()
+        sizes = [member.layout.nbytes for member in members]
+        names = [member.name for member in members]
+        stay = choose_resident(names, sizes, self._around(), self._budget, self._prefetch)
+        here: set[int] = set()
+        try:
+            for member in members:
+                if member.index in stay and member.leave_out(here):
+                    self._resident.append(Resident(member, self._transfer))
+                    here.update(id(item.tensor) for item in member.items)
+        except BaseException:
+            self._let_residents_go()
+            raise
+        moving = [member for member in members if member.index not in stay and member.leave_out(here)]
+        self._members = {member.index: member for member in moving}
+        self._tied = TiedUses(moving)
+        used = sum(resident.nbytes for resident in self._resident)
+        window = window_bytes([member.layout.nbytes for member in moving], self._prefetch)
+        self._pool = SlotPool(self._transfer, window if self._budget is None else self._budget - used, used)
+        self._ready = True
+
+    def _let_residents_go(self) -> None:
+        while self._resident:
+            self._resident.pop().restore()
+
+    def _around(self) -> set[int]:
+        """Numbers of the groups whose modules contain those of others."""
+        modules = {group.module for group in self._groups}
+        return {
+            number
+            for number, group in enumerate(self._groups)
+            if any(below in modules for below in group.module.modules() if below is not group.module)
+        }
+
+    # Called by the gates
+
+    def open(self, gate: Gate) -> None:
+        """A module that is a group's or contains groups begins its forward."""
+        if self._depth == 0:
+            if not self._ready:
+                self._prepare()
+            self._schedule.begin(gate)
+            self._ahead()
+        self._depth += 1
+
+    def close(self, complete: bool) -> None:
+        """It ended; after the outermost one nothing that was copied counts any more, for users may change weights."""
+        self._depth -= 1
+        if self._depth == 0:
+            for member in list(self._loaded.values()):
+                self._drop(member)
+            self._schedule.end(complete)
+
+    def enter(self, group: int) -> None:
+        """A group's module needs its weights now.
+
+        Raises:
+            OffloadError: they could not be copied.
+        """
+        member = self._members[group]
+        if member.active:
+            member.active += 1
+            return
+        self._schedule.saw(group)
+        load = member.load
+        if load is not None and member.changed(load, self._tied):
+            self._drop(member)
+            load = None
+        if load is None:
+            self._misses += 1
+            load = self._load_now(member)
+        else:
+            self._hits += 1
+        self._ahead()
+        self._wait(member, load)
+        member.active = 1
+        self._saving.slots[load.slot.address] = member
+        member.point(load, self._tied)
+        if torch.is_grad_enabled():
+            self._saving.refuse_gradients(member)
+
+    def leave(self, group: int) -> None:
+        """A group's module has run."""
+        member = self._members[group]
+        if member.active != 1:  # 0: it never had them
+            member.active = max(0, member.active - 1)
+            return
+        member.active = 0
+        load = member.load
+        assert load is not None
+        del self._saving.slots[load.slot.address]
+        member.restore(load, self._tied)
+        load.slot.used_until = self._transfer.mark(load.slot.used_until)
+        if load.partial or group not in self._schedule.upcoming(self._prefetch):
+            self._drop(member)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Surrounds forwards that autograd records: what it saves of slots is read from host memory again."""
+        return self._saving.hooks
+
+    def owned(self, group: int, result: Any) -> Any:
+        """The result of a group's module, where it is weights themselves as a copy: the slot will hold others."""
+        load = self._members[group].load
+        assert load is not None
+        return _without(load.slot.address, result)
+
+    # Copies
+
+    def _ahead(self) -> None:
+        """Ask for the groups that are expected next, as far as there is room."""
+        for group in self._schedule.upcoming(self._prefetch):
+            member = self._members[group]
+            if member.load is None and not self._load(member, self._tied.hosts(member)):
+                return
+
+    def _load_now(self, member: Member) -> Load:
+        """Ask for a group that is needed; groups that were moved ahead make room, the latest first."""
+        sources = self._tied.sources_now(member)
+        for other in reversed([other for other in self._loaded.values() if not other.active]):
+            if load := self._load(member, sources):
+                return load
+            self._drop(other)
+        load = self._load(member, sources) or self._load(member, sources, beyond=self._budget is None)
+        if load is None:
+            active = ", ".join(repr(other.name) for other in self._loaded.values())
+            raise OffloadError(
+                f"the weights of {member.name!r} take {member.layout.nbytes:,} bytes on {self._transfer.device} beside "
+                f"those of {active}, which runs around it; the budget of {self._budget:,} bytes has no room for both"
+            )
+        return load
+
+    def _load(
+        self, member: Member, sources: list[torch.Tensor | None], *, beyond: bool = False
+    ) -> Load | None:
+        """Ask for the copy of a group to a slot; ``None`` if there is no room."""
+        member.describe(sources)
+        slot = self._pool.take(member.layout.nbytes, beyond=beyond)
+        if slot is None:
+            return None
+        slot.last_copy = self._transfer.copy(member.name, sources, member.layout, slot)
+        member.load = load = Load(member, slot, sources)
+        self._loaded[member.index] = member
+        self._moved += load.nbytes
+        return load
+
+    def _wait(self, member: Member, load: Load) -> None:
+        begin = None if load.pending.ready() else time.perf_counter()
+        try:
+            load.pending.wait()
+        except Exception as error:
+            self._drop(member)
+            raise OffloadError(
+                f"the weights of {member.name!r} could not be copied to {self._transfer.device}: {error}"
+            ) from error
+        except BaseException:
+            self._drop(member)
+            raise
+        if begin is not None:
+            self._waited += time.perf_counter() - begin
+
+    def _drop(self, member: Member) -> None:
+        load = self._loaded.pop(member.index).load
+        assert load is not None
+        member.load = None
+        load.pending.cancel()
+        self._pool.give_back(load.slot)
+
+    def stats(self) -> StreamStats:
+        """What was moved since the engine was made, and what is on the device."""
+        return StreamStats(
+            bytes_moved=self._moved,
+            seconds_moving=self._transfer.seconds(),
+            seconds_waited=self._waited,
+            hits=self._hits,
+            misses=self._misses,
+            slot_bytes=self._pool.nbytes,
+            resident_bytes=sum(resident.nbytes for resident in self._resident),
+            peak_bytes=self._pool.peak,
+        )
+
+
+def _without(address: int, result: Any) -> Any:
+    """A module's result with clones in place of what lies in the slot at an address."""
+    if isinstance(result, torch.Tensor):
+        in_slot = result.layout is torch.strided and result.untyped_storage().data_ptr() == address
+        return result.clone() if in_slot else result
+    if isinstance(result, tuple):
+        items = [_without(address, item) for item in result]
+        if all(new is old for new, old in zip(items, result, strict=True)):
+            return result
+        return type(result)(*items) if hasattr(result, "_fields") else tuple(items)
+    if isinstance(result, list | dict):
+        for key, item in enumerate(result) if isinstance(result, list) else list(result.items()):
+            new = _without(address, item)
+            if new is not item:
+                result[key] = new
+    return result

@@ -1,0 +1,93 @@
+"""The places where a module's forward is surrounded: weights come before it and go after it, whatever happens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from accel_bigmodel.streaming.engine import Streamer
+
+__all__ = ["Gate"]
+
+
+class Gate:
+    """Stands in for ``module.forward``.
+
+    Not a pair of forward hooks: PyTorch calls none of these when a forward is interrupted from the keyboard, nor
+    where ``module.forward`` is called directly.
+
+    Args:
+        streamer: whom it tells.
+        module: whose forward it surrounds.
+        group: number of the group that the module needs; ``None`` if it only contains such modules.
+    """
+
+    def __init__(self, streamer: Streamer, module: nn.Module, group: int | None) -> None:
+        self._streamer: Streamer | None = streamer
+        self._module = module
+        self._group = group
+        # A forward that somebody else put on the module is part of the chain; that of the class is found again.
+        self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        self._bind()
+        module.__dict__["forward"] = self
+
+    def _bind(self) -> None:
+        self._forward = self._inner or MethodType(type(self._module).forward, self._module)
+        functools.update_wrapper(self, self._forward, updated=())  # for inspect.signature
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_streamer", "_module", "_group", "_inner")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._bind()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward, with the weights it needs."""
+        streamer = self._streamer
+        if streamer is None:
+            return self._forward(*args, **kwargs)
+        with streamer.lock:
+            complete = False
+            streamer.open(self)
+            try:
+                if self._group is None:
+                    result = self._forward(*args, **kwargs)
+                else:
+                    result = self._with_weights(streamer, self._group, args, kwargs)
+                complete = True
+                return result
+            finally:
+                streamer.close(complete)
+
+    def _with_weights(
+        self, streamer: Streamer, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        try:
+            streamer.enter(group)
+            if not torch.is_grad_enabled():
+                return streamer.owned(group, self._forward(*args, **kwargs))
+            with streamer.saving():
+                return streamer.owned(group, self._forward(*args, **kwargs))
+        finally:
+            streamer.leave(group)
+
+    def belongs_to(self, streamer: Streamer) -> bool:
+        """Whether it tells this engine."""
+        return self._streamer is streamer
+
+    def remove(self) -> None:
+        """Take it off the module; where somebody wrapped it meanwhile, it only passes calls on from now on."""
+        self._streamer = None
+        if self._module.__dict__.get("forward") is self:
+            if self._inner is None:
+                del self._module.__dict__["forward"]
+            else:
+                self._module.__dict__["forward"] = self._inner

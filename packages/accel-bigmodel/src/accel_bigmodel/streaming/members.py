@@ -1,0 +1,222 @@
+"""The streamed groups as the engine knows them: their tensors, where these are now, and who else uses them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Set
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.streaming.slots import Layout, Slot
+from accel_ckpt.modules.ties import parent_and_leaf
+
+if TYPE_CHECKING:
+    from accel_bigmodel.streaming.groups import Group
+    from accel_bigmodel.streaming.transfer import Pending
+
+__all__ = ["Item", "Load", "Member", "TiedUses"]
+
+
+class Item:
+    """One tensor of a group, and the place in its module where it is registered."""
+
+    __slots__ = ("is_buffer", "leaf", "name", "owner", "table", "tensor", "tied", "versioned")
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        self.name = name
+        self.owner, self.leaf = parent_and_leaf(model, name)
+        self.is_buffer = self.leaf in self.owner._buffers
+        self.table: dict[str, torch.Tensor | None] = (
+            self.owner._buffers if self.is_buffer else self.owner._parameters  # type: ignore[assignment]
+        )
+        self.tied = False
+        self.look()
+
+    def look(self) -> None:
+        """Hold the tensor that is registered now; users may register another one between forwards."""
+        tensor = self.table.get(self.leaf)
+        if tensor is None:
+            raise OffloadError(
+                f"{self.name!r} was removed from its module after the weights were placed; place the model again"
+            )
+        self.tensor = tensor
+        # Torch counts no versions of tensors made in inference mode.
+        self.versioned = not tensor.is_inference()
+
+    def version(self) -> int:
+        """A number that changes with every change in place, other than through ``.data``."""
+        return self.tensor._version if self.versioned else 0
+
+    def may_change_unseen(self) -> bool:
+        """Whether a forward may have changed it without counting a version.
+
+        Kernels of normalisation write statistics that way, when they train.
+        """
+        return self.is_buffer and (self.owner.training or not self.versioned)
+
+
+class Load:
+    """A group in a slot, or on its way there."""
+
+    __slots__ = ("hosts", "nbytes", "partial", "pending", "slot", "versions", "views")
+
+    def __init__(self, member: Member, slot: Slot, sources: list[torch.Tensor | None]) -> None:
+        assert slot.last_copy is not None
+        self.slot = slot
+        self.pending: Pending = slot.last_copy
+        self.views = slot.views(member.layout)
+        self.hosts = sources
+        # Tensors that another group has on the device anyway are left out.
+        self.partial = any(source is None for source in sources)
+        self.versions = [item.version() for item in member.items]
+        self.nbytes = sum(source.nbytes for source in sources if source is not None)
+
+
+class Member:
+    """A group that is streamed.
+
+    Args:
+        model: in which the tensors' names are looked up.
+        index: number of the group.
+        group: the group.
+    """
+
+    def __init__(self, model: nn.Module, index: int, group: Group) -> None:
+        self.index = index
+        self.name = group.name
+        self.items = [Item(model, name) for name in group.tensors]
+        self.active = 0  # how many calls of the module run
+        self.load: Load | None = None
+
+    def check(self) -> None:
+        """Refuse tensors that cannot be packed, and take those that are elsewhere to host memory.
+
+        Raises:
+            OffloadError: names them.
+        """
+        for item in self.items:
+            tensor = item.tensor
+            plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+            if not plain or tensor.device.type == "meta":
+                what = "has no values (meta device)" if plain else f"is a {type(tensor.data).__name__}"
+                raise OffloadError(
+                    f"{item.name!r} {what}, so it cannot be streamed; "
+                    f"{'load it first' if plain else 'place its module on the device'}"
+                )
+            if tensor.device.type != "cpu":  # a copy of a model whose weights were resident
+                tensor.data = tensor.data.cpu()
+        self.layout = Layout([item.tensor for item in self.items])
+
+    def leave_out(self, elsewhere: Set[int]) -> bool:
+        """Forget the tensors of these identities; false if there is nothing left to stream."""
+        self.items = [item for item in self.items if id(item.tensor) not in elsewhere]
+        self.layout = Layout([item.tensor for item in self.items])
+        return bool(self.items)
+
+    def describe(self, sources: list[torch.Tensor | None]) -> None:
+        """Let the layout follow tensors that got another shape or dtype."""
+        tensors = [
+            item.tensor if source is None else source
+            for item, source in zip(self.items, sources, strict=True)
+        ]
+        if not self.layout.describes(tensors):
+            self.layout = Layout(tensors)
+
+    def changed(self, load: Load, tied: TiedUses) -> bool:
+        """Whether a tensor was changed since its copy was asked for."""
+        for item, host, version in zip(self.items, load.hosts, load.versions, strict=True):
+            tensor = item.tensor
+            if item.table.get(item.leaf) is not tensor or item.version() != version:
+                return True
+            now = tied.host(item) if item.tied else tensor
+            if host is not None and host.data_ptr() != now.data_ptr():
+                return True
+        return False
+
+    def point(self, load: Load, tied: TiedUses) -> None:
+        """Let the tensors be those in the slot."""
+        for item, view, host in zip(self.items, load.views, load.hosts, strict=True):
+            if not item.tied or tied.first(item, host):
+                item.tensor.data = view
+
+    def restore(self, load: Load, tied: TiedUses) -> None:
+        """Let the tensors be those in host memory again, with what the forward changed."""
+        for number, item in enumerate(self.items):
+            host = load.hosts[number]
+            if (item.tied and not tied.last(item)) or host is None:
+                continue
+            tensor = item.tensor
+            version = item.version()
+            if version != load.versions[number] or item.may_change_unseen():
+                with torch.inference_mode():  # allowed for tensors of either kind
+                    host.copy_(load.views[number])
+                load.versions[number] = version
+            tensor.data = host
+            if item.is_buffer and item.table.get(item.leaf) is not tensor:
+                item.look()
+                _take_home(item.tensor)
+
+
+def _take_home(tensor: torch.Tensor) -> None:
+    """Move a tensor to host memory that a forward registered in place of a streamed one."""
+    tensor.data = torch.empty_like(tensor.data, device="cpu").copy_(tensor.data)
+
+
+class TiedUses:
+    """Who uses the tensors that several groups have, and where their values are meanwhile.
+
+    Args:
+        members: the streamed groups.
+    """
+
+    def __init__(self, members: Iterable[Member] = ()) -> None:
+        items = [item for member in members for item in member.items]
+        counts = Counter(id(item.tensor) for item in items)
+        for item in items:
+            item.tied = counts[id(item.tensor)] > 1
+        self._users: Counter[int] = Counter()
+        self._hosts: dict[int, torch.Tensor] = {}
+
+    def host(self, item: Item) -> torch.Tensor:
+        """The tensor in host memory."""
+        if item.tied and id(item.tensor) in self._hosts:
+            return self._hosts[id(item.tensor)]
+        return item.tensor.data
+
+    def hosts(self, member: Member) -> list[torch.Tensor | None]:
+        """The tensors of a group in host memory, as its modules have them now."""
+        for item in member.items:
+            if item.table.get(item.leaf) is not item.tensor:
+                item.look()
+        return [self.host(item) for item in member.items]
+
+    def sources_now(self, member: Member) -> list[torch.Tensor | None]:
+        """The tensors that have to be copied for a group which is needed at once."""
+        hosts = self.hosts(member)
+        return [
+            None if item.tied and self._users[id(item.tensor)] else host
+            for item, host in zip(member.items, hosts, strict=True)
+        ]
+
+    def first(self, item: Item, host: torch.Tensor | None) -> bool:
+        """A group uses a tied tensor; whether no other does already."""
+        key = id(item.tensor)
+        self._users[key] += 1
+        if self._users[key] > 1:
+            return False
+        assert host is not None
+        self._hosts[key] = host
+        return True
+
+    def last(self, item: Item) -> bool:
+        """A group used a tied tensor; whether no other still does."""
+        key = id(item.tensor)
+        self._users[key] -= 1
+        if self._users[key]:
+            return False
+        del self._users[key]
+        self._hosts.pop(key, None)
+        return True

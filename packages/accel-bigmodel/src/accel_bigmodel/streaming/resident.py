@@ -1,0 +1,45 @@
+"""Groups that stay on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from accel_bigmodel.streaming.members import Member
+from accel_bigmodel.streaming.slots import Slot
+from accel_bigmodel.streaming.transfer import Transfer
+
+__all__ = ["Resident"]
+
+
+class Resident:
+    """A group's tensors on the device, until they are restored.
+
+    Args:
+        member: the group.
+        transfer: to the device.
+    """
+
+    def __init__(self, member: Member, transfer: Transfer) -> None:
+        self._tensors = [item.tensor for item in member.items]
+        self.nbytes = member.layout.nbytes
+        self._hosts = [tensor.data for tensor in self._tensors]
+        slot = Slot(transfer.allocate(self.nbytes), transfer.mark(None))
+        transfer.copy(member.name, self._hosts, member.layout, slot).wait()
+        for tensor, view in zip(self._tensors, slot.views(member.layout), strict=True):
+            tensor.data = view
+
+    def restore(self) -> None:
+        """Back to host memory, with the values they have on the device."""
+        for tensor, host in zip(self._tensors, self._hosts, strict=True):
+            now = tensor.data.to(host.device)
+            # What is equal is not written: the pages of a mapped file would be copied.
+            if not _same_bytes(now, host):
+                with torch.inference_mode():  # allowed for tensors of either kind
+                    host.copy_(now)
+            tensor.data = host
+
+
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )

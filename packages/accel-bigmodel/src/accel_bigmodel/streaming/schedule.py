@@ -1,0 +1,48 @@
+"""The order in which groups are used, learnt from one forward for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """Predicts which groups come next, from what came in the last forward that began at the same module.
+
+    A prediction that fails costs time, never results: after a group that was not expected, what came after it the last
+    time is expected, and the new order replaces the old one.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[int]] = {}
+        self._key: Hashable = None
+        self._expected: list[int] = []
+        self._seen: list[int] = []
+        self._next = 0
+
+    def begin(self, key: Hashable) -> None:
+        """A forward begins at the module that ``key`` stands for."""
+        self._key = key
+        self._expected = self._known.get(key, [])
+        self._seen = []
+        self._next = 0
+
+    def saw(self, group: int) -> None:
+        """A group is used."""
+        self._seen.append(group)
+        expected = self._expected
+        if self._next < len(expected) and expected[self._next] == group:
+            self._next += 1
+        elif group in expected:
+            ahead = group in expected[self._next :]
+            self._next = expected.index(group, self._next if ahead else 0) + 1
+
+    def upcoming(self, count: int) -> list[int]:
+        """The groups expected next, the first first; each place of the order counts, also of the same group."""
+        return self._expected[self._next : self._next + count]
+
+    def end(self, complete: bool) -> None:
+        """The forward is over; an order that an error cut short is not learnt."""
+        if complete:
+            self._known[self._key] = self._seen

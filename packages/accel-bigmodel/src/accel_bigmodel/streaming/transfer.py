@@ -1,0 +1,305 @@
+"""How weights get from the host to the device: the seam between the streaming engine and hardware."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+
+from accel_bigmodel.streaming.slots import Layout, Slot
+
+__all__ = ["AcceleratorTransfer", "HostTransfer", "Pending", "Transfer"]
+
+# Buffers through which weights pass that are not pinned: one is filled while the other is sent.
+_STAGING_SLOTS = 2
+
+Sources = Sequence["torch.Tensor | None"]
+
+
+class Pending(Protocol):
+    """A copy that was asked for."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+    def wait(self) -> None:
+        """Let what this thread computes from now on see the copied values; raise what the copy failed with."""
+
+    def settle(self) -> None:
+        """As ``wait``, but whether the copy failed does not matter any more."""
+
+    def cancel(self) -> None:
+        """Leave the copy out if it has not begun; nobody needs it."""
+
+
+class Transfer(Protocol):
+    """Memory of a device, and one queue of copies to it.
+
+    Copies run one after the other, in the order in which they were asked for, beside the computation.
+    ``copy.deepcopy`` makes an independent one for the same device.
+    """
+
+    device: torch.device
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """New memory on the device, as 1-D uint8."""
+
+    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
+        """Ask for a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
+
+        Args:
+            name: of the group.
+            sources: tensors in host memory, in the order of the layout; ``None`` is left out.
+            layout: where they go in the slot.
+            slot: the target.
+        """
+
+    def mark(self, previous: Any) -> Any:
+        """The point that the computation has been asked to reach so far; ``previous`` is one to use again."""
+
+    def seconds(self) -> float:
+        """Seconds that finished copies took."""
+
+    def close(self) -> None:
+        """Wait for what was asked for, and free threads and buffers. A later copy takes them again."""
+
+
+class HostTransfer:
+    """Ordinary memory as the device, a thread as its copy queue: the engine without an accelerator, as in tests.
+
+    Args:
+        before_copy: called in the copy thread with the name of each group before it is copied; it may sleep, for
+            a slow device, or raise, for a broken one.
+    """
+
+    def __init__(self, before_copy: Callable[[str], None] | None = None) -> None:
+        self.device = torch.device("cpu")
+        self._before_copy = before_copy
+        self._seconds = 0.0
+        self._thread = _CopyThread()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._before_copy,)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """New memory."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
+        """Ask the thread for a copy; see ``Transfer``."""
+        return _HostCopy(self._thread.submit(self._copy, name, sources, slot.views(layout)))
+
+    def _copy(self, name: str, sources: Sources, targets: list[torch.Tensor]) -> None:
+        begin = time.perf_counter()
+        if self._before_copy is not None:
+            self._before_copy(name)
+        _copy_all(sources, targets)
+        self._seconds += time.perf_counter() - begin
+
+    def mark(self, previous: Any) -> None:
+        """Nothing: what was asked of the processor is done when the call returns."""
+
+    def seconds(self) -> float:
+        """Seconds that finished copies took."""
+        return self._seconds
+
+    def close(self) -> None:
+        """Wait for what was asked for, and end the thread."""
+        self._thread.close()
+
+
+def _copy_all(sources: Sources, targets: list[torch.Tensor], *, non_blocking: bool = False) -> None:
+    with torch.inference_mode():  # which may write tensors of either kind
+        for source, target in zip(sources, targets, strict=True):
+            if source is not None:
+                target.copy_(source, non_blocking=non_blocking)
+
+
+class _CopyThread:
+    """One thread, started when it is needed."""
+
+    def __init__(self) -> None:
+        self._executor: ThreadPoolExecutor | None = None
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        return self._executor.submit(work, *args)
+
+    def close(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
+
+
+class _HostCopy:
+    """A copy in the thread."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def ready(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> None:
+        self._future.result()
+
+    def settle(self) -> None:
+        try:
+            self._future.exception()
+        except CancelledError:
+            return
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class AcceleratorTransfer:
+    """Copies to an accelerator on a stream of their own, ordered against the computation by events.
+
+    Weights that are pinned are sent as they are. Others are packed into one of two pinned buffers by a thread, and
+    sent by one copy per group; meanwhile the next group is packed into the other one.
+
+    Args:
+        device: of any backend that ``torch.accelerator`` knows.
+    """
+
+    def __init__(self, device: torch.device | str | int) -> None:
+        self.device = torch.device(device)
+        self._stream: Any = None
+        self._thread = _CopyThread()
+        self._staging: deque[_Staging] = deque()
+        self._timed: deque[tuple[Any, Any]] = deque()
+        self._seconds = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.device,)
+
+    # What of PyTorch differs from one backend to another; tests put a fake device here.
+
+    def _new_stream(self) -> Any:
+        return torch.Stream(device=self.device)
+
+    def _new_event(self, *, timed: bool = False) -> Any:
+        return torch.Event(device=self.device, enable_timing=timed)
+
+    def _compute_stream(self) -> Any:
+        return torch.accelerator.current_stream(self.device)
+
+    def _pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_pinned()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """New memory on the device, of the allocator of the computing stream."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
+        """Ask for a copy; see ``Transfer``. Packing, which may have to read files, is the thread's work."""
+        if self._stream is None:
+            self._stream = self._new_stream()
+        done = self._new_event(timed=True)
+        targets = slot.views(layout)
+        future = self._thread.submit(self._send, sources, layout, slot, targets, done)
+        return _DeviceCopy(future, done, self._compute_stream)
+
+    def _send(
+        self, sources: Sources, layout: Layout, slot: Slot, targets: list[torch.Tensor], done: Any
+    ) -> None:
+        begun = self._new_event(timed=True)
+        pinned = all(source is None or self._is_pinned(source) for source in sources)
+        staging = None if pinned else self._pack(sources, layout)
+        with self._stream:
+            if slot.used_until is not None:
+                self._stream.wait_event(slot.used_until)
+            begun.record(self._stream)
+            if staging is None:
+                _copy_all(sources, targets, non_blocking=True)
+            else:
+                count = layout.nbytes
+                slot.buffer[:count].copy_(staging.buffer[:count], non_blocking=True)
+                staging.sent = done
+            done.record(self._stream)
+        self._timed.append((begun, done))
+
+    def _pack(self, sources: Sources, layout: Layout) -> _Staging:
+        """Put a group's tensors into the pinned buffer that was used before the other."""
+        if len(self._staging) < _STAGING_SLOTS:
+            self._staging.append(_Staging())
+        else:
+            self._staging.rotate(-1)
+        staging = self._staging[-1]
+        if staging.sent is not None:
+            staging.sent.synchronize()
+        if staging.buffer.nbytes < layout.nbytes:
+            staging.buffer = self._pinned(layout.nbytes)
+        _copy_all(sources, layout.views(staging.buffer))
+        return staging
+
+    def mark(self, previous: Any) -> Any:
+        """An event behind what the computing stream was asked for so far."""
+        event = self._new_event() if previous is None else previous
+        event.record(self._compute_stream())
+        return event
+
+    def seconds(self) -> float:
+        """Seconds that finished copies took on the device."""
+        while self._timed and self._timed[0][1].query():
+            begun, done = self._timed.popleft()
+            self._seconds += begun.elapsed_time(done) / 1000
+        return self._seconds
+
+    def close(self) -> None:
+        """Wait for what was asked for, and free thread, stream and pinned buffers."""
+        self._thread.close()
+        if self._stream is not None:
+            self._stream.synchronize()
+            self._stream = None
+        self._staging.clear()
+
+
+class _Staging:
+    """A pinned buffer, and the event behind the last copy from it."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.sent: Any = None
+
+
+class _DeviceCopy:
+    """A copy on the stream: first the thread asks for it, then the device does it."""
+
+    __slots__ = ("_compute_stream", "_done", "_future")
+
+    def __init__(self, future: Future[Any], done: Any, compute_stream: Callable[[], Any]) -> None:
+        self._future = future
+        self._done = done
+        self._compute_stream = compute_stream
+
+    def ready(self) -> bool:
+        return self._future.done() and bool(self._done.query())
+
+    def wait(self) -> None:
+        self._future.result()
+        self._compute_stream().wait_event(self._done)
+
+    def settle(self) -> None:
+        try:
+            failed = self._future.exception()
+        except CancelledError:
+            return
+        if failed is None:
+            self._compute_stream().wait_event(self._done)
+
+    def cancel(self) -> None:
+        self._future.cancel()
