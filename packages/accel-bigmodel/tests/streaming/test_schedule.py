@@ -1,0 +1,64 @@
+"""Prediction of the next groups."""
+
+from accel_bigmodel.streaming.schedule import Schedule
+
+
+def run(schedule, order, key="model", *, complete=True, ahead=2):
+    """What was expected before each group of a forward."""
+    schedule.begin(key)
+    expected = []
+    for group in order:
+        expected.append(schedule.upcoming(ahead))
+        schedule.saw(group)
+    schedule.end(complete)
+    return expected
+
+
+def test_nothing_is_expected_of_the_first_forward():
+    assert run(Schedule(), [0, 1, 2]) == [[], [], []]
+
+
+def test_the_last_order_is_expected():
+    schedule = Schedule()
+    run(schedule, [0, 1, 2])
+    assert run(schedule, [0, 1, 2]) == [[0, 1], [1, 2], [2]]
+
+
+def test_groups_that_come_several_times():
+    schedule = Schedule()
+    run(schedule, [0, 0, 1, 0])
+    assert run(schedule, [0, 0, 1, 0]) == [[0, 0], [0, 1], [1, 0], [0]]
+
+
+def test_after_a_jump_the_order_goes_on_from_there():
+    schedule = Schedule()
+    run(schedule, [0, 1, 2, 3, 4])
+    assert run(schedule, [0, 3, 4]) == [[0, 1], [1, 2], [4]]
+    assert run(schedule, [0, 3, 4]) == [[0, 3], [3, 4], [4]]
+
+
+def test_after_a_jump_back():
+    schedule = Schedule()
+    run(schedule, [0, 1, 2, 3])
+    assert run(schedule, [2, 0, 1]) == [[0, 1], [3], [1, 2]]
+
+
+def test_an_unknown_group_changes_nothing():
+    schedule = Schedule()
+    run(schedule, [0, 1, 2])
+    assert run(schedule, [0, 9, 1, 2]) == [[0, 1], [1, 2], [1, 2], [2]]
+
+
+def test_an_order_cut_short_is_not_learnt():
+    schedule = Schedule()
+    run(schedule, [0, 1, 2])
+    run(schedule, [0], complete=False)
+    assert run(schedule, [0, 1, 2])[1] == [1, 2]
+
+
+def test_each_module_that_a_forward_begins_at_has_its_order():
+    schedule = Schedule()
+    run(schedule, [0, 1], "encoder")
+    run(schedule, [2, 3], "decoder")
+    assert run(schedule, [0, 1], "encoder")[0] == [0, 1]
+    assert run(schedule, [2, 3], "decoder")[0] == [2, 3]
