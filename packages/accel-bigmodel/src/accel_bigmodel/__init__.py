@@ -66,5 +66,9 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "set_module_tensor_to_device",
         ],
+        "accel_bigmodel.streaming.engine": ["Streamer"],
+        "accel_bigmodel.streaming.groups": ["Group", "plan_groups"],
+        "accel_bigmodel.streaming.stats": ["StreamStats"],
+        "accel_bigmodel.streaming.transfer": ["AcceleratorTransfer", "HostTransfer", "Transfer"],
     },
 )

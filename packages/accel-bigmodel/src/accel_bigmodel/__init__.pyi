@@ -37,6 +37,13 @@ from accel_bigmodel.pipeline import find_pippy_batch_size as find_pippy_batch_si
 from accel_bigmodel.pipeline import pippy_forward as pippy_forward
 from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
 from accel_bigmodel.stages import generate_device_map as generate_device_map
+from accel_bigmodel.streaming.engine import Streamer as Streamer
+from accel_bigmodel.streaming.groups import Group as Group
+from accel_bigmodel.streaming.groups import plan_groups as plan_groups
+from accel_bigmodel.streaming.stats import StreamStats as StreamStats
+from accel_bigmodel.streaming.transfer import AcceleratorTransfer as AcceleratorTransfer
+from accel_bigmodel.streaming.transfer import HostTransfer as HostTransfer
+from accel_bigmodel.streaming.transfer import Transfer as Transfer
 from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_ckpt import check_nothing_on_meta as check_nothing_on_meta
 from accel_ckpt import compute_module_sizes as compute_module_sizes
