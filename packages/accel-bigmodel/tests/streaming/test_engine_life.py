@@ -1,0 +1,181 @@
+"""Attaching, detaching and copying an engine; several models, several threads."""
+
+import copy
+import pickle
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import OffloadError
+from accel_bigmodel.streaming.engine import Streamer
+from accel_bigmodel.streaming.groups import Group, plan_groups
+from accel_bigmodel.streaming.transfer import HostTransfer
+from testkit.streamed import BLOCK_BYTES, SIZE, Model, same, x
+
+# Life of an engine
+
+
+def test_detach_restores_everything(attach):
+    attached = attach(Model(blocks=6), budget=4 * BLOCK_BYTES)
+    with torch.no_grad():
+        attached.model(x())
+    attached.model.blocks[0].scale.data.mul_(2)  # resident: the device holds the truth
+    attached.plain.blocks[0].scale.data.mul_(2)
+    attached.streamer.detach()
+    attached.check(x())
+    assert not any("forward" in module.__dict__ for module in attached.model.modules())
+    attached.streamer.detach()
+    attached.streamer.attach()
+    with torch.no_grad():
+        same(attached.model(x()), attached.plain(x()))
+
+
+def test_attaching_twice_is_refused(attach):
+    attached = attach(Model())
+    with pytest.raises(OffloadError, match=r"'blocks\.0' are streamed already"):
+        attached.streamer.attach()
+    other = Streamer(attached.model, attached.groups, HostTransfer())
+    with pytest.raises(OffloadError, match="streamed already"):
+        other.attach()
+    attached.check(x())
+
+
+def test_detaching_while_the_model_runs_is_refused(attach):
+    attached = attach(Model())
+    handle = attached.model.blocks[1].register_forward_hook(lambda *_: attached.streamer.detach())
+    with pytest.raises(OffloadError, match="cannot be detached while a forward"):
+        attached.model(x())
+    handle.remove()
+    attached.check(x())
+
+
+def test_a_forward_that_was_wrapped_meanwhile_goes_on_working(attach):
+    attached = attach(Model())
+    block = attached.model.blocks[0]
+    inner = block.forward
+    block.forward = lambda x: inner(x) + 1
+    with torch.no_grad():
+        expected = attached.plain.blocks[0](x()) + 1
+        assert torch.equal(block(x()), expected)
+        attached.streamer.detach()
+        assert torch.equal(block(x()), expected)
+
+
+def test_a_forward_of_the_instance_comes_back(attach):
+    model = Model()
+    inner = model.blocks[0].forward
+    own = model.blocks[0].forward = lambda x: inner(x) + 1
+    streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
+    expected = model(x())
+    streamer.attach()
+    assert torch.equal(model(x()), expected)
+    streamer.detach()
+    assert model.blocks[0].forward is own
+
+
+def test_tensors_that_cannot_be_streamed_are_named():
+    model = Model()
+    model.blocks[1].scale = nn.Parameter(torch.empty(SIZE, device="meta"))
+    with pytest.raises(OffloadError, match=r"'blocks\.1\.scale' has no values \(meta device\)"):
+        Streamer(model, plan_groups(model, [""]), HostTransfer()).attach()
+
+
+def test_a_deep_copy_is_independent(attach):
+    attached = attach(Model(blocks=6), budget=4 * BLOCK_BYTES)
+    attached.model(x())
+    other = copy.deepcopy(attached.model)
+    with torch.no_grad():
+        for _ in range(2):
+            same(other(x()), attached.plain(x()))
+        assert attached.stats.misses == 6 - 1  # nothing of the copy was counted here
+        other.blocks[1].scale.mul_(0)
+        attached.model(x())
+        same(attached.model(x()), attached.plain(x()))
+    assert {id(one) for one in other.parameters()}.isdisjoint(map(id, attached.model.parameters()))
+
+
+def test_a_deep_copy_of_a_part_and_of_the_engine(attach):
+    attached = attach(Model())
+    model, streamer = copy.deepcopy((attached.model, attached.streamer))
+    assert streamer is not attached.streamer
+    with torch.no_grad():
+        same(model(x()), attached.plain(x()))
+        assert streamer.stats().misses == 4
+        streamer.detach()
+        same(model(x()), attached.plain(x()))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    attached.check(x())
+
+
+def test_pickling_gives_an_engine_of_its_own(attach):
+    attached = attach(Model())
+    attached.model(x())
+    other = pickle.loads(pickle.dumps(attached.model))
+    with torch.no_grad():
+        for _ in range(2):
+            same(other(x()), attached.plain(x()))
+    attached.check(x())
+
+
+def test_copying_while_the_model_runs_is_refused(attach):
+    attached = attach(Model())
+    attached.model.blocks[1].register_forward_hook(lambda *_: copy.deepcopy(attached.model) and None)
+    with pytest.raises(OffloadError, match="cannot be copied or pickled while its forward runs"):
+        attached.model(x())
+
+
+def test_two_models_at_one_time(attach):
+    class Pair(nn.Module):
+        def __init__(self, one, two):
+            super().__init__()
+            self.one, self.two = one, two
+
+        def forward(self, x):
+            for left, right in zip(self.one.blocks, self.two.blocks, strict=True):
+                x = right(left(x))
+            return x
+
+    one, two = attach(Model()), attach(Model(blocks=4))
+    with torch.no_grad():
+        two.model.blocks[0].scale.mul_(2)
+        two.plain.blocks[0].scale.mul_(2)
+        for _ in range(2):
+            same(Pair(one.model, two.model)(x()), Pair(one.plain, two.plain)(x()))
+    one.check(x())
+    two.check(x())
+
+
+def test_threads_take_turns(attach):
+    attached = attach(Model(), before_copy=lambda name: time.sleep(0.001))
+    with torch.no_grad():
+        expected = [attached.plain(x() * n) for n in range(4)]
+    found = [[] for _ in range(4)]
+
+    def run(n):
+        with torch.no_grad():
+            for _ in range(5):
+                found[n].append(attached.model(x() * n))
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for n in range(4):
+        assert len(found[n]) == 5
+        assert all(torch.equal(one, expected[n]) for one in found[n])
+    attached.check_home()
+
+
+def test_groups_of_ones_own(attach):
+    model = Model()
+    groups = [Group("blocks.1", model.blocks[1], {"blocks.1.linear.weight": model.blocks[1].linear.weight})]
+    plain = copy.deepcopy(model)
+    streamer = Streamer(model, groups, HostTransfer())
+    streamer.attach()
+    assert torch.equal(model(x()), plain(x()))
+    assert streamer.stats().bytes_moved == SIZE * SIZE * 4
+    streamer.detach()
