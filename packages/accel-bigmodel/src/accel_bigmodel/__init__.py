@@ -33,6 +33,12 @@ __getattr__, __dir__, __all__ = attach(
             "remove_hook_from_module",
             "remove_hook_from_submodules",
         ],
+        "accel_bigmodel.hooks.casting": ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"],
+        "accel_bigmodel.hooks.cpu_offload": [
+            "CpuOffload",
+            "UserCpuOffloadHook",
+            "cpu_offload_with_hook",
+        ],
         "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
         "accel_bigmodel.offload_files": [
             "OffloadedWeightsLoader",

@@ -21,6 +21,11 @@ from accel_bigmodel.hooks.base import SequentialHook as SequentialHook
 from accel_bigmodel.hooks.base import add_hook_to_module as add_hook_to_module
 from accel_bigmodel.hooks.base import remove_hook_from_module as remove_hook_from_module
 from accel_bigmodel.hooks.base import remove_hook_from_submodules as remove_hook_from_submodules
+from accel_bigmodel.hooks.casting import LayerwiseCastingHook as LayerwiseCastingHook
+from accel_bigmodel.hooks.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
+from accel_bigmodel.hooks.cpu_offload import CpuOffload as CpuOffload
+from accel_bigmodel.hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
+from accel_bigmodel.hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
 from accel_bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader

@@ -33,7 +33,7 @@ def test_the_same_object_comes_back_with_the_values_given_the_first_time():
     assert parked.bring_back(torch.full((2,), 3.0)).tolist() == [3, 3]
 
 
-def test_lending_makes_one_tensor_per_device():
+def test_lending_makes_the_values_once_per_device_and_dtype():
     parked = park(nn.Parameter(torch.ones(2)))
     made = []
 
@@ -41,12 +41,13 @@ def test_lending_makes_one_tensor_per_device():
         made.append(torch.zeros(2))
         return made[-1]
 
-    cpu, meta = torch.device("cpu"), torch.device("meta")
-    assert parked.lend(cpu, make) is parked.lend(cpu, make) is made[0]
-    assert parked.lend(meta, make) is made[1]
-    assert not parked.take_back(cpu)
-    assert parked.take_back(cpu)
-    assert parked.lend(cpu, make) is made[2]
+    here, there = (torch.device("cpu"), torch.float32), (torch.device("meta"), torch.float32)
+    assert parked.lend(*here, make) is parked.lend(*here, make) is made[0]
+    assert parked.lend(*there, make) is made[1]
+    assert parked.lend(torch.device("cpu"), torch.float16, make) is made[2]
+    assert not parked.take_back(*here)
+    assert parked.take_back(*here)
+    assert parked.lend(*here, make) is made[3]
 
 
 def test_copies_bring_back_tensors_of_their_own():

@@ -207,24 +207,24 @@ class AlignDevicesHook(ModelHook):
             raise
 
     def _lend(self, place: Place, parked: ParkedTensor, device: torch.device) -> None:
-        tied: list[dict[torch.device, Tensor]] = []
+        own, tied = place.tensor, list[dict[torch.device, Tensor]]()
 
         def make() -> Tensor:
             value = self._value(place.name, parked)
             shared = None if self.tied_params_map is None else self.tied_params_map.get(value.data_ptr())
-            data = None if shared is None else shared.get(device)
-            if data is None:
-                data = value.detach().to(device, _dtype_for(value, parked.placeholder))
-                if shared is not None:
-                    shared[device] = data
-                    tied.append(shared)
-            tensor = stand_in(parked.placeholder, data.detach())
-            scales = self._int8_scales(place.name, value)
-            if scales is not None:
-                tensor.SCB = scales.to(device)  # type: ignore[attr-defined]
-            return tensor
+            if shared is not None and device in shared:
+                return shared[device].detach()
+            data = value.detach().to(device, _dtype_for(value, own))
+            if shared is not None:
+                shared[device] = data
+                tied.append(shared)
+            return data
 
-        self._loans.put(place, parked.lend(device, make), partial(_taken_back, parked, device, tied))
+        tensor = stand_in(own, parked.lend(device, own.dtype, make).detach())
+        scales = self._int8_scales(place.name, tensor)
+        if scales is not None:
+            tensor.SCB = scales.to(device)  # type: ignore[attr-defined]
+        self._loans.put(place, tensor, partial(_taken_back, parked, device, own.dtype, tied))
 
     def _value(self, name: str, parked: ParkedTensor) -> Tensor:
         assert self.weights_map is not None
@@ -244,16 +244,18 @@ class AlignDevicesHook(ModelHook):
         return self.weights_map.get(scales)
 
 
-def _taken_back(parked: ParkedTensor, device: torch.device, tied: list[dict[torch.device, Tensor]]) -> None:
-    parked.take_back(device)
+def _taken_back(
+    parked: ParkedTensor, device: torch.device, dtype: torch.dtype, tied: list[dict[torch.device, Tensor]]
+) -> None:
+    parked.take_back(device, dtype)
     for shared in tied:
         shared.pop(device, None)
 
 
-def _dtype_for(value: Tensor, placeholder: Tensor) -> torch.dtype:
+def _dtype_for(value: Tensor, own: Tensor) -> torch.dtype:
     # Integers in the place of floating numbers are quantised: their dtype is the point of them.
     number = value.dtype.is_floating_point or value.dtype.is_complex
-    return placeholder.dtype if number else value.dtype
+    return own.dtype if number else value.dtype
 
 
 def _all_on(values: Any, device: torch.device) -> bool:

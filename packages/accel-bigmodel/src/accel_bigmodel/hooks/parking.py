@@ -53,6 +53,9 @@ def places_in(module: nn.Module, recurse: bool) -> list[Place]:
     return found
 
 
+_Kind = tuple[torch.device, torch.dtype]
+
+
 class ParkedTensor:
     """A parameter or buffer whose values wait elsewhere; one object for all modules that share the tensor.
 
@@ -69,7 +72,7 @@ class ParkedTensor:
         self.placeholder = tensor if tensor.is_meta else stand_in(tensor, tensor.detach().to("meta"))
         self._original = weakref.ref(tensor)
         self._is_back = False
-        self._lent: dict[torch.device, tuple[Tensor, int]] = {}
+        self._lent: dict[_Kind, tuple[Tensor, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy brings back a tensor of its own, and has lent nothing."""
@@ -83,21 +86,21 @@ class ParkedTensor:
         """Whether this is the tensor that was parked."""
         return tensor is self.placeholder or tensor is self._original()
 
-    def lend(self, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        """The tensor with its values on a device, made by ``make`` unless one is on loan there already."""
-        tensor, count = self._lent.get(device) or (make(), 0)
-        self._lent[device] = tensor, count + 1
-        return tensor
+    def lend(self, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """The values on a device in a dtype, made by ``make`` unless they are on loan so already."""
+        data, count = self._lent.get((device, dtype)) or (make(), 0)
+        self._lent[device, dtype] = data, count + 1
+        return data
 
-    def take_back(self, device: torch.device) -> bool:
+    def take_back(self, device: torch.device, dtype: torch.dtype) -> bool:
         """End one loan.
 
         Returns:
-            Whether it was the last one on this device.
+            Whether it was the last one of its kind.
         """
-        tensor, count = self._lent.pop(device)
+        data, count = self._lent.pop((device, dtype))
         if count > 1:
-            self._lent[device] = tensor, count - 1
+            self._lent[device, dtype] = data, count - 1
         return count == 1
 
     def bring_back(self, value: Tensor) -> Tensor:
@@ -168,13 +171,22 @@ class Loans:
             return
         for place, own, tensor, ended in reversed(self._calls.pop()):
             if place.table.get(place.leaf) is tensor:
-                place.put(own)
+                place.put(_beneath(own))
+            else:  # another hook's tensor may stand over it, and be given back later
+                tensor._was_over = own  # type: ignore[attr-defined]
             ended()
 
     def end_all(self) -> None:
         """Every call ends."""
         while self._calls:
             self.end()
+
+
+def _beneath(tensor: Tensor) -> Tensor:
+    """A tensor, or what it stood over if its own loan has ended meanwhile."""
+    while (own := vars(tensor).get("_was_over")) is not None:
+        tensor = own
+    return tensor
 
 
 class _Refusal:

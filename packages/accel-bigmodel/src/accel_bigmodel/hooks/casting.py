@@ -1,0 +1,163 @@
+"""Weights stored in a small dtype and computed with in a larger one, layer by layer."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs
+from accel_bigmodel.hooks.parking import Loans, Place, places_in, stand_in
+
+__all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
+
+# Layers whose weights dominate a model and whose kernels need them in the dtype of the inputs.
+_CASTABLE = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Store the floating tensors of a module in one dtype, and compute with copies in another.
+
+    The stored values are never written back, so calls do not wear them out. When the hook is taken off, tensors get the
+    dtypes that they had, though not the digits that storing them took.
+
+    Args:
+        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: during forward, such as ``torch.bfloat16``.
+        non_blocking: as in ``Tensor.to``.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._places: list[tuple[Place, torch.dtype]] = []
+        self._loans = Loans()
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Convert to the storage dtype; parameters stay the objects that they are."""
+        places = [place for place in places_in(module, True) if place.tensor.is_floating_point()]
+        self._places = [(place, place.tensor.dtype) for place in places]
+        for place in places:
+            self._convert(place, self.storage_dtype)
+        return module
+
+    @outside_graphs
+    def pre_forward(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put copies in the compute dtype in place of the stored tensors."""
+        self._loans.begin()
+        try:
+            for place, _ in self._places:
+                stored = place.tensor
+                if stored.dtype != self.compute_dtype:
+                    copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
+                    self._loans.put(place, stand_in(stored, copy))
+        except BaseException:
+            self._loans.end()
+            raise
+        return args, kwargs
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let the copies go."""
+        self._loans.end()
+        return output
+
+    @outside_graphs
+    def forward_failed(self, module: nn.Module) -> None:
+        """Let the copies go."""
+        self._loans.end()
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Convert to the dtypes from before."""
+        self._loans.end_all()
+        for place, dtype in self._places:
+            if place.leaf in place.table and place.tensor.dtype == self.storage_dtype:
+                self._convert(place, dtype)
+        self._places = []
+        return module
+
+    def _convert(self, place: Place, dtype: torch.dtype) -> None:
+        tensor = place.tensor
+        if tensor.dtype != dtype:
+            grad, tensor.grad = tensor.grad, None
+            tensor.data = tensor.detach().to(dtype, non_blocking=self.non_blocking)
+            tensor.grad = None if grad is None else grad.to(dtype)
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Iterable[str] | None = None,
+    skip_modules_classes: type[nn.Module] | Iterable[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolutional layers in a small dtype, and compute with a larger one.
+
+    A layer's weights exist in the larger dtype only during its own forward. A layer that shares a parameter with a
+    module that is left alone, such as an embedding, is left alone too, with a warning.
+
+    Args:
+        module: changed in place; its hooks are kept.
+        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: during forward, such as ``torch.bfloat16``.
+        skip_modules_pattern: regular expressions; where one is found in the full name of a module, it and all in it
+            are left alone.
+        skip_modules_classes: modules of these classes and all in them are left alone.
+        non_blocking: as in ``Tensor.to``.
+
+    Raises:
+        ValueError: a dtype is not a floating one; nothing has been changed.
+    """
+    for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"{name} must be a floating dtype such as torch.bfloat16, got {dtype!r}")
+    one = isinstance(skip_modules_pattern, str)
+    patterns = [re.compile(p) for p in ([skip_modules_pattern] if one else skip_modules_pattern or ())]
+    classes = (
+        (skip_modules_classes,)
+        if isinstance(skip_modules_classes, type)
+        else tuple(skip_modules_classes or ())
+    )
+
+    layers = dict(_castable_layers(module, "", patterns, classes))
+    inside = {id(part) for layer in layers.values() for part in layer.modules()}
+    others = [part for part in module.modules() if id(part) not in inside]
+    needed = {id(parameter) for part in others for parameter in part.parameters(recurse=False)}
+    shared = [name for name, layer in layers.items() if any(id(p) in needed for p in layer.parameters())]
+    if shared:
+        warnings.warn(
+            f"{', '.join(shared)} keep their dtype, because they share parameters with modules that are not cast",
+            stacklevel=2,
+        )
+    for name, layer in layers.items():
+        if name not in shared:
+            hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+            add_hook_to_module(layer, hook, append=True)
+
+
+def _castable_layers(
+    module: nn.Module, name: str, patterns: list[re.Pattern[str]], classes: tuple[type[nn.Module], ...]
+) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
+        return
+    if isinstance(module, _CASTABLE):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _castable_layers(child, f"{name}.{child_name}" if name else child_name, patterns, classes)

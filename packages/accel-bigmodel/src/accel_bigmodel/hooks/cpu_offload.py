@@ -1,0 +1,119 @@
+"""Models of a pipeline that take turns on the accelerator, each staying there until another one is called."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs, remove_hook_from_module
+from accel_bigmodel.hooks.devices import concrete_device
+from accel_state.devices import default_device
+from accel_state.memory import clear_device_cache
+from accel_state.trees import send_to_device
+
+__all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]
+
+_CPU = torch.device("cpu")
+
+
+class CpuOffload(ModelHook):
+    """Keep a model on the CPU until it is called; it then stays on the device until someone offloads it.
+
+    Args:
+        execution_device: where it computes. Default: this machine's accelerator, or the CPU.
+        prev_module_hook: of the model that was called before this one in a pipeline; that one goes back to the CPU
+            before this one comes.
+
+    Raises:
+        TypeError: ``prev_module_hook`` is not what :func:`cpu_offload_with_hook` returns.
+        DeviceMapError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        execution_device: str | int | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        if prev_module_hook is not None and not isinstance(prev_module_hook, UserCpuOffloadHook):
+            raise TypeError(
+                f"prev_module_hook must be the hook that cpu_offload_with_hook returned for the model before, got "
+                f"{type(prev_module_hook).__name__}"
+            )
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = concrete_device(
+            default_device() if execution_device is None else execution_device
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the model to the CPU."""
+        return module.to(_CPU)
+
+    @outside_graphs
+    def pre_forward(
+        self, module: nn.Module, /, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the model before go, then bring this one and its inputs."""
+        previous = self.prev_module_hook
+        if previous is not None and _device_of(previous.model) not in (None, _CPU):
+            previous.offload()
+            clear_device_cache()
+        device = self.execution_device
+        if _device_of(module) not in (None, device):
+            module.to(device)
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+
+class UserCpuOffloadHook:
+    """Says when a model that :func:`cpu_offload_with_hook` was given goes back to the CPU.
+
+    Attributes:
+        model: the model.
+        hook: the hook on it.
+    """
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        """Move the model to the CPU, until it is called again."""
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        """Take the hooks off the model, which stays where it is."""
+        remove_hook_from_module(self.model)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Move a model to the CPU until it is called, and then to a device, where it stays until it is told to go.
+
+    For the models of a pipeline of which one is called several times in a row, such as the denoiser of a diffusion
+    model: give each the hook of the one before, so that only one is on the device at a time.
+
+    Args:
+        model: changed in place.
+        execution_device: where it computes. Default: this machine's accelerator, or the CPU.
+        prev_module_hook: what this function returned for the model before.
+
+    Returns:
+        The model, and the hook that sends it back (``offload()``) or frees it (``remove()``).
+
+    Raises:
+        TypeError, DeviceMapError: as :class:`CpuOffload`.
+    """
+    hook = CpuOffload(execution_device, prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Of the first tensor; a model moves as a whole."""
+    first = next(itertools.chain(module.parameters(), module.buffers()), None)
+    return None if first is None else first.device
