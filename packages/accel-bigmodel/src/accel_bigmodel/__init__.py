@@ -6,7 +6,16 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_bigmodel.balance": ["get_balanced_memory"],
         "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
+        "accel_bigmodel.checks": ["check_device_map", "check_tied_parameters_on_same_device"],
+        "accel_bigmodel.device_map": [
+            "check_tied_parameters_in_config",
+            "clean_device_map",
+            "explain_device_map",
+            "infer_auto_device_map",
+            "resolve_device_map",
+        ],
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",
@@ -14,6 +23,8 @@ __getattr__, __dir__, __all__ = attach(
             "PipelineError",
             "QuantizationError",
         ],
+        "accel_bigmodel.explain": ["DeviceMapExplanation", "PlacedPart"],
+        "accel_bigmodel.greedy": ["fallback_allocate"],
         "accel_bigmodel.hooks.align": ["AlignDevicesHook"],
         "accel_bigmodel.hooks.alignment": [
             "align_module_device",
@@ -50,6 +61,7 @@ __getattr__, __dir__, __all__ = attach(
             "offload_weight",
             "save_offload_index",
         ],
+        "accel_bigmodel.outline": ["get_module_leaves", "get_module_size_with_ties"],
         "accel_bigmodel.pipeline": [
             "Pipeline",
             "build_pipeline",

@@ -1,0 +1,158 @@
+"""What placing a model needs to know of it: its parts in order, their bytes, and which belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from accel_ckpt.modules.sizes import DType, compute_module_sizes, get_max_layer_size
+from accel_ckpt.modules.ties import find_tied_parameters
+
+__all__ = ["Outline", "get_module_leaves", "get_module_size_with_ties"]
+
+Part = nn.Module | torch.Tensor
+Named = tuple[str, Part]
+
+
+def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
+    """The classes that are not to be split, from any of the forms in which users give them."""
+    if classes is None:
+        return frozenset()
+    return frozenset([classes] if isinstance(classes, str) else classes)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model as placements see it. Nothing here reads or changes a tensor's values."""
+
+    model: nn.Module
+    sizes: Mapping[str, int]
+    """Bytes of every module and tensor by name; a tied parameter counts under the first of its names."""
+    ties: Sequence[Sequence[str]]
+    """Groups of names of one parameter."""
+    no_split: frozenset[str]
+    """Names of classes whose modules stay whole."""
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        no_split_module_classes: str | Iterable[str] | None = None,
+        dtype: DType | None = None,
+        special_dtypes: Mapping[str, DType] | None = None,
+    ) -> Outline:
+        """The outline of a model, the weights of which will have ``dtype``."""
+        sizes = compute_module_sizes(model, dtype=dtype, special_dtypes=special_dtypes)
+        return cls(model, sizes, find_tied_parameters(model), class_names(no_split_module_classes))
+
+    def roots(self) -> list[Named]:
+        """The model's direct parameters, modules and buffers, in this order."""
+        return _children("", self.model)
+
+    def can_split(self, part: Part) -> bool:
+        """Whether ``part`` is a module with modules in it, of a class that may be split."""
+        if not isinstance(part, nn.Module) or type(part).__name__ in self.no_split:
+            return False
+        return any(child is not None for child in part._modules.values())
+
+    def split(self, name: str, part: Part) -> list[Named]:
+        """The direct parameters, modules and buffers of a module; nothing if it stays whole."""
+        return _children(f"{name}.", part) if isinstance(part, nn.Module) and self.can_split(part) else []
+
+    def layers(self) -> Iterator[Named]:
+        """The smallest parts that a map may name, in order."""
+        rest = list(reversed(self.roots()))
+        while rest:
+            name, part = rest.pop()
+            if self.can_split(part):
+                rest += reversed(self.split(name, part))
+            else:
+                yield name, part
+
+    @staticmethod
+    def group_of(name: str, part: Part) -> str:
+        """What a layer moves with when it is offloaded: itself, or, for a tensor of a module that may be split, that
+        module, the forward of which needs all of its own tensors at once.
+        """
+        return name if isinstance(part, nn.Module) else name.rpartition(".")[0]
+
+    def tensors(self) -> Iterator[tuple[str, int]]:
+        """The names of all parameters and buffers, ties included, with the bytes that each counts for."""
+        for name, _ in self.model.named_parameters(remove_duplicate=False):
+            yield name, self.sizes.get(name, 0)
+        for name, _ in self.model.named_buffers(remove_duplicate=False):
+            yield name, self.sizes.get(name, 0)
+
+    def largest(self, parts: Sequence[Named]) -> tuple[int, list[str]]:
+        """The bytes of the largest layer in ``parts``, and the names of the layers of that size."""
+        return get_max_layer_size(parts, self.sizes, self.no_split)
+
+    def partners(self, name: str) -> list[str]:
+        """Names outside of a part that are tied to a parameter in it."""
+        found = []
+        for group in self.ties:
+            outside = [member for member in group if not is_within(member, name)]
+            if len(outside) < len(group):
+                found += outside
+        return found
+
+
+def is_within(name: str, part: str) -> bool:
+    """Whether a tensor or module is a part or lies in it; everything lies in ``""``."""
+    return part in ("", name) or name.startswith(f"{part}.")
+
+
+def _children(prefix: str, module: nn.Module) -> list[Named]:
+    # Not named_children() and the like: they leave out the second name of what is there twice.
+    found: list[tuple[str, Part | None]] = [
+        *module._parameters.items(),
+        *module._modules.items(),
+        *module._buffers.items(),
+    ]
+    return [(f"{prefix}{name}", part) for name, part in found if part is not None]
+
+
+def get_module_leaves(module_sizes: Collection[str]) -> list[str]:
+    """The names that no other name lies below, in order; ``""`` is not one of them.
+
+    Args:
+        module_sizes: names, as the keys of ``compute_module_sizes``.
+    """
+    parents = {name.rpartition(".")[0] for name in module_sizes}
+    return [name for name in module_sizes if name and name not in parents]
+
+
+def get_module_size_with_ties(
+    tied_params: Sequence[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Iterable[Named],
+) -> tuple[int, list[str], list[Part]]:
+    """Bytes of a module together with the modules that must follow it because of a tied parameter.
+
+    Args:
+        tied_params: names outside of the module that are tied to a parameter in it; their own bytes are taken off,
+            because the parameter counts in the module.
+        module_size: bytes of the module.
+        module_sizes: bytes by name.
+        modules_to_treat: what is not placed yet; a tied parameter that lies in none of it adds nothing.
+
+    Returns:
+        The bytes, and the names and parts that hold the tied parameters, one for each of those.
+    """
+    rest = list(modules_to_treat)
+    for tied in tied_params:
+        for name, _ in homes_of([tied], rest):
+            module_size += module_sizes.get(name, 0) - module_sizes.get(tied, 0)
+    homes = homes_of(tied_params, rest)
+    return module_size, [name for name, _ in homes], [part for _, part in homes]
+
+
+def homes_of(tied_params: Sequence[str], parts: Iterable[Named]) -> list[Named]:
+    """The first of the parts that each tied parameter lies in; nothing for one that lies in none."""
+    rest = list(parts) if tied_params else []
+    found = [next(((n, part) for n, part in rest if is_within(tied, n)), None) for tied in tied_params]
+    return [home for home in found if home is not None]

@@ -1,0 +1,108 @@
+"""What a device map asks of each device, and whether the device can give it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from accel_bigmodel.budget import HOST_PLACES, DeviceKey
+from accel_bigmodel.greedy import main_devices
+from accel_bigmodel.outline import Outline
+from accel_state.objects import convert_bytes
+
+__all__ = ["Usage", "entry_of", "main_device_of", "place_of"]
+
+
+def entry_of(name: str, device_map: Mapping[str, object]) -> str | None:
+    """The nearest name of a map that a module or tensor lies in; None if there is none."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return name if name in device_map else None
+
+
+def place_of(name: str, device_map: Mapping[str, DeviceKey]) -> DeviceKey | None:
+    """The device of that entry."""
+    entry = entry_of(name, device_map)
+    return None if entry is None else device_map[entry]
+
+
+def main_device_of(device_map: Mapping[str, DeviceKey]) -> DeviceKey:
+    """The device that computes for offloaded weights: the first of the map that is an accelerator, else the CPU."""
+    return next((device for device in device_map.values() if device not in HOST_PLACES), "cpu")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Bytes that a map puts on devices, and those that pass through them."""
+
+    used: Mapping[DeviceKey, int]
+    kept: Mapping[DeviceKey, tuple[int, str]]
+    """For devices that layers from elsewhere pass through: the bytes of the largest, and its name."""
+    buffers: int
+    """Bytes of the buffers of offloaded modules."""
+    split_ties: list[list[str]]
+    """Groups of tied names that are not all on one device."""
+
+    @classmethod
+    def of(cls, outline: Outline, device_map: Mapping[str, DeviceKey]) -> Usage:
+        """The usage of a map that covers every tensor."""
+        used: dict[DeviceKey, int] = {}
+        for name, size in outline.tensors():
+            device = place_of(name, device_map)
+            if device is not None:
+                used[device] = used.get(device, 0) + size
+        # On an accelerator the layers on cpu and disk pass through, on the CPU those on disk.
+        main = main_device_of(device_map)
+        kept: dict[DeviceKey, tuple[int, str]] = {}
+        for device, sources in ((main, HOST_PLACES), ("cpu", ("disk",))):
+            groups = _groups(outline, device_map, [source for source in sources if source != device])
+            if groups and (device == main or used.get(device, 0)):
+                largest = max(groups, key=groups.__getitem__)
+                kept[device] = (groups[largest], largest)
+        buffers = sum(
+            outline.sizes.get(name, 0)
+            for name, _ in outline.model.named_buffers()
+            if place_of(name, device_map) in HOST_PLACES
+        )
+        apart = [group for group in outline.ties if len({place_of(name, device_map) for name in group}) > 1]
+        return cls(used, kept, buffers, [list(group) for group in apart])
+
+    def room(self, device: DeviceKey, budgets: Mapping[DeviceKey, float]) -> float:
+        """Bytes left of a device's budget; negative if it is too small."""
+        keeps = device in main_devices(budgets) or device not in HOST_PLACES
+        kept = self.kept[device][0] if keeps and device in self.kept else 0
+        return budgets.get(device, 0) - self.used.get(device, 0) - kept
+
+    def complaints(self, budgets: Mapping[DeviceKey, float]) -> list[str]:
+        """What is wrong with the map under these budgets, a sentence each."""
+        found = []
+        for device in {**self.used, **self.kept}:
+            if device not in budgets and not self.used.get(device):
+                continue  # the host computes, and nobody said how much memory it has
+            if self.room(device, budgets) < 0:
+                used, (kept, name) = self.used.get(device, 0), self.kept.get(device, (0, ""))
+                text = (
+                    f"{device!r} has {_bytes(budgets.get(device, 0))}, and the map puts {_bytes(used)} on it"
+                )
+                if kept:
+                    text += f" while {name!r} with {_bytes(kept)} must pass through it"
+                found.append(text)
+        return found + [
+            f"the tied parameters {', '.join(group)} are on different devices" for group in self.split_ties
+        ]
+
+
+def _groups(
+    outline: Outline, device_map: Mapping[str, DeviceKey], sources: Collection[DeviceKey]
+) -> dict[str, int]:
+    """What moves together of the layers on ``sources``, with its bytes."""
+    groups: dict[str, int] = {}
+    for name, part in outline.layers():
+        if place_of(name, device_map) in sources:
+            group = outline.group_of(name, part)
+            groups[group] = groups.get(group, 0) + outline.sizes.get(name, 0)
+    return groups
+
+
+def _bytes(size: float) -> str:
+    return f"{int(size)} bytes" if size < 1024 else f"{convert_bytes(size)} ({int(size)} bytes)"

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from accel_bigmodel import compute_module_sizes, get_module_leaves, get_module_size_with_ties
+from accel_bigmodel.outline import Outline, is_within
+
+
+def test_get_module_leaves():
+    assert get_module_leaves({"": 9, "a": 3, "a.x": 2, "a.y": 1, "b": 6, "ab": 1}) == [
+        "a.x",
+        "a.y",
+        "b",
+        "ab",
+    ]
+    assert get_module_leaves({"": 0}) == []
+
+
+def test_get_module_size_with_ties():
+    model = nn.Sequential(OrderedDict(a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
+    model.b[1].weight = model.a.weight
+    sizes = compute_module_sizes(model)
+    parts = list(model.named_children())
+    assert get_module_size_with_ties([], 80, sizes, parts) == (80, [], [])
+    assert get_module_size_with_ties(["b.1.weight"], 80, sizes, parts[1:]) == (80 + 96, ["b"], [model.b])
+    # one that is a part itself, and one that was placed before
+    split = [("b.1.weight", model.b[1].weight)]
+    assert get_module_size_with_ties(["b.1.weight"], 80, sizes, split)[:2] == (80, ["b.1.weight"])
+    assert get_module_size_with_ties(["b.1.weight"], 80, sizes, []) == (80, [], [])
+
+
+def test_is_within():
+    assert is_within("a.b", "a")
+    assert is_within("a", "a")
+    assert is_within("a", "")
+    assert not is_within("ab", "a")
+
+
+def test_layers_are_in_order_and_whole_where_asked():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+            self.first = nn.Linear(1, 1)
+            self.register_buffer("table", torch.ones(1))
+            self.nothing = None
+            self.register_parameter("none", None)
+
+    model = nn.Sequential(Block(), nn.ReLU())
+    assert [name for name, _ in Outline.of(model).layers()] == ["0.scale", "0.first", "0.table", "1"]
+    assert [name for name, _ in Outline.of(model, "Block").layers()] == ["0", "1"]
+    assert [name for name, _ in Outline.of(nn.Linear(1, 1)).layers()] == ["weight", "bias"]
