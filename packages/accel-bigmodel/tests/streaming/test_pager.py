@@ -21,7 +21,7 @@ from torch import nn
 
 from accel_bigmodel.streaming import pager as pager_module
 from accel_bigmodel.streaming import reading
-from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.pager import Pager
 from accel_bigmodel.streaming.pages import extents_of, keep_resident
 from accel_ckpt import load_state_dict, memory
@@ -139,16 +139,81 @@ def test_results_are_those_of_memory_and_the_budget_is_kept(
     pager.detach()
     assert kernel.most <= budget
     assert kernel.reads
+    stats = pager.stats()
+    assert stats.peak_bytes <= budget
+    assert stats.hits + stats.misses == 3 * 6 + 2 * 6 + 3 * 9
+    assert stats.bytes_moved > 0
+    assert stats.slot_bytes == 0  # nothing comes and goes any more
 
 
 def test_what_fits_stays(tmp_path, monkeypatch, no_slack, small_pieces):
     plain, model = mapped(tmp_path)
     kernel = Memory(monkeypatch)
-    Pager(model, groups_of(model), budget=7 * LAYER).attach()
+    pager = Pager(model, groups_of(model), budget=7 * LAYER)
+    pager.attach()
     x = torch.randn(3, 256)
     for _ in range(3):
         assert torch.equal(model(x), plain(x))
-    assert sum(kernel.pages.values()) >= 6 * LAYER
+    stats = pager.stats()
+    assert stats.resident_bytes == stats.bytes_moved == sum(kernel.pages.values()) >= 6 * LAYER
+    assert stats.seconds_moving > 0
+
+
+class Outer(nn.Module):
+    """Uses a parameter of its own around layers that have theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
+        self.order = [5, 4, 3, 2, 1, 0]
+
+    def forward(self, x):
+        for index in self.order:
+            x = self.layers[index](x)
+        return x * self.scale
+
+
+@pytest.mark.parametrize("outer", [False, True])
+def test_the_order_is_learnt_also_beside_weights_of_the_model_itself(
+    tmp_path, monkeypatch, no_slack, small_pieces, outer
+):
+    _, model = mapped(tmp_path)
+    kernel = Memory(monkeypatch)
+    entire = model
+    groups = groups_of(model)
+    if outer:
+        entire = Outer()
+        entire.layers = model.layers
+        entire.scale = model.layers[2].bias
+        groups = [Group("", entire, {"scale": entire.scale}), *groups]
+    model.order = [5, 4, 3, 2, 1, 0]
+    pager = Pager(entire, groups, budget=3 * LAYER)
+    pager.attach()
+    x = torch.randn(3, 256)
+    for _ in range(2):
+        entire(x)
+    upcoming = []
+    model.layers[3].register_forward_hook(
+        lambda *_: upcoming.append(pager._paging._schedule.upcoming(3, again=True))
+    )
+    entire(x)
+    shift = int(outer)
+    assert upcoming == [[2 + shift, 1 + shift, 0 + shift]]
+    assert kernel.most <= 3 * LAYER
+
+
+def test_blocks_that_are_called_on_their_own(tmp_path, monkeypatch, no_slack, small_pieces):
+    plain, model = mapped(tmp_path)
+    kernel = Memory(monkeypatch)
+    pager = Pager(model, groups_of(model), budget=3 * LAYER)
+    pager.attach()
+    x = torch.randn(3, 256)
+    for _ in range(3):
+        for one, other in zip(model.layers, plain.layers, strict=True):
+            assert torch.equal(one(x), other(x))
+            assert len(pager._paging._schedule._seen) == 1  # nothing piles up
+    assert kernel.most <= 3 * LAYER
 
 
 def test_what_comes_next_is_read_while_a_group_computes(tmp_path, monkeypatch, no_slack):
@@ -329,26 +394,34 @@ def test_detach_and_attach(tmp_path, monkeypatch, no_slack):
 
 def test_copies_and_pickles_have_no_pager(tmp_path, no_slack):
     plain, model = mapped(tmp_path)
-    Pager(model, groups_of(model), budget=2 * LAYER).attach()
+    pager = Pager(model, groups_of(model), budget=2 * LAYER)
+    pager.attach()
     x = torch.randn(1, 256)
     model(x)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model.layers[0]))):
         assert memory.mapped_file_of(next(other.parameters())) is None
     assert torch.equal(copy.deepcopy(model)(x), plain(x))
+    other = copy.deepcopy(pager)
+    other.attach()
+    other.detach()
+    assert other.stats().bytes_moved == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_fork_reads_by_a_thread_of_its_own(tmp_path, no_slack):
     plain, model = mapped(tmp_path)
-    Pager(model, groups_of(model), budget=2 * LAYER).attach()
+    pager = Pager(model, groups_of(model), budget=2 * LAYER)
+    pager.attach()
     torch.set_num_threads(1)
     x = torch.randn(1, 256)
     wanted = plain(x)
     model(x)
+    pager._paging._turn.acquire()  # as if another thread decided at this moment
     child = os.fork()
     if child == 0:
         equal = torch.equal(model(x), wanted) and len(alive()) == 1
         os._exit(0 if equal else 3)
+    pager._paging._turn.release()
     end = time.monotonic() + 30
     while (status := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
         time.sleep(0.01)

@@ -62,3 +62,22 @@ def test_each_module_that_a_forward_begins_at_has_its_order():
     run(schedule, [2, 3], "decoder")
     assert run(schedule, [0, 1], "encoder")[0] == [0, 1]
     assert run(schedule, [2, 3], "decoder")[0] == [2, 3]
+
+
+def test_an_order_that_is_assumed():
+    schedule = Schedule([0, 1, 2])
+    assert run(schedule, [0, 2, 1]) == [[0, 1], [1, 2], []]
+    assert run(schedule, [0, 2, 1]) == [[0, 2], [2, 1], [1]]
+
+
+def test_the_same_forward_again():
+    schedule = Schedule([0, 1, 2])
+    assert schedule.upcoming(5, again=True) == [0, 1, 2]
+    schedule.begin("model")
+    schedule.saw(0)
+    schedule.saw(1)
+    assert schedule.upcoming(5, again=True) == [2, 0, 1]
+    assert schedule.upcoming(2, again=True) == [2, 0]
+    schedule.saw(2)
+    assert schedule.upcoming(2, again=True) == [0, 1]
+    assert schedule.upcoming(2) == []

@@ -9,11 +9,14 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from accel_bigmodel.streaming.pages import PIECE, Extent, extents_of, keep_resident
 from accel_bigmodel.streaming.reading import Reader
+from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.stats import StreamStats
 from accel_ckpt.memory import evict
 
 if TYPE_CHECKING:
@@ -58,15 +61,19 @@ class Pager:
         model = self._model()
         if self._handles or model is None:
             return
+        numbers = {reference(): index for index, reference in enumerate(self._modules)}
         paging = self._paging
-        self._handles.append(model.register_forward_pre_hook(_Hook(paging.order.begin)))
-        for index, reference in enumerate(self._modules):
-            module = reference()
-            if module is not None and paging.extents[index]:
-                entering = _Hook(partial(paging.enter, index))
-                leaving = _Hook(partial(paging.leave, index))
-                self._handles.append(module.register_forward_pre_hook(entering))
-                self._handles.append(module.register_forward_hook(leaving, always_call=True))
+        for name, module in model.named_modules():
+            before: list[Callable[[], None]] = []
+            after: list[Callable[[bool], None]] = []
+            if any(below in numbers for below in module.modules() if below is not module):
+                before, after = [partial(paging.begin, name)], [paging.end]
+            if module in numbers and paging.extents[numbers[module]]:
+                before = [*before, partial(paging.enter, numbers[module])]
+                after = [partial(paging.leave, numbers[module]), *after]
+            handles = [module.register_forward_pre_hook(_Before(call)) for call in before]
+            handles += [module.register_forward_hook(_After(call), always_call=True) for call in after]
+            self._handles += handles
 
     def detach(self) -> None:
         """Take the hooks away and end the thread. What is in memory stays there until the kernel needs the room."""
@@ -74,47 +81,47 @@ class Pager:
             self._handles.pop().remove()
         self._paging.stop()
 
+    def stats(self) -> StreamStats:
+        """What was read since the pager was made, and what is in memory; the device is host memory here."""
+        return self._paging.stats()
 
-class _Hook:
-    """A hook that copies of the model do not have: their weights are in memory."""
+    def __reduce__(self) -> Any:
+        return _no_pager, ()
+
+
+def _no_pager() -> Pager:
+    """The pager of a copied model, whose weights are in memory."""
+    return Pager(torch.nn.Module(), [], budget=0)
+
+
+class _Before:
+    """Called before a forward; in copies of the model it does nothing."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any) -> None:
         self._call()
 
     def __reduce__(self) -> Any:
-        return _Hook, (_do_nothing,)
+        return type(self), (_do_nothing,)
 
 
-def _do_nothing() -> None:
+class _After:
+    """Called after a forward, also one that raised, which has no result; in copies of the model it does nothing."""
+
+    def __init__(self, call: Callable[[bool], None]) -> None:
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
+        self._call(result is not None)
+
+    def __reduce__(self) -> Any:
+        return type(self), (_do_nothing,)
+
+
+def _do_nothing(*_: Any) -> None:
     pass
-
-
-class _Order:
-    """In which order groups are entered: as in the last forward, and in the first one, as they are listed."""
-
-    def __init__(self, count: int) -> None:
-        self._known = list(range(count))
-        self._now: list[int] = []
-        self._at = -1
-
-    def begin(self) -> None:
-        """A forward of the model begins."""
-        if self._now:
-            self._known, self._now, self._at = self._now, [], -1
-
-    def enter(self, index: int) -> None:
-        """A group's forward begins."""
-        self._now.append(index)
-        following = self.upcoming()
-        if index in following:
-            self._at = (self._at + 1 + following.index(index)) % len(self._known)
-
-    def upcoming(self) -> list[int]:
-        """The groups that will come, the next forward's included."""
-        return self._known[self._at + 1 :] + self._known[: self._at + 1]
 
 
 class _Paging:
@@ -122,10 +129,14 @@ class _Paging:
 
     def __init__(self, extents: list[list[Extent]], budget: int) -> None:
         self.extents = extents
-        self.order = _Order(len(extents))
-        self.waited = 0.0
+        self._schedule = Schedule(range(len(extents)))
+        self._depth = 0
+        self._waited = 0.0
+        self._hits = self._misses = self._peak = 0
+        self._read = (0, 0.0)  # bytes and seconds of threads that have ended
         budget = max(0, budget - _KERNEL_AHEAD)
-        self._room = budget - keep_resident(extents, budget)
+        self._kept = keep_resident(extents, budget)
+        self._room = budget - self._kept
         self._active: Counter[int] = Counter()
         self._plan: dict[Extent, int] = {}  # to the number of pieces that may be in memory
         self._start()
@@ -143,29 +154,54 @@ class _Paging:
             self._forget()
 
     def _forget(self) -> None:
+        self._read = self._read_until_now()
         for extent in self._plan:
             extent.have = 0
         self._plan = {}
         self._start()
 
-    def enter(self, index: int) -> None:
-        """Return when the group is in memory, as far as there is room for it."""
+    def _alone(self) -> threading.RLock:
+        """What lets one thread at a time decide."""
         if self.reader.pid != os.getpid():
             # A fork has only the thread that forked, and locks as they were at that moment.
             self._finalizer.detach()
             self._forget()
-        with self._turn:
-            self.order.enter(index)
+        return self._turn
+
+    def begin(self, name: str) -> None:
+        """A module that contains groups begins its forward; the outermost one's order is learnt."""
+        with self._alone():
+            if self._depth == 0:
+                self._schedule.begin(name)
+            self._depth += 1
+
+    def end(self, complete: bool) -> None:
+        """It ended."""
+        with self._alone():
+            if self._depth == 1:
+                self._schedule.end(complete)
+            self._depth = max(0, self._depth - 1)
+
+    def enter(self, index: int) -> None:
+        """Return when the group is in memory, as far as there is room for it."""
+        with self._alone():
+            if self._depth == 0:  # called on its own
+                self._schedule.begin(None)
+            self._schedule.saw(index)
             self._active[index] += 1
             self._follow(self._next_plan(), {})
             goals = {extent: self._plan[extent] for extent in self.extents[index]}
+            if all(extent.have >= goal for extent, goal in goals.items()):
+                self._hits += 1
+                return
+            self._misses += 1
         began = time.perf_counter()
         self.reader.wait(goals)
-        self.waited += time.perf_counter() - began
+        self._waited += time.perf_counter() - began
 
-    def leave(self, index: int) -> None:
+    def leave(self, index: int, complete: bool) -> None:
         """Drop the group, or what of it is not to be used next, and read on in its place."""
-        with self._turn:
+        with self._alone():
             if self._active[index]:  # it is not if another hook raised before the group was entered
                 self._active[index] -= 1
                 self._follow(self._next_plan(), dict.fromkeys(self.extents[index]))
@@ -175,7 +211,7 @@ class _Paging:
         plan: dict[Extent, int] = {}
         room, full = self._room, False
         active = list(+self._active)
-        for number, index in enumerate([*active, *islice(self.order.upcoming(), _LOOK_AHEAD)]):
+        for number, index in enumerate([*active, *self._schedule.upcoming(_LOOK_AHEAD, again=True)]):
             if full and number >= len(active):
                 break
             for extent in self.extents[index]:
@@ -187,6 +223,7 @@ class _Paging:
 
     def _follow(self, plan: dict[Extent, int], left: Mapping[Extent, None]) -> None:
         """Drop what the plan has no room for any more, and then read what it adds."""
+        self._peak = max(self._peak, self._kept + self._streamed())
         surplus = {
             extent: plan.get(extent, 0)
             for extent, goal in self._plan.items()
@@ -200,3 +237,25 @@ class _Paging:
             evict(extent.pages[kept * PIECE :])
         self._plan = plan
         self.reader.follow(plan)
+
+    def _streamed(self) -> int:
+        """Bytes in memory of what comes and goes."""
+        return sum(min(extent.nbytes, extent.have * PIECE) for extent in self._plan if not extent.resident)
+
+    def _read_until_now(self) -> tuple[int, float]:
+        return self._read[0] + self.reader.nbytes, self._read[1] + self.reader.seconds
+
+    def stats(self) -> StreamStats:
+        """What was read, and what is in memory."""
+        with self._alone():
+            moved, seconds = self._read_until_now()
+            return StreamStats(
+                bytes_moved=moved,
+                seconds_moving=seconds,
+                seconds_waited=self._waited,
+                hits=self._hits,
+                misses=self._misses,
+                slot_bytes=self._streamed(),
+                resident_bytes=self._kept,
+                peak_bytes=self._peak,
+            )

@@ -38,6 +38,8 @@ class Extent:
         """Whether it stays in memory once it has been read."""
         self.have = 0
         """Pieces that were read since it was dropped."""
+        self.asked = 0
+        """Pieces that were ever read."""
 
     def piece(self, number: int) -> torch.Tensor:
         """One of the pieces."""
@@ -110,7 +112,7 @@ def keep_resident(groups: Sequence[Sequence[Extent]], budget: int) -> int:
     extents = list(dict.fromkeys(extent for group in groups for extent in group))
     total = sum(extent.nbytes for extent in extents)
     sizes = [sum(extent.nbytes for extent in group) for group in groups]
-    following = [*sizes[1:], *sizes[:1]] if len(sizes) > 1 else [0]
+    following = [*sizes[1:], *sizes[:1]] if len(sizes) > 1 else [0] * len(sizes)
     largest = max((size + next_one for size, next_one in zip(sizes, following, strict=True)), default=0)
     room = budget if total <= budget else budget - largest
     kept = 0

@@ -27,9 +27,9 @@ class Reader:
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.nbytes = 0
-        """Bytes that were asked for, those that had been in memory already included."""
+        """Bytes that were asked for, without asking again for what stays in memory."""
         self.seconds = 0.0
-        """Time that took."""
+        """Time that this took."""
         # Reentrant, because finalizers run anywhere.
         self._changed = threading.Condition(threading.RLock())
         self._plan: Mapping[Extent, int] = {}
@@ -81,9 +81,11 @@ class Reader:
             if not populate(piece) and not _can_populate():
                 _touch(piece)
             with self._changed:
-                self.seconds += time.perf_counter() - began
-                self.nbytes += piece.numel()
+                if number >= extent.asked or not extent.resident:
+                    self.seconds += time.perf_counter() - began
+                    self.nbytes += piece.numel()
                 extent.have = number + 1
+                extent.asked = max(extent.asked, extent.have)
                 self._busy = None
                 self._changed.notify_all()
 

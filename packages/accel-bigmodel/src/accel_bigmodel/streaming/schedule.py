@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 __all__ = ["Schedule"]
 
@@ -12,19 +12,23 @@ class Schedule:
 
     A prediction that fails costs time, never results: after a group that was not expected, what came after it the last
     time is expected, and the new order replaces the old one.
+
+    Args:
+        assumed: what is expected until a forward was seen.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, assumed: Sequence[int] = ()) -> None:
+        self._assumed = list(assumed)
         self._known: dict[Hashable, list[int]] = {}
         self._key: Hashable = None
-        self._expected: list[int] = []
+        self._expected = self._assumed
         self._seen: list[int] = []
         self._next = 0
 
     def begin(self, key: Hashable) -> None:
         """A forward begins at the module that ``key`` stands for."""
         self._key = key
-        self._expected = self._known.get(key, [])
+        self._expected = self._known.get(key, self._assumed)
         self._seen = []
         self._next = 0
 
@@ -38,9 +42,15 @@ class Schedule:
             ahead = group in expected[self._next :]
             self._next = expected.index(group, self._next if ahead else 0) + 1
 
-    def upcoming(self, count: int) -> list[int]:
-        """The groups expected next, the first first; each place of the order counts, also of the same group."""
-        return self._expected[self._next : self._next + count]
+    def upcoming(self, count: int, *, again: bool = False) -> list[int]:
+        """The groups expected next, the first first; each place of the order counts, also of the same group.
+
+        Args:
+            count: at most so many.
+            again: expect the same forward once more after this one.
+        """
+        following = self._expected[self._next : self._next + count]
+        return following + self._expected[: min(self._next, count - len(following))] if again else following
 
     def end(self, complete: bool) -> None:
         """The forward is over; an order that an error cut short is not learnt."""
