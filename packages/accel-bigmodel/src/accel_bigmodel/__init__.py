@@ -6,6 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
+        "accel_bigmodel.activations": ["estimate_activations"],
         "accel_bigmodel.balance": ["get_balanced_memory"],
         "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
         "accel_bigmodel.checks": ["check_device_map", "check_tied_parameters_on_same_device"],
@@ -19,9 +20,18 @@ __getattr__, __dir__, __all__ = attach(
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",
+            "EstimateError",
             "OffloadError",
             "PipelineError",
             "QuantizationError",
+        ],
+        "accel_bigmodel.estimate": [
+            "MemoryEstimate",
+            "TrainingEstimate",
+            "WeightsEstimate",
+            "estimate_memory",
+            "estimate_training",
+            "estimate_weights",
         ],
         "accel_bigmodel.explain": ["DeviceMapExplanation", "PlacedPart"],
         "accel_bigmodel.greedy": ["fallback_allocate"],
@@ -45,11 +55,8 @@ __getattr__, __dir__, __all__ = attach(
             "remove_hook_from_submodules",
         ],
         "accel_bigmodel.hooks.casting": ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"],
-        "accel_bigmodel.hooks.cpu_offload": [
-            "CpuOffload",
-            "UserCpuOffloadHook",
-            "cpu_offload_with_hook",
-        ],
+        "accel_bigmodel.hooks.cpu_offload": ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"],
+        "accel_bigmodel.kv_cache": ["estimate_kv_cache"],
         "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
         "accel_bigmodel.offload_files": [
             "OffloadedWeightsLoader",
@@ -70,6 +77,10 @@ __getattr__, __dir__, __all__ = attach(
             "prepare_pippy",
         ],
         "accel_bigmodel.stages": ["generate_device_map"],
+        "accel_bigmodel.streaming.engine": ["Streamer"],
+        "accel_bigmodel.streaming.groups": ["Group", "plan_groups"],
+        "accel_bigmodel.streaming.stats": ["StreamStats"],
+        "accel_bigmodel.streaming.transfer": ["AcceleratorTransfer", "HostTransfer", "Transfer"],
         "accel_ckpt": [
             "calculate_maximum_sizes",
             "check_nothing_on_meta",
@@ -84,9 +95,5 @@ __getattr__, __dir__, __all__ = attach(
             "retie_parameters",
             "set_module_tensor_to_device",
         ],
-        "accel_bigmodel.streaming.engine": ["Streamer"],
-        "accel_bigmodel.streaming.groups": ["Group", "plan_groups"],
-        "accel_bigmodel.streaming.stats": ["StreamStats"],
-        "accel_bigmodel.streaming.transfer": ["AcceleratorTransfer", "HostTransfer", "Transfer"],
     },
 )

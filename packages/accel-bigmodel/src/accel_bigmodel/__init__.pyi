@@ -1,4 +1,5 @@
 from accel_bigmodel.__about__ import __version__ as __version__
+from accel_bigmodel.activations import estimate_activations as estimate_activations
 from accel_bigmodel.balance import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.budget import available_host_memory as available_host_memory
 from accel_bigmodel.budget import get_max_memory as get_max_memory
@@ -11,9 +12,16 @@ from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device
 from accel_bigmodel.device_map import resolve_device_map as resolve_device_map
 from accel_bigmodel.errors import BigModelError as BigModelError
 from accel_bigmodel.errors import DeviceMapError as DeviceMapError
+from accel_bigmodel.errors import EstimateError as EstimateError
 from accel_bigmodel.errors import OffloadError as OffloadError
 from accel_bigmodel.errors import PipelineError as PipelineError
 from accel_bigmodel.errors import QuantizationError as QuantizationError
+from accel_bigmodel.estimate import MemoryEstimate as MemoryEstimate
+from accel_bigmodel.estimate import TrainingEstimate as TrainingEstimate
+from accel_bigmodel.estimate import WeightsEstimate as WeightsEstimate
+from accel_bigmodel.estimate import estimate_memory as estimate_memory
+from accel_bigmodel.estimate import estimate_training as estimate_training
+from accel_bigmodel.estimate import estimate_weights as estimate_weights
 from accel_bigmodel.explain import DeviceMapExplanation as DeviceMapExplanation
 from accel_bigmodel.explain import PlacedPart as PlacedPart
 from accel_bigmodel.greedy import fallback_allocate as fallback_allocate
@@ -37,6 +45,7 @@ from accel_bigmodel.hooks.casting import attach_layerwise_casting_hooks as attac
 from accel_bigmodel.hooks.cpu_offload import CpuOffload as CpuOffload
 from accel_bigmodel.hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from accel_bigmodel.hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
+from accel_bigmodel.kv_cache import estimate_kv_cache as estimate_kv_cache
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
 from accel_bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader

@@ -5,14 +5,22 @@ AccelError
     ├── DeviceMapError (ValueError)      a map misses modules, names unknown ones, or asks for what is not there
     ├── OffloadError                     something that a model whose weights wait elsewhere cannot do
     ├── QuantizationError (ValueError)   a combination of format, device and module that cannot be quantised
-    └── PipelineError (ValueError)       a model or input that cannot be cut into stages
+    ├── PipelineError (ValueError)       a model or input that cannot be cut into stages
+    └── EstimateError (ValueError)       a model or configuration whose memory cannot be told
 """
 
 from __future__ import annotations
 
 from accel_state.errors import AccelError
 
-__all__ = ["BigModelError", "DeviceMapError", "OffloadError", "PipelineError", "QuantizationError"]
+__all__ = [
+    "BigModelError",
+    "DeviceMapError",
+    "EstimateError",
+    "OffloadError",
+    "PipelineError",
+    "QuantizationError",
+]
 
 
 class BigModelError(AccelError, RuntimeError):
@@ -33,3 +41,7 @@ class QuantizationError(BigModelError, ValueError):
 
 class PipelineError(BigModelError, ValueError):
     """A model or its example inputs cannot be cut into stages."""
+
+
+class EstimateError(BigModelError, ValueError):
+    """A model or its configuration does not tell how much memory it needs."""

@@ -1,0 +1,98 @@
+"""How much memory a forward pass keeps for the backward pass, found without memory and without weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
+
+from accel_bigmodel.errors import EstimateError
+
+__all__ = ["estimate_activations"]
+
+
+def estimate_activations(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    autocast: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> int:
+    """Bytes that autograd keeps from a training forward until its backward.
+
+    Exact for eager execution, as far as PyTorch knows the shapes and dtypes of what its kernels save. (It takes the
+    statistics that batch norm saves under autocast for 16-bit numbers; they have 32. And a model that looks whether it
+    is being traced, as those of transformers do before they leave out an attention mask, may keep a little less.)
+
+    The forward runs in training mode on tensors without values, and the memory of everything that autograd saves is
+    added, each piece once. Weights and inputs are not counted; copies of weights that autocast makes are.
+
+    Args:
+        model: on any device, meta included; not changed.
+        args: inputs, of which only shapes and dtypes matter.
+        kwargs: keyword inputs.
+        autocast: the dtype of autocast that training uses.
+        device: where it will run, since kernels save different things on different devices.
+
+    Raises:
+        EstimateError: the forward needs values of tensors.
+    """
+    where = torch.device(device)
+    training = {module: module.training for module in model.modules()}
+    precision: AbstractContextManager[Any] = (
+        torch.autocast(where.type, autocast) if autocast is not None else nullcontext()
+    )
+    saved: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    model.train()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            state = {name: _unreal(tensor, where) for name, tensor in _tensors(model)}
+            inputs = pytree.tree_map_only(
+                Tensor, lambda tensor: _unreal(tensor, where), (tuple(args), dict(kwargs or {}))
+            )
+            with (
+                torch.enable_grad(),
+                precision,
+                torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+            ):
+                # Held until all is counted: what autograd has saved must not make room for something else.
+                output = functional_call(model, state, *inputs)
+            known = [
+                *state.values(),
+                *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)),
+            ]
+            del output, mode
+    except Exception as error:
+        raise EstimateError(
+            f"the forward of {type(model).__name__} cannot run without values: {type(error).__name__}: "
+            f"{str(error).strip().partition(chr(10))[0]}. Check the inputs; a model whose control flow depends on "
+            "values has no fixed amount of activations"
+        ) from error
+    finally:
+        for module, was in training.items():
+            module.training = was
+    for tensor in known:
+        saved.pop(tensor.untyped_storage()._cdata, None)
+    return sum(saved.values())
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _unreal(tensor: Tensor, device: torch.device) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return made.requires_grad_(tensor.requires_grad and isinstance(tensor, nn.Parameter))
