@@ -17,6 +17,13 @@ __getattr__, __dir__, __all__ = attach(
             "infer_auto_device_map",
             "resolve_device_map",
         ],
+        "accel_bigmodel.dispatch": [
+            "Dispatch",
+            "cpu_offload",
+            "disk_offload",
+            "dispatch_model",
+            "undispatch",
+        ],
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",

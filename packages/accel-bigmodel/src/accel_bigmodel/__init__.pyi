@@ -10,6 +10,11 @@ from accel_bigmodel.device_map import clean_device_map as clean_device_map
 from accel_bigmodel.device_map import explain_device_map as explain_device_map
 from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
 from accel_bigmodel.device_map import resolve_device_map as resolve_device_map
+from accel_bigmodel.dispatch import Dispatch as Dispatch
+from accel_bigmodel.dispatch import cpu_offload as cpu_offload
+from accel_bigmodel.dispatch import disk_offload as disk_offload
+from accel_bigmodel.dispatch import dispatch_model as dispatch_model
+from accel_bigmodel.dispatch import undispatch as undispatch
 from accel_bigmodel.errors import BigModelError as BigModelError
 from accel_bigmodel.errors import DeviceMapError as DeviceMapError
 from accel_bigmodel.errors import EstimateError as EstimateError

@@ -23,11 +23,12 @@ __all__ = [
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a hook of this very module brings its parameters for each forward.
+    """Whether a hook of this very module, or what stands in for its forward, brings its parameters for each forward.
 
-    Any hook whose attribute ``offload`` is true says so.
+    Any of these whose attribute ``offload`` is true says so.
     """
-    return any(_offloads(hook) for hook in _hooks_of(module))
+    forwards = (vars(module).get(name) for name in ("forward", "_old_forward"))
+    return any(_offloads(each) for each in (*_hooks_of(module), *forwards))
 
 
 @contextlib.contextmanager

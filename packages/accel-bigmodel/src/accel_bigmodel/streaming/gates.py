@@ -79,6 +79,11 @@ class Gate:
         finally:
             streamer.leave(group)
 
+    @property
+    def offload(self) -> bool:
+        """Whether it brings the weights of its module; what ``has_offloaded_params`` asks."""
+        return self._streamer is not None and self._group is not None
+
     def belongs_to(self, streamer: Streamer) -> bool:
         """Whether it tells this engine."""
         return self._streamer is streamer

@@ -1,0 +1,448 @@
+"""Putting a model where its device map says, so that it runs from there."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_bigmodel.budget import available_host_memory
+from accel_bigmodel.checks import check_device_map, execution_device
+from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.base import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    remove_hook_from_submodules,
+)
+from accel_bigmodel.offload_files import OffloadedWeightsLoader
+from accel_bigmodel.stores import OffloadCache
+from accel_bigmodel.streaming.engine import Streamer
+from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.pager import Pager
+from accel_bigmodel.streaming.stats import StreamStats
+from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
+from accel_bigmodel.usage import entry_of
+from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.modules.tensors import (
+    check_nothing_on_meta,
+    get_non_persistent_buffers,
+    set_module_tensor_to_device,
+)
+from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_ckpt.plan import convert_file_size_to_int
+
+__all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "undispatch"]
+
+Device = int | str | torch.device
+Model = TypeVar("Model", bound=nn.Module)
+
+CPU = torch.device("cpu")
+
+# What moves a whole module; each would leave a part of a dispatched model behind.
+_MOVES = ("to", "cpu", "cuda", "npu", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron", "ipu", "to_empty")
+
+# Of the host memory that is free, for mapped weights; the rest is for activations and for everybody else.
+_MAPPED_SHARE = 0.8
+
+
+class Dispatch:
+    """What was done to a model: where its parts are, and what brings them.
+
+    A copy of the model has weights of its own in memory, and a mover of its own.
+    """
+
+    def __init__(
+        self, device_map: Mapping[str, Device], main_device: torch.device, mover: Streamer | Pager | None
+    ) -> None:
+        self.device_map = dict(device_map)
+        self.main_device = main_device
+        """Where modules compute whose weights wait elsewhere."""
+        self.mover = mover
+        """What brings weights, if something has to: to a device, or from the disk to memory ahead of their use."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
+        mover = copy.deepcopy(self.mover, memo) if isinstance(self.mover, Streamer) else None
+        return Dispatch(self.device_map, self.main_device, mover)
+
+    def stats(self) -> StreamStats | None:
+        """Bytes moved, rate and time waited until now; ``None`` if nothing is brought to a device."""
+        return self.mover.stats() if isinstance(self.mover, Streamer) else None
+
+
+def dispatch_model(
+    model: Model,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    transfer: Transfer | None = None,
+) -> Model:
+    """Put a model where a device map says.
+
+    Modules on an accelerator are moved there. Modules on ``"cpu"`` and ``"disk"`` compute on the main device: their
+    weights are brought to it just in time, ahead of their use, and between forwards are where they wait. If the main
+    device is the CPU nothing has to be brought: weights on disk are views of the mapped files, which the pages come
+    from as they are touched. Parameters keep their identity, and always have their real values, so that
+    ``state_dict()`` and saving need to know nothing of all this.
+
+    Args:
+        model: its tensors have values, or ``state_dict`` or ``offload_index`` has them. Changed in place.
+        device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``.
+        main_device: where modules on ``"cpu"`` and ``"disk"`` compute; by default the first accelerator of the map, or
+            else the CPU.
+        state_dict: values of tensors on the meta device.
+        offload_dir: a folder for weights on ``"disk"`` that are in no safetensors file yet.
+        offload_index: what ``offload_dir`` holds, as ``save_offload_index`` writes it, for tensors on the meta device.
+        offload_buffers: buffers wait on the host, too, instead of staying on the main device. Those that a state dict
+            leaves out always stay.
+        skip_keys: keyword arguments and keys of outputs that are left on the device on which they are.
+        preload_module_classes: classes of modules whose weights, those of their children too, are brought before their
+            forward begins, because it uses weights of children itself.
+        force_hooks: put inputs on the device also where the map has one device only.
+        device_memory: bytes of the main device for weights that wait elsewhere; some then stay there for good. By
+            default what two blocks need.
+        host_memory: bytes of host memory that mapped files may fill when everything computes on the CPU; by default
+            most of what is free. A model with more is read ahead of its use, and dropped behind.
+        transfer: how weights are brought to the main device; by default on a side stream.
+
+    Returns:
+        The model.
+
+    Raises:
+        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
+        OffloadError: weights are to wait on disk and are in no file, and there is no ``offload_dir``.
+        UninitializedTensorError: tensors on the meta device, with no values for them.
+    """
+    check_device_map(model, device_map, strict=True)
+    places = {name: _device(place) for name, place in device_map.items()}
+    main = _main_device(places, main_device)
+    undispatch(model)
+    _fill(model, state_dict, offload_dir, offload_index)
+    plan = _Plan(model, places, main, streams=transfer is not None or main != CPU, buffers=offload_buffers)
+    if "disk" in places.values():
+        _keep_on_disk(plan, offload_dir)
+    plan.move()
+    mover = _mover(plan, preload_module_classes, _size(device_memory), _size(host_memory), transfer)
+    _attach(plan, skip_keys, force_hooks, mover)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def cpu_offload(
+    model: Model,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    device_memory: int | str | None = None,
+    transfer: Transfer | None = None,
+) -> Model:
+    """Let the weights of a model wait in host memory, and bring them to a device block by block.
+
+    Args:
+        model: changed in place.
+        execution_device: where it computes; by default the device of its first parameter.
+        offload_buffers: as in :func:`dispatch_model`, and so the others.
+        state_dict: values of tensors on the meta device.
+        preload_module_classes: classes whose children's weights are brought with their own.
+        device_memory: bytes of the device for the weights.
+        transfer: how weights are brought.
+    """
+    device = _execution_device(model, execution_device)
+    return dispatch_model(
+        model, {"": "cpu"}, main_device=device, state_dict=state_dict, offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes, device_memory=device_memory, transfer=transfer,
+    )  # fmt: skip
+
+
+def disk_offload(
+    model: Model,
+    offload_dir: str | os.PathLike[str] | None,
+    execution_device: Device | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    transfer: Transfer | None = None,
+) -> Model:
+    """Let the weights of a model wait on disk.
+
+    Weights that are views of safetensors files stay what they are, and nothing is written. Others are written to the
+    folder once.
+
+    Args:
+        model: changed in place.
+        offload_dir: for weights that are in no safetensors file yet.
+        execution_device: where it computes; by default the device of its first parameter.
+        offload_buffers: as in :func:`dispatch_model`, and so the others.
+        preload_module_classes: classes whose children's weights are brought with their own.
+        device_memory: bytes of the device for the weights.
+        host_memory: bytes of host memory that mapped files may fill.
+        transfer: how weights are brought.
+    """
+    device = _execution_device(model, execution_device)
+    return dispatch_model(
+        model, {"": "disk"}, main_device=device, offload_dir=offload_dir, offload_buffers=offload_buffers,
+        preload_module_classes=preload_module_classes, device_memory=device_memory, host_memory=host_memory,
+        transfer=transfer,
+    )  # fmt: skip
+
+
+def undispatch(model: Model) -> Model:
+    """Take back what ``dispatch_model`` attached. Every tensor stays where it waits: it has its values there.
+
+    Args:
+        model: a model, dispatched or not.
+    """
+    dispatch: Dispatch | None = model.__dict__.pop("_accel_dispatch", None)
+    if dispatch is None:
+        return model
+    if dispatch.mover is not None:
+        dispatch.mover.detach()
+    remove_hook_from_submodules(model)
+    for name in _MOVES:
+        model.__dict__.pop(name, None)
+    del model.hf_device_map
+    return model
+
+
+def _device(place: Device) -> torch.device | str:
+    return "disk" if place == "disk" else execution_device(place) or CPU
+
+
+def _main_device(places: Mapping[str, torch.device | str], wanted: Device | None) -> torch.device:
+    if wanted is not None:
+        return torch.device(_device(wanted))
+    return next((place for place in places.values() if isinstance(place, torch.device) and place != CPU), CPU)
+
+
+def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
+    if wanted is not None:
+        return torch.device(_device(wanted))
+    first = next(model.parameters(), None)
+    return CPU if first is None or first.device.type == "meta" else first.device
+
+
+def _size(memory: int | str | None) -> int | None:
+    return None if memory is None else convert_file_size_to_int(memory)
+
+
+def _fill(
+    model: nn.Module,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None,
+) -> None:
+    """Give tensors on the meta device their values."""
+    if state_dict is not None or offload_index is not None:
+        values = OffloadedWeightsLoader(
+            state_dict=dict(state_dict or {}),
+            save_folder=None if offload_index is None else offload_dir,
+            index=offload_index,
+        )
+        ties = find_tied_parameters(model)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.device.type == "meta" and name in values:
+                set_module_tensor_to_device(model, name, CPU, value=values[name])
+        retie_parameters(model, ties)
+    check_nothing_on_meta(model)
+
+
+class _Plan:
+    """Which tensors of a model go where. A tensor with several names goes to the fastest of their places."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        places: Mapping[str, torch.device | str],
+        main: torch.device,
+        streams: bool,
+        buffers: bool,
+    ) -> None:
+        self.model = model
+        self.places = places
+        self.main = main
+        self.streams = streams
+        """Whether weights that wait are brought to another place to compute with them."""
+        self.offload_buffers = buffers
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.homes: dict[int, torch.device | str] = {}
+        self.names: dict[int, str] = {}
+        hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._add(name, parameter, self.place_of(name))
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            waits = buffers and name not in hidden
+            place = self.place_of(name)
+            self._add(name, buffer, place if waits or place not in ("disk", CPU) else main)
+
+    def place_of(self, name: str) -> torch.device | str:
+        """Where the map puts a name: its own entry, or that of the nearest module above it.
+
+        Only buffers that no state dict holds may have none; they go where most is computed.
+        """
+        entry = entry_of(name, self.places)
+        return self.main if entry is None else self.places[entry]
+
+    def _add(self, name: str, tensor: torch.Tensor, place: torch.device | str) -> None:
+        key = id(tensor)
+        old = self.homes.get(key)
+        if old is None or _slowness(place) < _slowness(old):
+            self.homes[key] = place
+        self.tensors[key] = tensor
+        self.names.setdefault(key, name)
+
+    def at(self, place: torch.device | str) -> dict[str, torch.Tensor]:
+        """The tensors of a place by their first name."""
+        return {self.names[key]: tensor for key, tensor in self.tensors.items() if self.homes[key] == place}
+
+    def waiting(self) -> Collection[str]:
+        """Entries of the map whose weights wait elsewhere than on the device that computes with them."""
+        return [name for name, place in self.places.items() if place in ("disk", CPU)]
+
+    def move(self) -> None:
+        """Put tensors of devices there; what waits is on the host."""
+        for key, tensor in self.tensors.items():
+            home = self.homes[key]
+            target = CPU if home == "disk" else torch.device(home)
+            if tensor.device != target:
+                tensor.data = tensor.data.to(target)
+
+
+def _slowness(place: torch.device | str) -> int:
+    return 2 if place == "disk" else int(place == CPU)
+
+
+def _keep_on_disk(plan: _Plan, folder: str | os.PathLike[str] | None) -> None:
+    """Make every parameter that waits on disk a view of a file. Buffers, which forwards may change, are in memory."""
+    loose = {
+        name: tensor
+        for name, tensor in plan.at("disk").items()
+        if isinstance(tensor, nn.Parameter) and tensor.numel() and mapped_file_of(tensor) is None
+    }
+    if not loose:
+        return
+    if folder is None:
+        raise OffloadError(
+            f"{', '.join(sorted(loose))} should wait on disk, and are in no safetensors file that is mapped; "
+            "load them with load_checkpoint_and_dispatch from one, or pass offload_dir, a folder to write them to"
+        )
+    views = OffloadCache(folder).keep(loose)
+    for name, tensor in loose.items():
+        tensor.data = views[name]
+
+
+def _mover(
+    plan: _Plan,
+    preload: Sequence[str] | None,
+    device_memory: int | None,
+    host_memory: int | None,
+    transfer: Transfer | None,
+) -> Streamer | Pager | None:
+    waiting = plan.waiting()
+    if not waiting:
+        return None
+    groups = plan_groups(
+        plan.model, waiting, preload_module_classes=preload, offload_buffers=plan.offload_buffers
+    )
+    mover: Streamer | Pager
+    if plan.streams:
+        mover = Streamer(plan.model, groups, transfer or AcceleratorTransfer(plan.main), budget=device_memory)
+    else:
+        budget = int(_MAPPED_SHARE * available_host_memory()) if host_memory is None else host_memory
+        if sum(t.nbytes for t in plan.tensors.values() if mapped_file_of(t) is not None) <= budget:
+            return None
+        mover = Pager(plan.model, groups, budget=budget)
+    mover.attach()
+    return mover
+
+
+class FilesUnchanged(ModelHook):
+    """Refuses to compute with mapped files that were changed in place.
+
+    Args:
+        files: the mappings that the model views.
+    """
+
+    def __init__(self, files: Collection[MappedFile]) -> None:
+        self.files = tuple(files)
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """One look at each file."""
+        for file in self.files:
+            file.check_unchanged()
+        return args, kwargs
+
+    def __reduce__(self) -> Any:
+        # Copies of the weights, and weights that were pickled, are views of no file.
+        return FilesUnchanged, ((),)
+
+
+def _attach(
+    plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, mover: Streamer | Pager | None
+) -> None:
+    model = plan.model
+    files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
+    hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
+    devices = {
+        plan.main if place in ("disk", CPU) and plan.streams else place for place in plan.places.values()
+    }
+    spread = len(devices - {"disk", CPU}) > 0 and (
+        len(set(plan.places.values())) > 1 or plan.streams or force_hooks
+    )
+    if spread or force_hooks:
+        for name, place in plan.places.items():
+            device = plan.main if place in ("disk", CPU) else torch.device(place)
+            owner = _module(model, name)
+            if owner is not model:
+                add_hook_to_module(
+                    owner, AlignDevicesHook(execution_device=device, skip_keys=skip_keys), append=True
+                )
+        hooks.append(AlignDevicesHook(execution_device=plan.main, io_same_device=True, skip_keys=skip_keys))
+    if hooks:
+        add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
+    model._accel_dispatch = Dispatch(plan.places, plan.main, mover)  # type: ignore[assignment]
+    if spread or mover is not None:
+        for name in _MOVES:
+            if hasattr(type(model), name):
+                setattr(model, name, _Refusal(name))
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    """The module of a name, or the owner of the tensor of that name."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return model.get_submodule(name.rpartition(".")[0])
+
+
+class _Refusal:
+    """Stands in place of a method that would move a dispatched model."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise OffloadError(
+            f"model.{self.name}() would move parts of a model that a device map has put elsewhere, and leave others "
+            "behind. Load it again with another device_map, or call accel_bigmodel.undispatch(model) before moving "
+            "it; it must fit the device then"
+        )

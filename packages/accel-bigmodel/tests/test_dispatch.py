@@ -1,0 +1,310 @@
+"""Dispatched models give what they gave in memory, bit for bit, and stay models: state dict, ties, copies, pickles."""
+
+import copy
+import gc
+import os
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import (
+    DeviceMapError,
+    OffloadError,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    has_offloaded_params,
+    init_empty_weights,
+    undispatch,
+)
+from accel_bigmodel.streaming.transfer import HostTransfer
+from accel_ckpt import (
+    FileChangedError,
+    StateMismatchError,
+    UninitializedTensorError,
+    load_checkpoint_in_model,
+    save_model,
+)
+from accel_ckpt.memory import mapped_file_of
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.norm = nn.BatchNorm1d(2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x, scale=1.0):
+        return x + scale * self.down(torch.relu(self.norm(self.up(x))))
+
+
+class Net(nn.Module):
+    """Embedding and head are tied; a buffer that no state dict holds."""
+
+    def __init__(self, width=16, depth=4):
+        super().__init__()
+        self.embed = nn.Embedding(40, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("shift", torch.linspace(-1, 1, width), persistent=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens) + self.shift
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+TOKENS = torch.arange(30) % 40
+MAPS = {
+    "cpu": {"": "cpu"},
+    "disk": {"": "disk"},
+    "mixed": {"embed": "cpu", "head": "cpu", "shift": "cpu", "blocks.0": "disk", "blocks.1": "cpu", "blocks.2": "disk",
+              "blocks.3.up": "cpu", "blocks.3.norm": "disk", "blocks.3.down": "disk"},
+    "tensors": {"embed": "disk", "head": "disk", "shift": "cpu", "blocks": "cpu"},
+}  # fmt: skip
+
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return Net().eval()
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_model(build(), tmp_path / "model", max_shard_size="8KB")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def expected():
+    with torch.no_grad():
+        return build()(TOKENS)
+
+
+def load(saved):
+    with init_empty_weights():
+        model = Net().eval()
+    load_checkpoint_in_model(model, saved)  # views of the files
+    return model
+
+
+def answer(model):
+    with torch.no_grad():
+        return model(TOKENS)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_the_same_bits_under_every_map_on_the_cpu(saved, expected, name, offload_buffers):
+    model = dispatch_model(load(saved), MAPS[name], offload_buffers=offload_buffers)
+    for _ in range(2):
+        assert torch.equal(answer(model), expected)
+    assert model.hf_device_map == MAPS[name]
+    assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("device_memory", [None, "12KB"])
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_the_same_bits_under_every_map_with_streaming(saved, expected, name, offload_buffers, device_memory):
+    model = dispatch_model(
+        load(saved),
+        MAPS[name],
+        offload_buffers=offload_buffers,
+        device_memory=device_memory,
+        transfer=HostTransfer(),
+    )
+    for _ in range(3):
+        assert torch.equal(answer(model), expected)
+    assert model.head.weight is model.embed.weight
+    assert model._accel_dispatch.stats().bytes_moved > 0
+    undispatch(model)
+    assert torch.equal(answer(model), expected)
+
+
+@pytest.mark.parametrize("transfer", [None, HostTransfer])
+def test_t11_disk_offload_of_a_checkpoint_writes_nothing(saved, expected, tmp_path, transfer):
+    before = sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    model = load(saved)
+    disk_offload(model, tmp_path / "offload", transfer=transfer and transfer())
+    assert torch.equal(answer(model), expected)
+    assert sorted((path, path.stat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+    assert all(mapped_file_of(parameter) for parameter in model.parameters())
+
+
+def test_t10_another_model_s_offload_folder_is_not_served(tmp_path, expected):
+    first, second = build(), build(1)
+    wanted = answer(second)
+    disk_offload(first, tmp_path / "offload")
+    disk_offload(second, tmp_path / "offload")
+    assert torch.equal(answer(first), expected)
+    assert torch.equal(answer(second), wanted)
+    again = disk_offload(build(), tmp_path / "offload")
+    assert torch.equal(answer(again), expected)
+    assert len(list((tmp_path / "offload").glob("*.safetensors"))) == 2  # the third one found its own
+
+
+def test_weights_in_memory_need_a_folder_to_wait_on_disk():
+    model = build()
+    with pytest.raises(OffloadError, match=r"blocks\.0\.up\.weight.*pass offload_dir"):
+        dispatch_model(model, {"": "disk"})
+    assert not hasattr(model, "hf_device_map")
+
+
+@pytest.mark.parametrize("make", [lambda m: cpu_offload(m, transfer=HostTransfer()), cpu_offload])
+def test_cpu_offload(expected, make):
+    model = make(build())
+    assert torch.equal(answer(model), expected)
+
+
+def test_state_dict_has_the_values(saved):
+    wanted = build().state_dict()
+    for model in (
+        dispatch_model(load(saved), {"": "disk"}),
+        disk_offload(load(saved), None, transfer=HostTransfer()),
+        cpu_offload(build(), transfer=HostTransfer()),
+    ):
+        answer(model)
+        found = model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("transfer", [None, HostTransfer])
+def test_t32_saving_a_dispatched_model_over_its_own_checkpoint(saved, expected, transfer):
+    model = disk_offload(load(saved), None, transfer=transfer and transfer())
+    save_model(model, saved, max_shard_size="8KB")
+    assert torch.equal(answer(model), expected)
+    again = load(saved)
+    assert again.head.weight is again.embed.weight
+    assert torch.equal(answer(again), expected)
+
+
+def test_a_file_that_is_changed_in_place_is_found_at_the_next_forward(saved):
+    model = dispatch_model(load(saved), {"": "disk"})
+    answer(model)
+    victim = mapped_file_of(model.blocks[1].up.weight).path
+    with open(victim, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    with pytest.raises(FileChangedError, match=str(victim)):
+        answer(model)
+
+
+def test_edits_stay_with_the_model_and_off_the_file(saved, expected):
+    model = dispatch_model(load(saved), {"": "disk"})
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(2)
+    changed = answer(model)
+    assert not torch.equal(changed, expected)
+    assert torch.equal(answer(load(saved)), expected)
+    streamed = disk_offload(model, None, transfer=HostTransfer())
+    assert torch.equal(answer(streamed), changed)
+
+
+@pytest.mark.parametrize("transfer", [None, HostTransfer])
+def test_a_copy_is_independent(saved, expected, transfer):
+    model = disk_offload(load(saved), None, transfer=transfer and transfer())
+    other = copy.deepcopy(model)
+    assert other.head.weight is other.embed.weight
+    with torch.no_grad():
+        other.blocks[0].up.weight.zero_()
+    assert torch.equal(answer(model), expected)
+    assert not torch.equal(answer(other), expected)
+    del model
+    gc.collect()
+    answer(other)
+
+
+def test_a_pickle_is_a_model_in_memory(saved, expected):
+    model = dispatch_model(load(saved), {"": "disk"})
+    other = pickle.loads(pickle.dumps(model))
+    assert torch.equal(answer(other), expected)
+
+
+@pytest.mark.parametrize("method", ["to", "cuda", "cpu"])
+def test_a_model_whose_weights_are_streamed_cannot_be_moved(saved, expected, method):
+    model = disk_offload(load(saved), None, transfer=HostTransfer())
+    with pytest.raises(OffloadError, match=rf"model\.{method}\(\).*undispatch"):
+        getattr(model, method)(*(["cpu"] if method == "to" else []))
+    assert torch.equal(answer(model), expected)
+    undispatch(model).to("cpu")
+    assert torch.equal(answer(model), expected)
+
+
+def test_a_module_that_is_added_later_works_where_everything_computes_on_the_host(saved):
+    model = dispatch_model(load(saved), {"": "disk"})
+    model.blocks.append(Block(16).eval())
+    assert answer(model).shape == (30, 40)
+
+
+def test_dispatching_again_replaces_the_first_map(saved, expected):
+    model = disk_offload(load(saved), None, transfer=HostTransfer())
+    dispatch_model(model, {"": "cpu"})
+    assert model.hf_device_map == {"": "cpu"}
+    assert model._accel_dispatch.mover is None
+    assert torch.equal(answer(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "match"),
+    [
+        ({"embed": "cpu"}, "blocks"),
+        ({"": "cpu", "nothing.here": "disk"}, r"nothing\.here"),
+        ({"": "nonsense"}, "nonsense"),
+        ({"": 99}, "99"),
+    ],
+)
+def test_maps_that_do_not_fit(device_map, match):
+    model = build()
+    with pytest.raises(DeviceMapError, match=match):
+        dispatch_model(model, device_map)
+    assert not hasattr(model, "hf_device_map")
+
+
+def test_tensors_without_values_are_refused():
+    with init_empty_weights():
+        model = Net()
+    with pytest.raises(UninitializedTensorError, match=r"blocks\.0\.up\.weight"):
+        dispatch_model(model, {"": "cpu"})
+
+
+def test_values_of_a_state_dict_fill_the_meta_device(expected):
+    with init_empty_weights():
+        model = Net().eval()
+    cpu_offload(model, state_dict=build().state_dict())
+    assert torch.equal(answer(model), expected)
+    assert model.head.weight is model.embed.weight
+
+
+def test_values_of_another_shape_are_refused():
+    with init_empty_weights():
+        model = Net(width=8)
+    with pytest.raises(StateMismatchError, match="shape"):
+        cpu_offload(model, state_dict=build().state_dict())
+
+
+def test_no_hook_runs_on_the_cpu_but_one_at_the_top(saved):
+    model = dispatch_model(load(saved), {"": "disk"})
+    for name, module in model.named_modules():
+        if name:
+            assert "forward" not in module.__dict__
+            assert not module._forward_pre_hooks
+            assert not module._forward_hooks
+            assert not has_offloaded_params(module)
+
+
+def test_streamed_modules_are_known_as_offloaded(saved):
+    model = disk_offload(load(saved), None, transfer=HostTransfer())
+    assert has_offloaded_params(model.blocks[0])
+
+
+def test_a_model_bigger_than_the_memory_it_may_have_is_paged(saved, expected):
+    model = dispatch_model(load(saved), {"": "disk"}, host_memory="20KB")
+    assert model._accel_dispatch.mover is not None
+    assert torch.equal(answer(model), expected)
