@@ -71,8 +71,8 @@ class Dispatch:
         return Dispatch(self.device_map, self.main_device, mover)
 
     def stats(self) -> StreamStats | None:
-        """Bytes moved, rate and time waited until now; ``None`` if nothing is brought to a device."""
-        return self.mover.stats() if isinstance(self.mover, Streamer) else None
+        """Bytes moved, rate and time waited until now; ``None`` if nothing has to be brought."""
+        return None if self.mover is None else self.mover.stats()
 
 
 def dispatch_model(

@@ -573,3 +573,35 @@ def test_a_model_of_several_times_the_memory_limit(tmp_path):
     assert [torch.equal(output, wanted) for output in result.value] == [True] * 3
     assert size > 2.8 * limit
     assert result.peak < limit  # the kernel had to take nothing
+
+
+def test_tables_that_are_looked_up_in_are_not_read_as_a_whole(tmp_path, monkeypatch, no_slack):
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(100_000, 16)
+            self.tied = nn.Embedding(500, 16)
+            self.head = nn.Linear(16, 500, bias=False)
+            self.head.weight = self.tied.weight
+
+        def forward(self, rows):
+            return self.head(self.table(rows) + self.tied(rows))
+
+    plain = Lookup()
+    save_file(
+        {"table.weight": plain.table.weight, "tied.weight": plain.tied.weight}, tmp_path / "file.safetensors"
+    )
+    model = copy.deepcopy(plain)
+    for name, value in load_state_dict(tmp_path / "file.safetensors").items():
+        model.get_parameter(name).data = value
+    read = []
+    populate = reading.populate
+    monkeypatch.setattr(reading, "populate", lambda part: read.append(part.numel()) or populate(part))
+    pager = Pager(model, plan_groups(model, [""]), budget=4 * MB)
+    pager.attach()
+    rows = torch.tensor([3, 77, 499])
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(rows), plain(rows))
+    pager.detach()
+    assert 500 * 16 * 4 <= sum(read) < MB

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from accel_bigmodel.streaming.pages import PIECE, Extent, extents_of, keep_resident
 from accel_bigmodel.streaming.reading import Reader
@@ -20,8 +21,6 @@ from accel_bigmodel.streaming.stats import StreamStats
 from accel_ckpt.memory import evict
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from accel_bigmodel.streaming.groups import Group
 
 __all__ = ["Pager"]
@@ -41,7 +40,8 @@ class Pager:
     dropped, unless it is one of those for which the budget has room all the time. What was written to a weight
     is never dropped.
 
-    Results do not depend on any of this: what is not in memory when it is used, the kernel reads then.
+    Results do not depend on any of this: what is not in memory when it is used, the kernel reads then. So it does with
+    the tables of embeddings, of which a forward needs a few rows.
 
     Args:
         model: its forward uses the groups.
@@ -53,7 +53,9 @@ class Pager:
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, budget: int) -> None:
         self._model = weakref.ref(model)
         self._modules = [weakref.ref(group.module) for group in groups]
-        self._paging = _Paging(extents_of([group.tensors.values() for group in groups]), budget)
+        tables = _tables(model)
+        read = [[t for t in group.tensors.values() if id(t) not in tables] for group in groups]
+        self._paging = _Paging(extents_of(read), budget)
         self._handles: list[Any] = []
 
     def attach(self) -> None:
@@ -92,6 +94,15 @@ class Pager:
 def _no_pager() -> Pager:
     """The pager of a copied model, whose weights are in memory."""
     return Pager(torch.nn.Module(), [], budget=0)
+
+
+def _tables(model: nn.Module) -> set[int]:
+    """Identities of the weights that are only looked up in."""
+    looked_up, used = set(), set()
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        (looked_up if isinstance(module, nn.Embedding | nn.EmbeddingBag) else used).update(own)
+    return looked_up - used
 
 
 class _Before:
