@@ -64,6 +64,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_bigmodel.hooks.casting": ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"],
         "accel_bigmodel.hooks.cpu_offload": ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"],
         "accel_bigmodel.kv_cache": ["estimate_kv_cache"],
+        "accel_bigmodel.load": ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"],
         "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
         "accel_bigmodel.offload_files": [
             "OffloadedWeightsLoader",
@@ -89,6 +90,8 @@ __getattr__, __dir__, __all__ = attach(
         "accel_bigmodel.streaming.stats": ["StreamStats"],
         "accel_bigmodel.streaming.transfer": ["AcceleratorTransfer", "HostTransfer", "Transfer"],
         "accel_ckpt": [
+            "LoadReport",
+            "WeightSource",
             "calculate_maximum_sizes",
             "check_nothing_on_meta",
             "compute_module_sizes",
@@ -98,7 +101,9 @@ __getattr__, __dir__, __all__ = attach(
             "find_tied_parameters",
             "get_max_layer_size",
             "get_non_persistent_buffers",
+            "load_state_dict",
             "named_module_tensors",
+            "open_weights",
             "retie_parameters",
             "set_module_tensor_to_device",
         ],

@@ -51,6 +51,8 @@ from accel_bigmodel.hooks.cpu_offload import CpuOffload as CpuOffload
 from accel_bigmodel.hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from accel_bigmodel.hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accel_bigmodel.kv_cache import estimate_kv_cache as estimate_kv_cache
+from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
+from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
 from accel_bigmodel.meta import init_on_device as init_on_device
 from accel_bigmodel.offload_files import OffloadedWeightsLoader as OffloadedWeightsLoader
@@ -76,6 +78,8 @@ from accel_bigmodel.streaming.stats import StreamStats as StreamStats
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer as AcceleratorTransfer
 from accel_bigmodel.streaming.transfer import HostTransfer as HostTransfer
 from accel_bigmodel.streaming.transfer import Transfer as Transfer
+from accel_ckpt import LoadReport as LoadReport
+from accel_ckpt import WeightSource as WeightSource
 from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes
 from accel_ckpt import check_nothing_on_meta as check_nothing_on_meta
 from accel_ckpt import compute_module_sizes as compute_module_sizes
@@ -85,7 +89,9 @@ from accel_ckpt import dtype_byte_size as dtype_byte_size
 from accel_ckpt import find_tied_parameters as find_tied_parameters
 from accel_ckpt import get_max_layer_size as get_max_layer_size
 from accel_ckpt import get_non_persistent_buffers as get_non_persistent_buffers
+from accel_ckpt import load_state_dict as load_state_dict
 from accel_ckpt import named_module_tensors as named_module_tensors
+from accel_ckpt import open_weights as open_weights
 from accel_ckpt import retie_parameters as retie_parameters
 from accel_ckpt import set_module_tensor_to_device as set_module_tensor_to_device
 

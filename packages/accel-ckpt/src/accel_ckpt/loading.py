@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -15,12 +16,11 @@ from torch import nn
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
-from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers, rewrap
-from accel_ckpt.modules.ties import parent_and_leaf
-from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.modules.tensors import refuse_without_values, rewrap
+from accel_ckpt.names import canonical_names, canonical_state_dict, refuse_collisions
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
-from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, open_weights
+from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, collector_paused, open_weights
 from accel_state.errors import NotAvailableError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "Step",
     "Target",
     "assign",
+    "converted",
     "load_checkpoint_in_model",
     "load_state_dict",
     "load_weights",
@@ -39,6 +40,9 @@ DeviceMap = Mapping[str, Device]
 T = TypeVar("T")
 
 CPU = torch.device("cpu")
+
+# Bytes. Whatever is done with them, it does not take long.
+_SMALL_LOAD = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,8 @@ def load_state_dict(
         raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")
     loaded: dict[tuple[str, torch.device | None], torch.Tensor] = {}
     result = {}
-    for name, (_, key) in source.homes.items():
+    for name in source.about:
+        key = source.key_of(name)
         tensor = source.tensor(key)
         device = _device_of(name, device_map or {})
         result[name] = loaded.setdefault((key, device), tensor.to(device) if device is not None else tensor)
@@ -189,21 +194,24 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     return torch.device(device_map[""])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Target:
     """A tensor of the model and all its names there."""
 
     tensor: torch.Tensor
-    names: tuple[str, ...]
+    names: list[str]
+    owners: list[dict[str, Any]]
+    """For each name, the dictionary of a module in which it stands."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A tensor of the checkpoint that a tensor of the model gets its values from."""
 
     source: str
     """Name in the checkpoint."""
     saved: torch.dtype
+    nbytes: int
+    """In the checkpoint."""
     target: Target
 
 
@@ -248,14 +256,15 @@ class Placer:
         """Refuse what cannot be done, before anything is read or changed; returns the steps to do, in order."""
         return steps
 
-    def put(self, model: nn.Module, step: Step, value: torch.Tensor) -> None:
+    def put(self, step: Step, value: torch.Tensor) -> None:
         """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
         old, home, dtype = step.target.tensor, self.home(step.target), self.dtype(step)
-        if (old.device, old.dtype) == (home, dtype):
+        assert home is not None, "others are not read"
+        if old.device == home and old.dtype == dtype:
             with torch.no_grad():
                 old.copy_(value)
         else:
-            assign(model, step.target, self.own(value.to(home, dtype)))
+            assign(step.target, self.own(converted(value, home, dtype)))
 
     def own(self, value: torch.Tensor) -> torch.Tensor:
         """The value, or a copy if a tensor of the model has its memory already."""
@@ -268,27 +277,32 @@ class Placer:
     def abandon(self) -> None:
         """Called instead of ``finish`` after an error."""
 
-    def finish(self, model: nn.Module) -> None:
-        """What is to be done when all tensors of the checkpoint are in the model."""
-        if self.device is not None:
-            for tensor in (*model.parameters(), *model.buffers()):
-                if tensor.device.type != "meta" and tensor.device != self.device:
-                    tensor.data = tensor.data.to(self.device)
+    def finish(self, rest: Sequence[Target]) -> None:
+        """Called when all that is read is in the model.
+
+        Args:
+            rest: the other tensors of the model, those that no checkpoint holds included.
+        """
+        for target in rest:
+            home, tensor = self.home(target), target.tensor
+            if home is not None and not tensor.is_meta and tensor.device != home:
+                tensor.data = tensor.data.to(home)
 
 
-def assign(model: nn.Module, target: Target, value: torch.Tensor) -> None:
+def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The value on a device and in a dtype; itself if it is that already, which ``to`` would find out slower."""
+    return value if value.dtype == dtype and value.device == home else value.to(home, dtype)
+
+
+def assign(target: Target, value: torch.Tensor) -> None:
     """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
     old = target.tensor
-    if old.device.type != "meta":
+    if not old.is_meta:
         old.data = value
         return
     wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
-    for name in target.names:
-        owner, leaf = parent_and_leaf(model, name)
-        if leaf in owner._parameters:
-            owner._parameters[leaf] = wrapped  # type: ignore[assignment]
-        else:
-            owner._buffers[leaf] = wrapped
+    for name, tensors in zip(target.names, target.owners, strict=True):
+        tensors[name.rpartition(".")[2]] = wrapped
 
 
 def load_weights(
@@ -323,7 +337,7 @@ def load_weights(
         source = BroadcastWeights(checkpoint, coordinator, revision, token)
     else:
         source = open_weights(checkpoint, revision=revision, token=token)
-    plan = _together(lambda: _compare(source, _targets(model)), coordinator, doing)
+    plan = _together(lambda: _compare(source, model), coordinator, doing)
     differing = source.differing([*plan.ties])
     steps = [step for step in plan.steps if placer.home(step.target) is not None]
 
@@ -332,27 +346,27 @@ def load_weights(
         report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
         _judge(report, checkpoint, strict)
         if strict is not False:
-            check_nothing_on_meta(model, but=may_stay)
+            refuse_without_values(empty, [target.names[0] for target in plan.hidden])
         return report, placer.prepare(source, steps)
 
-    filled = {id(step.target.tensor) for step in steps}
-
-    def may_stay(name: str, tensor: torch.Tensor) -> bool:
-        return id(tensor) in filled or placer.home(Target(tensor, (name,))) is None
-
+    read = {id(step.target) for step in steps}
+    rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
+    empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
     report, steps_to_do = _together(judge, coordinator, doing)
     _warn(report, checkpoint)
     source.begin([step.source for step in steps_to_do])
+    is_soon_over = sum(step.nbytes for step in steps_to_do) < _SMALL_LOAD
 
     def fill() -> None:
         try:
-            for step in progress(steps_to_do):
-                placer.put(model, step, source.tensor(step.source).detach())
+            with collector_paused() if is_soon_over else nullcontext():
+                for step in progress(steps_to_do):
+                    placer.put(step, source.tensor(step.source))
         except Exception:
             source.finish()  # other ranks wait for this one's part
             raise
         source.finish()
-        placer.finish(model)
+        placer.finish(rest)
 
     try:
         _together(fill, coordinator, doing)
@@ -369,61 +383,99 @@ def _together(function: Callable[[], T], coordinator: Coordinator, doing: str) -
     return results[0]
 
 
-def _targets(model: nn.Module) -> dict[str, Target]:
-    """Every tensor that a state dict of the model holds, by canonical name; tied names share a target."""
-    hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters(remove_duplicate=False))}
-    tensors |= {name: b for name, b in model.named_buffers(remove_duplicate=False) if name not in hidden}
-    groups: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        if is_lazy(tensor):
-            raise UninitializedTensorError(
-                f"{name!r} of the model is lazy and has no shape yet; run the model once before loading"
-            )
-        if tensor.device.type != "meta" and torch._debug_has_internal_overlap(tensor) == 1:
-            raise StateMismatchError(
-                f"{name!r} of the model is expanded, so that elements share memory and cannot be loaded one by one; "
-                "clone() it when the model is built"
-            )
-        groups.setdefault(id(tensor), []).append(name)
-    shared = {key: Target(tensors[names[0]], tuple(names)) for key, names in groups.items()}
-    return canonical_state_dict({name: shared[id(tensor)] for name, tensor in tensors.items()}, model)
+class _ModelTensors(NamedTuple):
+    targets: dict[str, Target]
+    """What a state dict of the model holds, by canonical name; tied names share a target."""
+    hidden: list[Target]
+    """Buffers that a state dict leaves out."""
+
+
+def _tensors_of(model: nn.Module) -> _ModelTensors:
+    prefixes = canonical_names(model)
+    modules = [(f"{path}." if path else "", m) for path, m in model.named_modules(remove_duplicate=False)]
+    found: dict[int, Target] = {}
+    targets: dict[str, Target] = {}
+    own_names: dict[str, str] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, module in modules:
+            canonical, left_out = prefixes.get(prefix, prefix), module._non_persistent_buffers_set
+            tensors: dict[str, Any] = getattr(module, kind)
+            for leaf, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                target = found.get(id(tensor))
+                if target is None:
+                    target = found[id(tensor)] = Target(tensor, [], [])
+                target.names.append(prefix + leaf)
+                target.owners.append(tensors)
+                if leaf not in left_out:
+                    name, own = canonical + leaf, prefix + leaf
+                    if own_names.setdefault(name, own) != own:
+                        refuse_collisions([(own_names[name], name), (own, name)])
+                    targets[name] = target
+    saved = {id(target) for target in targets.values()}
+    for target in found.values():
+        if not target.tensor.is_meta and id(target) in saved:
+            _refuse_unloadable(target)
+    return _ModelTensors(targets, [target for target in found.values() if id(target) not in saved])
+
+
+def _refuse_unloadable(target: Target) -> None:
+    name, tensor = target.names[0], target.tensor
+    if is_lazy(tensor):
+        raise UninitializedTensorError(
+            f"{name!r} of the model is lazy and has no shape yet; run the model once before loading"
+        )
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise StateMismatchError(
+            f"{name!r} of the model is expanded, so that elements share memory and cannot be loaded one by one; "
+            "clone() it when the model is built"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     report: LoadReport
     steps: list[Step]
+    targets: dict[str, Target]
+    hidden: list[Target]
     ties: dict[tuple[str, str], str]
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, targets: Mapping[str, Target]) -> _Plan:
-    about = source.about
-    names = _names_as_in(about, targets)
+def _compare(source: WeightSource, model: nn.Module) -> _Plan:
+    with collector_paused():
+        return _compared(source, _tensors_of(model))
+
+
+def _compared(source: WeightSource, tensors: _ModelTensors) -> _Plan:
+    about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: dict[int, Step] = {}
     ties: dict[tuple[str, str], str] = {}
-    provided = set()
-    for raw, name in names.items():
+    provided: set[int] = set()  # besides those of the steps
+    for raw, name in _names_as_in(about, targets).items():
         target = targets.get(name)
         if target is None:
             unexpected.append(raw)
             continue
-        shape, dtype = about[raw]
-        key = id(target)
-        provided.add(key)
-        if shape != target.tensor.shape:
-            mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(target.tensor.shape)}")
-        elif _loses_values(dtype, target.tensor.dtype):
-            mismatched.append(f"{name}: {dtype} instead of {target.tensor.dtype}")
+        info = about[raw]
+        shape, dtype = info.shape, info.dtype
+        key, tensor = id(target), target.tensor
+        if shape != tensor.shape:
+            mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(tensor.shape)}")
+            provided.add(key)
+        elif dtype != tensor.dtype and _loses_values(dtype, tensor.dtype):
+            mismatched.append(f"{name}: {dtype} instead of {tensor.dtype}")
+            provided.add(key)
         elif key not in steps:
-            steps[key] = Step(raw, dtype, target)
+            steps[key] = Step(raw, dtype, tensor.numel() * dtype.itemsize, target)
         else:
             first = steps[key].source
             ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
-    missing = [name for name, target in targets.items() if id(target) not in provided]
-    return _Plan(LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched)), [*steps.values()], ties)
+    missing = [name for name, t in targets.items() if id(t) not in steps and id(t) not in provided]
+    report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
+    return _Plan(report, [*steps.values()], targets, tensors.hidden, ties)
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:

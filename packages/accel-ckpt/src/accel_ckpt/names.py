@@ -11,7 +11,14 @@ from torch import nn
 from accel_ckpt.errors import NameCollisionError
 from accel_ckpt.tensors import is_lazy
 
-__all__ = ["canonical_name", "canonical_names", "canonical_state_dict", "misfits", "under_own_names"]
+__all__ = [
+    "canonical_name",
+    "canonical_names",
+    "canonical_state_dict",
+    "misfits",
+    "refuse_collisions",
+    "under_own_names",
+]
 
 T = TypeVar("T")
 
@@ -74,7 +81,7 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
     else:
         prefixes = canonical_names(model)
         renamed = [(name, _by_prefix(name, prefixes)) for name in state_dict]
-    _refuse_collisions(renamed)
+    refuse_collisions(renamed)
     return {new: state_dict[old] for old, new in renamed}
 
 
@@ -123,7 +130,12 @@ def _by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
     return name
 
 
-def _refuse_collisions(renamed: Iterable[tuple[str, Any]]) -> None:
+def refuse_collisions(renamed: Iterable[tuple[str, str]]) -> None:
+    """Refuse pairs of old and new names in which two old names become one.
+
+    Raises:
+        NameCollisionError: names all three.
+    """
     first: dict[str, str] = {}
     for old, new in renamed:
         if first.setdefault(new, old) != old:

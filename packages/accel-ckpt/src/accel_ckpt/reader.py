@@ -15,7 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 import xxhash
@@ -63,8 +63,7 @@ _AHEAD = 1 << 22
 _READERS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """Where a tensor stands: its file and the offset of its first byte in it."""
 
     name: str
@@ -72,11 +71,7 @@ class TensorEntry:
     shape: tuple[int, ...]
     file: Path
     offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +128,8 @@ def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
     metadata = fields.pop("__metadata__", {})
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
         raise CorruptCheckpointError(f"the metadata of {path} does not map strings to strings")
-    entries = sorted(
-        (_parse_entry(path, name, field, start) for name, field in fields.items()),
-        key=lambda e: (e.offset, e.nbytes),
-    )
+    entries = [_parse_entry(path, name, field, start) for name, field in fields.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
     position = start
     for entry in entries:
         if entry.offset != position:
@@ -158,8 +151,9 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
         dtype = DTYPES[field["dtype"]]
         shape = tuple(field["shape"])
         begin, end = field["data_offsets"]
-        if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
-            raise ValueError("a size or an offset is not a natural number")
+        for number in (*shape, begin, end):
+            if type(number) is not int or number < 0:
+                raise ValueError("a size or an offset is not a natural number")
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptCheckpointError(
             f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
@@ -169,7 +163,7 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
             f"{path} gives {end - begin} bytes to the tensor {name!r}, which is not what a tensor of shape "
             f"{_short(shape)} and {dtype} takes"
         )
-    return TensorEntry(name, dtype, shape, path, start + begin)
+    return TensorEntry(name, dtype, shape, path, start + begin, end - begin)
 
 
 def _takes(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
@@ -201,13 +195,14 @@ class MappedShard:
     def __init__(self, path: Path, xxh3: str | None = None) -> None:
         self.header = read_header(path)
         self._bytes: torch.Tensor | None = None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         if xxh3 is not None:
             check_digest(path, _mapped_digest(self._map()) or file_digest(path), xxh3)
 
     def again(self) -> MappedShard:
         """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
         other = copy(self)
-        other._bytes = None
+        other._bytes, other._typed = None, {}
         return other
 
     def is_view(self, name: str) -> bool:
@@ -222,10 +217,16 @@ class MappedShard:
         entry = self.header.entries[name]
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
-        raw = self._map()[entry.offset : entry.offset + entry.nbytes]
-        if entry.offset % entry.dtype.itemsize:
-            raw = raw.clone()
-        return raw.view(entry.dtype).view(entry.shape)
+        size = entry.dtype.itemsize
+        if entry.offset % size:
+            return (
+                self._map().narrow(0, entry.offset, entry.nbytes).clone().view(entry.dtype).view(entry.shape)
+            )
+        typed = self._typed.get(entry.dtype)
+        if typed is None:
+            whole = self._map()
+            typed = self._typed[entry.dtype] = whole[: len(whole) // size * size].view(entry.dtype)
+        return typed.narrow(0, entry.offset // size, entry.nbytes // size).view(entry.shape)
 
     def _map(self) -> torch.Tensor:
         if self._bytes is None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -19,9 +21,34 @@ from accel_ckpt.index import WeightFiles
 from accel_ckpt.reader import MappedShard, read_pickled_weights
 from accel_state.process import PartialState
 
-__all__ = ["BroadcastWeights", "MappedWeights", "WeightSource", "fingerprint_of", "open_weights"]
+__all__ = [
+    "BroadcastWeights",
+    "MappedWeights",
+    "WeightSource",
+    "collector_paused",
+    "fingerprint_of",
+    "open_weights",
+]
 
-About = Mapping[str, tuple[torch.Size, torch.dtype]]
+
+class TensorInfo(Protocol):
+    """What is known of a tensor before it is read; tensors know it of themselves."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a ``torch.Size`` or plain."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+
+
+class _Told(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+About = Mapping[str, TensorInfo]
 Pair = tuple[str, str]
 
 
@@ -76,7 +103,24 @@ def open_weights(
             f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
         )
     source = find_source(Path(checkpoint))
-    return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+    with collector_paused():
+        return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No search for garbage meanwhile.
+
+    For planning, which makes several small objects per tensor, and all of them stay: with ten thousand tensors the
+    collector would walk through everything in the process again and again, for nothing, and take as long as the rest.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
@@ -129,55 +173,56 @@ class MappedWeights(_Files):
 
     def __init__(self, files: WeightFiles) -> None:
         super().__init__(files.files)
-        self.homes: dict[str, tuple[MappedShard | dict[str, torch.Tensor], str]] = {}
+        self._homes: dict[str, MappedShard | dict[str, torch.Tensor]] = {}
+        self._keys: dict[str, str] = {}  # of names that are another tensor's in their file
+        self.about: dict[str, TensorInfo] = {}
         for path in files.files:
-            for name, shard, key in _open_file(path):
-                if files.weight_map is None or files.weight_map.get(name, path) == path:
-                    self.homes[name] = (shard, key)
-        absent = sorted(name for name in files.weight_map or () if name not in self.homes)
+            self._add(path, files.weight_map)
+        absent = sorted(name for name in files.weight_map or () if name not in self.about)
         if absent:
             raise CorruptCheckpointError(
                 f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but "
                 f"they are not"
             )
-        self.about = {name: _about(shard, key) for name, (shard, key) in self.homes.items()}
+
+    def _add(self, path: Path, weight_map: Mapping[str, Path] | None) -> None:
+        def is_here(name: str) -> bool:
+            home = path if weight_map is None else weight_map.get(name, path)
+            return home is path or home == path
+
+        if path.suffix != ".safetensors":
+            content = read_pickled_weights(path)
+            for name in filter(is_here, content):
+                self._homes[name], self.about[name] = content, content[name]
+            return
+        shard = MappedShard(path)
+        entries, aliases = shard.header.entries, shard.header.aliases
+        for name in filter(is_here, entries):
+            self._homes[name], self.about[name] = shard, entries[name]
+        again = (
+            shard.again()
+        )  # a model may not tie what the file does: the second name gets memory of its own
+        for alias in filter(is_here, aliases):
+            self._homes[alias], self._keys[alias] = again, aliases[alias]
+            self.about[alias] = entries[aliases[alias]]
 
     def is_mapped(self, name: str) -> bool:
         """Whether the tensor is a view of a safetensors file."""
-        shard, key = self.homes[name]
-        return isinstance(shard, MappedShard) and shard.is_view(key)
+        home = self._homes[name]
+        return isinstance(home, MappedShard) and home.is_view(self.key_of(name))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU."""
-        shard, key = self.homes[name]
-        return shard.tensor(key) if isinstance(shard, MappedShard) else shard[key]
+        home = self._homes[name]
+        return home.tensor(self.key_of(name)) if isinstance(home, MappedShard) else home[name]
+
+    def key_of(self, name: str) -> str:
+        """The name under which a file holds the tensor."""
+        return self._keys.get(name, name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal."""
-        return _differing(self, [pair for pair in pairs if self._place(pair[0]) != self._place(pair[1])])
-
-    def _place(self, name: str) -> tuple[object, str]:
-        shard, key = self.homes[name]
-        return (shard.header.file if isinstance(shard, MappedShard) else id(shard)), key
-
-
-def _open_file(path: Path) -> Iterator[tuple[str, MappedShard | dict[str, torch.Tensor], str]]:
-    if path.suffix == ".safetensors":
-        shard = MappedShard(path)
-        yield from ((name, shard, name) for name in shard.header.entries)
-        # A model may not tie what the file does: the second name gets memory of its own.
-        again = shard.again()
-        yield from ((alias, again, name) for alias, name in shard.header.aliases.items())
-    else:
-        content = read_pickled_weights(path)
-        yield from ((name, content, name) for name in content)
-
-
-def _about(shard: MappedShard | dict[str, torch.Tensor], key: str) -> tuple[torch.Size, torch.dtype]:
-    if isinstance(shard, MappedShard):
-        entry = shard.header.entries[key]
-        return torch.Size(entry.shape), entry.dtype
-    return shard[key].shape, shard[key].dtype
+        return _differing(self, [pair for pair in pairs if self.about[pair[0]] is not self.about[pair[1]]])
 
 
 class _PiecesOfWeights(_Files):
@@ -186,7 +231,7 @@ class _PiecesOfWeights(_Files):
     def __init__(self, source: PiecedFolder) -> None:
         super().__init__(source.files or sorted(path for path in source.folder.iterdir() if path.is_file()))
         self._pieces: PiecedWeights = open_pieces(source)
-        self.about = self._pieces.about
+        self.about: About = self._pieces.about
 
     def is_mapped(self, name: str) -> bool:
         """No."""
@@ -230,7 +275,8 @@ class BroadcastWeights:
         def open_on_rank_0() -> Any:
             if coordinator.rank == 0:
                 self._opened = open_weights(checkpoint, revision=revision, token=token)
-                return dict(self._opened.about), self._opened.fingerprint
+                about = {n: _Told(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()}
+                return about, self._opened.fingerprint
             return None
 
         told = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
@@ -278,10 +324,10 @@ class BroadcastWeights:
 
         from accel_state.collectives import broadcast
 
-        shape, dtype = self.about[name]
+        info = self.about[name]
         on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
         device = torch.device("cpu") if on_host else PartialState().device
         own = None if self._opened is None else self._opened.tensor(name)
-        value = torch.empty(shape, dtype=dtype, device=device) if own is None else own.to(device)
+        value = torch.empty(info.shape, dtype=info.dtype, device=device) if own is None else own.to(device)
         received: torch.Tensor = broadcast(value)
         return received if own is None else own

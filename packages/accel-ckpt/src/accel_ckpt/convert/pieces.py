@@ -101,7 +101,7 @@ class PiecedTensor:
 
 
 class PiecedWeights:
-    """The tensors of a checkpoint by name; a `WeightSource`.
+    """The tensors of a checkpoint by name.
 
     Args:
         tensors: by name.
@@ -113,10 +113,9 @@ class PiecedWeights:
         self.aliases = {alias: name for alias, name in (aliases or {}).items() if name in tensors}
 
     @property
-    def about(self) -> Mapping[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of every tensor, under every name."""
-        named = {name: (t.shape, t.dtype) for name, t in self.tensors.items()}
-        return {**named, **{alias: named[name] for alias, name in self.aliases.items()}}
+    def about(self) -> Mapping[str, PiecedTensor]:
+        """What has the shape and dtype of every tensor, under every name."""
+        return {**self.tensors, **{alias: self.tensors[name] for alias, name in self.aliases.items()}}
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor on the CPU."""

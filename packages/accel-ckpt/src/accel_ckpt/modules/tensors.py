@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Collection, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -158,22 +158,28 @@ def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     return new
 
 
-def check_nothing_on_meta(
-    model: nn.Module, *, but: Callable[[str, torch.Tensor], bool] = lambda name, tensor: False
-) -> None:
+def check_nothing_on_meta(model: nn.Module) -> None:
     """Refuse a model that still has tensors without values.
-
-    Args:
-        model: the model.
-        but: whether a tensor may be without values.
 
     Raises:
         UninitializedTensorError: names them, and says what fills them.
     """
-    left = [n for n, tensor in _all_tensors(model) if tensor.device.type == "meta" and not but(n, tensor)]
+    left = [name for name, tensor in _all_tensors(model) if tensor.device.type == "meta"]
+    refuse_without_values(left, get_non_persistent_buffers(model, recurse=True, fqns=True) if left else ())
+
+
+def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
+    """Refuse tensors that are left on the meta device.
+
+    Args:
+        left: their names; may be empty.
+        hidden: names of buffers that no checkpoint holds.
+
+    Raises:
+        UninitializedTensorError: there are some.
+    """
     if not left:
         return
-    hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
     buffers = [name for name in left if name in hidden]
     message = f"these tensors have no values yet (meta device): {', '.join(left)}"
     if buffers:

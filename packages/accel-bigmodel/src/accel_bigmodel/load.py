@@ -1,0 +1,343 @@
+"""Loading a checkpoint to many devices, host memory and disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_bigmodel.checks import check_device_map, execution_device
+from accel_bigmodel.device_map import resolve_device_map
+from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.errors import DeviceMapError, OffloadError
+from accel_bigmodel.stores import CacheFile, OffloadCache
+from accel_ckpt.loading import LoadReport, Placer, Step, Target, assign, converted, load_weights
+from accel_ckpt.weights import WeightSource
+from accel_state import environment
+from accel_state.errors import NotAvailableError
+from accel_state.topology import detect
+
+__all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
+
+Device = int | str | torch.device
+
+CPU = torch.device("cpu")
+
+# Seconds that a load may take before it shows how far it is; most are over by then, because nothing is moved.
+_PATIENCE = 1.0
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool | None = None,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool = True,
+) -> LoadReport:
+    """Load weights into a model, each tensor to the place that a device map gives it.
+
+    The map, the names, shapes and dtypes are checked before a tensor is read or the model changed. Tensors on the host
+    become private views of the mapped files: nothing is copied, and pages are read when they are touched. What is on
+    ``"disk"`` stays there: in the safetensors file that it is in, or, if that is none or has another dtype, in a file
+    that is written to ``offload_folder`` once and found there by the next load.
+
+    Args:
+        model: changed in place; parameters that have values keep their identity.
+        checkpoint: a file, an index, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an index, or of a
+            distributed checkpoint. A string ``org/name`` that is no local path is a repository of a hub, whose weights
+            are downloaded to huggingface_hub's cache.
+        device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``; ``""`` is
+            the whole model. ``"meta"``: these are not read by this process. ``None``: every tensor stays on its
+            device, those without one go to the CPU.
+        offload_folder: for tensors on ``"disk"`` that are not in a safetensors file as they are needed.
+        dtype: floating tensors become this dtype. Without it they take the dtype of the model's tensor.
+        offload_state_dict: either way there is never a state dict in memory that could be offloaded: tensors go one by
+            one from the file to their place.
+        offload_buffers: buffers on ``"disk"`` that are in no safetensors file are written to ``offload_folder`` like
+            parameters, instead of staying in memory.
+        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these in their name, between dots, become
+            float32.
+        offload_8bit_bnb: not available: ``load_and_quantize_model`` quantises what it loads.
+        strict: ``None``: a missing name or another shape is an error, an unexpected name a warning. ``True``: all are
+            errors. ``False``: all are reported by a warning, and what matches is loaded. A name that is tied to one
+            that is present is never missing.
+        full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
+        broadcast_from_rank0: rank 0 reads, and sends what any rank needs; the others need not see the files. Their maps
+            may differ. Collective.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
+        progress: show a bar once a load has taken a second, on the first process of each node.
+
+    Returns:
+        What was missing, unexpected or of another shape.
+
+    Raises:
+        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
+        OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
+        StateMismatchError: as ``strict`` says; names every name.
+        UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
+        CorruptCheckpointError: a file is truncated, or its header does not describe it.
+        UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
+        FileChangedError: a file was changed while it was read.
+    """
+    if offload_8bit_bnb:
+        raise NotAvailableError(
+            "offload_8bit_bnb=True: plain loading does not quantise; load_and_quantize_model loads, quantises and "
+            "offloads in one call"
+        )
+    if not full_state_dict:
+        raise NotAvailableError(
+            "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
+        )
+    placer = Placer(None, dtype, keep_in_fp32_modules or ())
+    if device_map is not None:
+        places = _places(model, device_map)
+        cache = None if offload_folder is None else OffloadCache(offload_folder)
+        placer = MapPlacer(places, cache, offload_buffers, dtype, keep_in_fp32_modules or ())
+    show = Progress() if progress else iter
+    return load_weights(
+        model, checkpoint, placer, strict, broadcast_from_rank0, revision, token, progress=show
+    )
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Collection[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool | None = None,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: bool = True,
+) -> nn.Module:
+    """Load a checkpoint where a device map says, and let the model run from there.
+
+    Args:
+        model: usually built under ``init_empty_weights``; changed in place.
+        checkpoint: as in :func:`load_checkpoint_in_model`.
+        device_map: a map, or how to make one with :func:`infer_auto_device_map`: ``"auto"`` and ``"balanced"`` fill
+            accelerators evenly, ``"balanced_low_0"`` leaves room on the first, ``"sequential"`` fills one after the
+            other. ``None`` only loads.
+        max_memory: of each device for a map that is made; see :func:`get_max_memory`.
+        no_split_module_classes: classes of modules that a map that is made keeps on one device.
+        offload_folder: as in :func:`load_checkpoint_in_model`.
+        offload_buffers: buffers wait with the parameters that are offloaded.
+        dtype: floating tensors become this dtype.
+        offload_state_dict: as in :func:`load_checkpoint_in_model`.
+        skip_keys: as in :func:`dispatch_model`.
+        preload_module_classes: as in :func:`dispatch_model`.
+        force_hooks: as in :func:`dispatch_model`.
+        strict: as in :func:`load_checkpoint_in_model`, as are all that follow.
+        full_state_dict: as there.
+        broadcast_from_rank0: as there.
+        revision: as there.
+        token: as there.
+        progress: as there.
+
+    Returns:
+        The model.
+
+    Raises:
+        DeviceMapError: ``device_map`` is a word that is not listed above; or as there.
+    """
+    if device_map is not None:
+        device_map = resolve_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
+    load_checkpoint_in_model(
+        model, checkpoint, device_map, offload_folder, dtype, offload_state_dict, offload_buffers, None, False, strict,
+        full_state_dict, broadcast_from_rank0, revision=revision, token=token, progress=progress,
+    )  # fmt: skip
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes, force_hooks=force_hooks,
+    )  # fmt: skip
+
+
+def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Place]:
+    """A checked map."""
+    if isinstance(device_map, str):
+        raise DeviceMapError(
+            f"device_map is {device_map!r}; load_checkpoint_in_model takes a map, as infer_auto_device_map makes it. "
+            "load_checkpoint_and_dispatch takes such words, too"
+        )
+    check_device_map(model, device_map, strict=True)
+    return {name: _Place.of(place) for name, place in device_map.items()}
+
+
+class _Place(NamedTuple):
+    home: torch.device | None
+    on_disk: bool
+
+    @classmethod
+    def of(cls, entry: Device) -> _Place:
+        """Of an entry of a map."""
+        device = execution_device(entry)
+        if device is None:
+            return cls(CPU, entry == "disk")
+        return cls(None if device.type == "meta" else device, False)
+
+    @property
+    def slowness(self) -> int:
+        """Tied names in several places are one tensor, in the fastest of them, if one of them is read at all."""
+        return 4 if self.home is None else 2 * self.on_disk + (self.home == CPU)
+
+
+class MapPlacer(Placer):
+    """Tensors go where a device map says.
+
+    Args:
+        places: by module or tensor; they cover the model.
+        cache: for what is on ``"disk"`` and in no file as it is needed.
+        offload_buffers: whether buffers go there, too.
+        dtype: of floating tensors.
+        keep_in_fp32: parts of names whose tensors become float32 instead of float16.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, _Place],
+        cache: OffloadCache | None,
+        offload_buffers: bool,
+        dtype: str | torch.dtype | None = None,
+        keep_in_fp32: Collection[str] = (),
+    ) -> None:
+        super().__init__(None, dtype, keep_in_fp32)
+        self._places = dict(places)
+        self._has_disk = any(place.on_disk for place in places.values())
+        self._cache = cache
+        self._offload_buffers = offload_buffers
+        self._file: CacheFile | None = None
+        self._stored: dict[str, Step] = {}
+
+    def home(self, target: Target) -> torch.device | None:
+        """The device that the map gives; the CPU for what is on disk."""
+        return self._place(target).home
+
+    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
+        """Find what has to be written to the cache, which comes first: if the disk is full, nothing has changed."""
+        if self._has_disk:
+            self._stored = {step.source: step for step in steps if self._has_to_be_stored(source, step)}
+        if not self._stored:
+            return steps
+        names = ", ".join(step.target.names[0] for step in self._stored.values())
+        if self._cache is None:
+            raise OffloadError(
+                f"the device map puts {names} on disk, and the checkpoint does not hold them as safetensors of the "
+                "dtype that they get; pass offload_folder, a folder to write them to once"
+            )
+        about = {name: (step.target.tensor.shape, self.dtype(step)) for name, step in self._stored.items()}
+        self._file = self._cache.open(source.fingerprint, about)
+        first = [] if self._file.is_there else [*self._stored.values()]
+        return [*first, *(step for step in steps if step.source not in self._stored)]
+
+    def _has_to_be_stored(self, source: WeightSource, step: Step) -> bool:
+        tensor = step.target.tensor
+        if not self._place(step.target).on_disk or not tensor.numel():
+            return False
+        if not (self._offload_buffers or isinstance(tensor, nn.Parameter)):
+            return False
+        return not source.is_mapped(step.source) or self.dtype(step) != step.saved
+
+    def put(self, step: Step, value: torch.Tensor) -> None:
+        """To the cache or to the device; on the host a view of the file also in place of values that are there."""
+        if step.source in self._stored:
+            assert self._file is not None, "opened when it was found to be needed"
+            self._file.put(step.source, value.to(self.dtype(step)))
+            return
+        home = self.home(step.target)
+        if home == CPU:
+            assign(step.target, self.own(converted(value, home, self.dtype(step))))
+        else:
+            super().put(step, value)
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self._file is not None:
+            self._file.abandon()
+
+    def finish(self, rest: Sequence[Target]) -> None:
+        """Take what is stored from the cache, and move what no checkpoint holds."""
+        if self._file is not None:
+            if not self._file.is_there:
+                self._file.publish()
+            views = self._file.tensors()
+            for name, step in self._stored.items():
+                assign(step.target, views[name])
+        super().finish(rest)
+
+    def _place(self, target: Target) -> _Place:
+        if len(target.names) == 1:
+            return self._entry(target.names[0])
+        return min(map(self._entry, target.names), key=lambda place: place.slowness)
+
+    def _entry(self, name: str) -> _Place:
+        """That of the name or of the nearest module above it, noted for the next tensor of the module.
+
+        Only buffers that no checkpoint holds can be without: they stay on the host.
+        """
+        place = self._places.get(name)
+        if place is not None:
+            return place
+        parent = name.rpartition(".")[0]
+        if parent not in self._places:
+            self._places[parent] = self._entry(parent) if parent else _Place(CPU, False)
+        return self._places[parent]
+
+
+class Progress:
+    """A bar on stderr for loads that take longer than a second, on the first process of each node."""
+
+    def __call__(self, steps: Sequence[Step]) -> Iterator[Step]:
+        """Iterate over the steps; a step is done when the next is asked for."""
+        began, bar, done = time.monotonic(), None, 0
+        try:
+            for step in steps:
+                yield step
+                done += step.nbytes
+                if bar is not None:
+                    bar.update(step.nbytes)
+                elif time.monotonic() - began > _PATIENCE:
+                    bar = _bar(done, sum(step.nbytes for step in steps))
+        finally:
+            if bar is not None:
+                bar.close()
+
+
+def _bar(done: int, total: int) -> Any:
+    from accel_state.progress import tqdm
+
+    # Asked of the launcher's variables: a load must not begin a world by itself.
+    shown = detect(environment.snapshot()).local_rank == 0
+    return tqdm(
+        total=total, initial=done, desc="Loading weights", unit="B", unit_scale=True, main_process_only=False,
+        disable=not shown,
+    )  # fmt: skip
