@@ -98,7 +98,8 @@ def _no_pager() -> Pager:
 
 def _tables(model: nn.Module) -> set[int]:
     """Identities of the weights that are only looked up in."""
-    looked_up, used = set(), set()
+    looked_up: set[int] = set()
+    used: set[int] = set()
     for module in model.modules():
         own = {id(parameter) for parameter in module.parameters(recurse=False)}
         (looked_up if isinstance(module, nn.Embedding | nn.EmbeddingBag) else used).update(own)
