@@ -1,19 +1,22 @@
 """Attaching, detaching and copying an engine; several models, several threads."""
 
 import copy
+import gc
 import pickle
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
+from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
-from testkit.streamed import BLOCK_BYTES, SIZE, Model, same, x
+from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Model, same, x
 
 # Life of an engine
 
@@ -90,20 +93,32 @@ def test_a_deep_copy_is_independent(attach):
     with torch.no_grad():
         for _ in range(2):
             same(other(x()), attached.plain(x()))
-        assert attached.stats.misses == 6 - 1  # nothing of the copy was counted here
+        assert attached.stats.hits == 6 - 1  # nothing of the copy was counted here
         other.blocks[1].scale.mul_(0)
         attached.model(x())
         same(attached.model(x()), attached.plain(x()))
     assert {id(one) for one in other.parameters()}.isdisjoint(map(id, attached.model.parameters()))
 
 
-def test_a_deep_copy_of_a_part_and_of_the_engine(attach):
+def test_a_deep_copy_of_a_part_has_no_engine(attach):
+    attached = attach(Model())
+    attached.check(x())
+    before = attached.stats.bytes_moved
+    block = copy.deepcopy(attached.model.blocks[1])
+    with torch.no_grad():
+        same(block(x()), attached.plain.blocks[1](x()))
+        block.scale.mul_(0)
+    assert attached.stats.bytes_moved == before
+    attached.check(x())
+
+
+def test_a_deep_copy_of_the_engine_goes_with_that_of_the_model(attach):
     attached = attach(Model())
     model, streamer = copy.deepcopy((attached.model, attached.streamer))
     assert streamer is not attached.streamer
     with torch.no_grad():
         same(model(x()), attached.plain(x()))
-        assert streamer.stats().misses == 4
+        assert streamer.stats().hits == 4
         streamer.detach()
         same(model(x()), attached.plain(x()))
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -179,3 +194,97 @@ def test_groups_of_ones_own(attach):
     assert torch.equal(model(x()), plain(x()))
     assert streamer.stats().bytes_moved == SIZE * SIZE * 4
     streamer.detach()
+
+
+def test_nothing_keeps_a_model_that_is_forgotten():
+    attached = Attached(Model())
+    attached.check(x())
+    model, streamer = weakref.ref(attached.model), weakref.ref(attached.streamer)
+    del attached
+    gc.collect()
+    assert model() is None
+    assert streamer() is None
+
+
+# With other ways to change or run modules
+
+
+def test_graphs_of_fx(attach):
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(SIZE, SIZE), nn.ReLU(), nn.Linear(SIZE, SIZE)))
+    attached = attach(graph)
+    attached.check(x())
+    attached.check(x())
+    assert attached.stats.bytes_moved > 0
+
+
+def test_a_compiled_model_has_no_part_of_the_engine_in_its_graphs(attach):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x)) * 2
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(sum(node.op.startswith("call") for node in graph.graph.nodes))
+        return graph.forward
+
+    attached = attach(nn.Sequential(*(Plain() for _ in range(4))))
+    compiled = torch.compile(attached.model, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(compiled(x()), attached.plain(x()))
+    assert graphs
+    assert all(calls == 3 for calls in graphs)  # linear, tanh, mul
+    attached.check_home()
+
+
+def test_vectorised_by_torch_func(attach):
+    attached = attach(Model())
+    inputs = torch.stack([x(), x() + 1])
+    with torch.no_grad():
+        found = torch.func.vmap(attached.model)(inputs)
+        assert torch.equal(found, torch.func.vmap(attached.plain)(inputs))
+    attached.check_home()
+
+
+def test_parametrised_weights(attach):
+    torch.manual_seed(0)
+    layers = [torch.nn.utils.parametrizations.weight_norm(nn.Linear(SIZE, SIZE)) for _ in range(3)]
+    attached = attach(nn.Sequential(*layers))
+    assert [group.name for group in attached.groups] == ["0", "1", "2"]
+    attached.check(x())
+    attached.check(x())
+
+
+class Doubling(ModelHook):
+    def post_forward(self, module, output):
+        return output * 2
+
+
+@pytest.mark.parametrize("first", ["hook", "engine"])
+def test_beside_model_hooks(first):
+    model = Model()
+    plain = copy.deepcopy(model)
+    streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
+    if first == "engine":
+        streamer.attach()
+    add_hook_to_module(model.blocks[3], Doubling())
+    if first == "hook":
+        streamer.attach()
+    with torch.no_grad():
+        for one in (model, copy.deepcopy(model)):
+            assert torch.equal(one(x()), plain(x()) * 2)
+        if first == "engine":
+            remove_hook_from_module(model.blocks[3])
+            assert torch.equal(model(x()), plain(x()))
+            streamer.detach()
+        else:
+            streamer.detach()
+            assert torch.equal(model(x()), plain(x()) * 2)
+            remove_hook_from_module(model.blocks[3])
+        assert torch.equal(model(x()), plain(x()))
+    assert not any("forward" in module.__dict__ for module in model.modules())

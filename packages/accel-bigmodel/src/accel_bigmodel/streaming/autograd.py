@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.streaming.members import Item, Member
+from accel_bigmodel.streaming.slots import address_of
 
 __all__ = ["Saving"]
 
@@ -24,14 +25,12 @@ class Saving:
 
     def __init__(self, device: torch.device) -> None:
         self.hooks = saved_tensors_hooks(self._pack, _unpack)
-        self.slots: dict[int, Member] = {}  # active groups by the address of their slot
+        self.slots: dict[int | None, Member] = {}  # active groups by the address of their slot
         self._device = device
         self._refusals: dict[int, Any] = {}
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        if not self.slots or tensor.layout is not torch.strided:
-            return tensor
-        member = self.slots.get(tensor.untyped_storage().data_ptr())
+        member = self.slots.get(address_of(tensor))
         if member is None:
             return tensor
         begin = int(tensor.storage_offset()) * tensor.element_size()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.hooks.base import outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
 from accel_bigmodel.streaming.gates import Gate
 from accel_bigmodel.streaming.groups import Group
@@ -19,7 +20,7 @@ from accel_bigmodel.streaming.members import Load, Member, TiedUses
 from accel_bigmodel.streaming.residency import choose_resident, window_bytes
 from accel_bigmodel.streaming.resident import Resident
 from accel_bigmodel.streaming.schedule import Schedule
-from accel_bigmodel.streaming.slots import SlotPool
+from accel_bigmodel.streaming.slots import SlotPool, address_of
 from accel_bigmodel.streaming.stats import StreamStats
 from accel_bigmodel.streaming.transfer import Transfer
 
@@ -105,8 +106,8 @@ class Streamer:
             self._check_free()
             self._prepare()
             try:
-                for module, group in self._places():
-                    self._gates.append(Gate(self, module, group))
+                for module, group, below in self._places():
+                    self._gates.append(Gate(self, module, group, below))
             except BaseException:
                 self.detach()
                 raise
@@ -129,6 +130,7 @@ class Streamer:
             self._gates = []
             self._let_residents_go()
             self._saving.forget()
+            self._schedule = Schedule()
             self._pool.clear()
             self._transfer.close()
             self._ready = False
@@ -138,14 +140,17 @@ class Streamer:
         forwards = [module.__dict__.get("forward") for module in self._model.modules()]
         return [gate for gate in forwards if isinstance(gate, Gate) and gate.belongs_to(self)]
 
-    def _places(self) -> Iterator[tuple[nn.Module, int | None]]:
-        """The modules to surround, outer ones first, with the numbers of their groups."""
+    def is_copied(self, memo: dict[int, Any]) -> bool:
+        """Whether ``copy.deepcopy`` is at work on the whole model; ``memo`` is its memory."""
+        return id(self._model) in memo
+
+    def _places(self) -> Iterator[tuple[nn.Module, int | None, list[int]]]:
+        """The modules to surround, outer ones first, with the numbers of their groups and of those within."""
         numbers = {self._groups[number].module: number for number in self._members}
         for module in self._model.modules():
-            if module in numbers:
-                yield module, numbers[module]
-            elif any(below in numbers for below in module.modules()):
-                yield module, None
+            within = [numbers[below] for below in module.modules() if below in numbers]
+            if within:
+                yield module, numbers.get(module), within
 
     def _prepare(self) -> None:
         """Decide what stays on the device, move that there, and make the slots for the rest."""
@@ -187,15 +192,18 @@ class Streamer:
 
     # Called by the gates
 
+    @outside_graphs
     def open(self, gate: Gate) -> None:
         """A module that is a group's or contains groups begins its forward."""
         if self._depth == 0:
             if not self._ready:
                 self._prepare()
+            self._schedule.assume(gate, gate.below)
             self._schedule.begin(gate)
             self._ahead()
         self._depth += 1
 
+    @outside_graphs
     def close(self, complete: bool) -> None:
         """It ended; after the outermost one nothing that was copied counts any more, for users may change weights."""
         self._depth -= 1
@@ -204,6 +212,7 @@ class Streamer:
                 self._drop(member)
             self._schedule.end(complete)
 
+    @outside_graphs
     def enter(self, group: int) -> None:
         """A group's module needs its weights now.
 
@@ -232,6 +241,7 @@ class Streamer:
         if torch.is_grad_enabled():
             self._saving.refuse_gradients(member)
 
+    @outside_graphs
     def leave(self, group: int) -> None:
         """A group's module has run."""
         member = self._members[group]
@@ -251,6 +261,7 @@ class Streamer:
         """Surrounds forwards that autograd records: what it saves of slots is read from host memory again."""
         return self._saving.hooks
 
+    @outside_graphs
     def owned(self, group: int, result: Any) -> Any:
         """The result of a group's module, where it is weights themselves as a copy: the slot will hold others."""
         load = self._members[group].load
@@ -268,6 +279,10 @@ class Streamer:
 
     def _load_now(self, member: Member) -> Load:
         """Ask for a group that is needed; groups that were moved ahead make room, the latest first."""
+        expected = self._schedule.upcoming(self._prefetch)
+        for other in [other for other in self._loaded.values() if not other.active]:
+            if other.index not in expected:  # nor does what waits in the queue hold this one up
+                self._drop(other)
         sources = self._tied.sources_now(member)
         for other in reversed([other for other in self._loaded.values() if not other.active]):
             if load := self._load(member, sources):
@@ -332,11 +347,10 @@ class Streamer:
         )
 
 
-def _without(address: int, result: Any) -> Any:
+def _without(address: int | None, result: Any) -> Any:
     """A module's result with clones in place of what lies in the slot at an address."""
     if isinstance(result, torch.Tensor):
-        in_slot = result.layout is torch.strided and result.untyped_storage().data_ptr() == address
-        return result.clone() if in_slot else result
+        return result.clone() if address is not None and address_of(result) == address else result
     if isinstance(result, tuple):
         items = [_without(address, item) for item in result]
         if all(new is old for new, old in zip(items, result, strict=True)):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,16 @@ class Gate:
         streamer: whom it tells.
         module: whose forward it surrounds.
         group: number of the group that the module needs; ``None`` if it only contains such modules.
+        below: numbers of the groups of the module and of those in it, in their order there.
     """
 
-    def __init__(self, streamer: Streamer, module: nn.Module, group: int | None) -> None:
+    def __init__(
+        self, streamer: Streamer, module: nn.Module, group: int | None, below: Sequence[int]
+    ) -> None:
         self._streamer: Streamer | None = streamer
         self._module = module
         self._group = group
+        self.below = tuple(below)
         # A forward that somebody else put on the module is part of the chain; that of the class is found again.
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self._bind()
@@ -42,8 +47,17 @@ class Gate:
         functools.update_wrapper(self, self._forward, updated=())  # for inspect.signature
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_streamer", "_module", "_group", "_inner")
+        names = ("_streamer", "_module", "_group", "below", "_inner")
         return {name: self.__dict__[name] for name in names}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+        new = memo[id(self)] = object.__new__(type(self))
+        state = self.__getstate__()
+        # Who copies a part of the model gets a plain part: an engine of its own would bring a copy of the whole model.
+        if self._streamer is not None and not self._streamer.is_copied(memo):
+            state["_streamer"] = None
+        new.__setstate__(copy.deepcopy(state, memo))
+        return new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
@@ -99,7 +100,8 @@ def _repeated_children(container: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in container._modules.values() if child is not None]
     counts = Counter(type(child) for child in children)
     for child in children:
-        if (counts[type(child)] > 1 or len(children) == 1) and not _never_called(child):
+        several = counts[type(child)] > 1 or len(children) == 1
+        if several and not _never_called(child) and not isinstance(child, ParametrizationList):
             yield child
 
 

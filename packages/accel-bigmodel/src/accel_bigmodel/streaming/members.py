@@ -129,7 +129,7 @@ class Member:
         """Whether a tensor was changed since its copy was asked for."""
         for item, host, version in zip(self.items, load.hosts, load.versions, strict=True):
             tensor = item.tensor
-            if item.table.get(item.leaf) is not tensor or item.version() != version:
+            if item.table.get(item.leaf) is not tensor or (item.versioned and tensor._version != version):
                 return True
             now = tied.host(item) if item.tied else tensor
             if host is not None and host.data_ptr() != now.data_ptr():

@@ -25,6 +25,11 @@ class Schedule:
         self._seen: list[int] = []
         self._next = 0
 
+    def assume(self, key: Hashable, order: Sequence[int]) -> None:
+        """Expect an order of forwards that begin at ``key``, if none was seen."""
+        if key not in self._known:
+            self._known[key] = list(order)
+
     def begin(self, key: Hashable) -> None:
         """A forward begins at the module that ``key`` stands for."""
         self._key = key

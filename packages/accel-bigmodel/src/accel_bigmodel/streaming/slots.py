@@ -12,7 +12,7 @@ import torch
 if TYPE_CHECKING:
     from accel_bigmodel.streaming.transfer import Pending, Transfer
 
-__all__ = ["Layout", "Slot", "SlotPool"]
+__all__ = ["Layout", "Slot", "SlotPool", "address_of"]
 
 # Bytes; as the allocators of devices align what they give.
 _ALIGNMENT = 512
@@ -20,6 +20,14 @@ _ALIGNMENT = 512
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def address_of(tensor: torch.Tensor) -> int | None:
+    """Where the memory of a tensor begins; ``None`` for tensors without their own, as sparse and wrapping ones."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except NotImplementedError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,14 @@ class Layout:
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the tensors still are of the shapes, dtypes and kind that the layout was made for."""
-        return all(
-            tensor.shape == piece.shape
-            and tensor.dtype is piece.dtype
-            and tensor.is_inference() is piece.inference
-            for tensor, piece in zip(tensors, self.pieces, strict=True)
-        )
+        for tensor, piece in zip(tensors, self.pieces, strict=True):
+            if (
+                tensor.shape != piece.shape
+                or tensor.dtype is not piece.dtype
+                or tensor.is_inference() is not piece.inference
+            ):
+                return False
+        return True
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors, as views of a buffer (1-D uint8)."""
@@ -83,7 +93,7 @@ class Slot:
 
     def __init__(self, buffer: torch.Tensor, used_until: Any) -> None:
         self.buffer = buffer
-        self.address = buffer.untyped_storage().data_ptr()
+        self.address = address_of(buffer)
         # Point of the device's computation before which nothing may be written; see Transfer.mark.
         self.used_until = used_until
         self.last_copy: Pending | None = None
