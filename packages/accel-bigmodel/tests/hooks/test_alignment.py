@@ -66,6 +66,22 @@ def test_has_offloaded_params(hook, expected):
     assert has_offloaded_params(module) is expected
 
 
+def test_what_stands_around_forward_counts_beneath_a_hook_too():
+    class Gate:
+        offload = True
+
+        def __call__(self, x):
+            return x
+
+    module = nn.Linear(2, 2)
+    module.forward = Gate()
+    assert has_offloaded_params(module)
+    add_hook_to_module(module, AlignDevicesHook("cpu"))
+    assert has_offloaded_params(module)
+    Gate.offload = False
+    assert not has_offloaded_params(module)
+
+
 def test_only_the_module_itself_counts(offloaded):
     assert has_offloaded_params(offloaded)
     assert has_offloaded_params(offloaded.linear)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
@@ -258,17 +259,22 @@ def _dtype_for(value: Tensor, own: Tensor) -> torch.dtype:
     return own.dtype if number else value.dtype
 
 
-def _all_on(values: Any, device: torch.device) -> bool:
-    """Whether nothing has to be moved; says no if in doubt."""
+def _all_on(values: Iterable[Any], device: torch.device) -> bool:
+    """Whether sending these to a device would change nothing; says no if in doubt."""
     for value in values:
         kind = type(value)
-        if kind is Tensor:
+        if kind in _PLAIN:
+            continue
+        if isinstance(value, Tensor):
             if value.device != device:
                 return False
-        elif kind is tuple or kind is list:
+        elif isinstance(value, list | tuple):
             if not _all_on(value, device):
                 return False
-        elif kind not in _PLAIN:
+        elif isinstance(value, Mapping):
+            if not _all_on(value.values(), device):
+                return False
+        elif hasattr(value, "to") or is_dataclass(value):
             return False
     return True
 

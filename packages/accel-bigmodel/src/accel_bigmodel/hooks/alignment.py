@@ -23,12 +23,12 @@ __all__ = [
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether a hook of this very module, or what stands in for its forward, brings its parameters for each forward.
+    """Whether something on this very module brings its parameters for each forward.
 
-    Any of these whose attribute ``offload`` is true says so.
+    Any hook whose attribute ``offload`` is true says so, and anything that stands around its ``forward``, as the engine
+    does that streams the weights of a dispatched model's blocks.
     """
-    forwards = (vars(module).get(name) for name in ("forward", "_old_forward"))
-    return any(_offloads(each) for each in (*_hooks_of(module), *forwards))
+    return bool(_offloading(module))
 
 
 @contextlib.contextmanager
@@ -49,7 +49,7 @@ def align_module_device(
         with _brought(module, hooks[-1], execution_device):
             yield
         return
-    offloading = [hook for hook in _hooks_of(module) if _offloads(hook)]
+    offloading = _offloading(module)
     if execution_device is None and offloading:
         execution_device = getattr(offloading[-1], "execution_device", None)
     if execution_device is None:
@@ -118,8 +118,13 @@ def _hooks_of(module: nn.Module) -> list[Any]:
     return [] if hook is None else flat(hook)
 
 
-def _offloads(hook: Any) -> bool:
-    return bool(getattr(hook, "offload", False))
+def _offloading(module: nn.Module) -> list[Any]:
+    """What brings the parameters of a module: hooks, and what wraps its forward."""
+    around, forward = [], vars(module).get("forward")
+    while forward is not None:
+        around.append(forward)
+        forward = getattr(forward, "__wrapped__", None)
+    return [each for each in [*_hooks_of(module), *around] if getattr(each, "offload", False)]
 
 
 @contextlib.contextmanager
