@@ -1,7 +1,9 @@
 """The engine, over a device that is ordinary memory and a copy queue that is a thread."""
 
+import copy
 import inspect
 import time
+import weakref
 
 import pytest
 import torch
@@ -412,3 +414,56 @@ def test_groups_that_run_inside_others_beyond_the_budget_are_named(attach):
     ):
         attached.model(x())
     attached.check_home()
+
+
+class Small(HostTransfer):
+    """A device that has little memory."""
+
+    def __init__(self, nbytes):
+        super().__init__()
+        self.left = nbytes
+
+    def allocate(self, nbytes):
+        if nbytes > self.left:
+            raise torch.OutOfMemoryError(f"{nbytes} bytes are not there")
+        self.left -= nbytes
+        memory = super().allocate(nbytes)
+        weakref.finalize(memory, self._free, nbytes)
+        return memory
+
+    def _free(self, nbytes):
+        self.left += nbytes
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_device_with_less_memory_than_planned(slots):
+    model = Model()
+    plain = copy.deepcopy(model)
+    streamer = Streamer(model, plan_groups(model, [""]), Small(slots * BLOCK_BYTES))
+    streamer.attach()
+    with torch.no_grad():
+        for _ in range(3):
+            same(model(x()), plain(x()))
+    assert streamer.stats().slot_bytes == slots * BLOCK_BYTES
+    streamer.detach()
+
+
+def test_a_device_without_memory():
+    model = Model()
+    streamer = Streamer(model, plan_groups(model, [""]), Small(BLOCK_BYTES - 1))
+    streamer.attach()
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match="2048 bytes are not there"):
+            model(x())
+    streamer.detach()
+    model(x())
+
+
+def test_a_device_without_memory_for_what_stays():
+    model = Model()
+    before = {name: value.data_ptr() for name, value in model.named_parameters()}
+    streamer = Streamer(model, plan_groups(model, [""]), Small(2 * BLOCK_BYTES), budget=1 << 20)
+    with pytest.raises(torch.OutOfMemoryError):
+        streamer.attach()
+    assert {name: value.data_ptr() for name, value in model.named_parameters()} == before
+    assert not any("forward" in module.__dict__ for module in model.modules())

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
-from testkit.streamed import SIZE, Block, Model, x
+from testkit.streamed import SIZE, Block, Model, same, x
 
 # What users change
 
@@ -118,6 +118,34 @@ def test_a_weight_that_a_forward_changes_in_place(attach):
         attached.check(x())
 
 
+def test_a_removed_parameter_that_is_not_needed_is_nobodys_business(attach):
+    attached = attach(Model())
+    attached.model.blocks[2].scale = None
+    attached.model.order = attached.plain.order = [0, 1, 3]
+    with torch.no_grad():
+        same(attached.model(x()), attached.plain(x()))
+
+
+def test_weights_tied_later_are_known_as_tied(attach):
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 4)
+            self.inner = [inner]
+
+        def forward(self, x):
+            return self.inner[0](x @ self.weight) @ self.weight
+
+    block = Block()
+    attached = attach(nn.Sequential(Around(block), block), prefetch=1)
+    attached.check(x())
+    for model in (attached.model, attached.plain):
+        model[0].weight = model[1].linear.weight
+    attached.homes = {name: tensor.data_ptr() for name, tensor in attached.weights()}
+    for _ in range(3):
+        attached.check(x())
+
+
 # Autograd
 
 
@@ -196,6 +224,25 @@ def test_a_weight_changed_before_the_backward_pass_is_refused(attach):
         attached.model.blocks[1].linear.weight.add_(1)
     with pytest.raises(OffloadError, match=r"'blocks\.1\.linear\.weight' was changed after the forward"):
         out.sum().backward()
+
+
+def test_autocast(attach):
+    attached = attach(Model())
+    for dtype in (torch.bfloat16, torch.float16):
+        for _ in range(2):
+            with torch.autocast("cpu", dtype=dtype):
+                assert torch.equal(attached.model(x()), attached.plain(x()))
+
+
+def test_casts_of_weights_that_went_do_not_stay(attach):
+    attached = attach(Model(blocks=1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        before = attached.model(x())
+        attached.model.blocks[0].linear.weight.data.zero_()
+        attached.model.blocks[0].linear.bias.data.zero_()
+        # A cast that autocast kept would still show the old weights.
+        assert not torch.equal(attached.model(x()), before)
+        assert attached.model(x()).abs().sum() == 0
 
 
 # Errors in the middle

@@ -46,6 +46,15 @@ def test_attaching_twice_is_refused(attach):
     attached.check(x())
 
 
+def test_a_copy_of_a_part_can_be_streamed_itself(attach):
+    attached = attach(Model())
+    blocks = copy.deepcopy(attached.model.blocks)
+    model = nn.Sequential(*blocks)
+    other = attach(model)
+    other.check(x())
+    assert other.stats.bytes_moved > 0
+
+
 def test_detaching_while_the_model_runs_is_refused(attach):
     attached = attach(Model())
     handle = attached.model.blocks[1].register_forward_hook(lambda *_: attached.streamer.detach())

@@ -281,6 +281,20 @@ def test_close_waits_for_the_stream():
     assert transfer.log[-1] == "host waits for copies"
 
 
+@pytest.mark.parametrize(
+    ("fake", "real"), [(Stream, torch.Stream), (Event, torch.Event)], ids=["stream", "event"]
+)
+def test_the_fake_has_only_what_pytorch_has(fake, real):
+    used = {name for name in vars(fake) if not name.startswith("__") or name in ("__enter__", "__exit__")}
+    assert used <= set(dir(real))
+
+
+def test_the_calls_that_the_fake_replaces_exist():
+    assert callable(torch.accelerator.current_stream)
+    assert "enable_timing" in torch.Event.__doc__
+    assert "device" in torch.Stream.__doc__
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
 @pytest.mark.parametrize("pinned", [True, False])

@@ -115,7 +115,8 @@ class Streamer:
     def _check_free(self) -> None:
         for group in self._groups:
             for module in group.module.modules():
-                if isinstance(module.__dict__.get("forward"), Gate):
+                gate = module.__dict__.get("forward")
+                if isinstance(gate, Gate) and gate.is_open():
                     raise OffloadError(
                         f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
                     )
@@ -253,6 +254,9 @@ class Streamer:
         assert load is not None
         del self._saving.slots[load.slot.address]
         member.restore(load, self._tied)
+        if torch.is_autocast_enabled(self._transfer.device.type):
+            # Else the casts of all weights that passed through the slots would pile up on the device.
+            torch.clear_autocast_cache()
         load.slot.used_until = self._transfer.mark(load.slot.used_until)
         if load.partial or group not in self._schedule.upcoming(self._prefetch):
             self._drop(member)
@@ -274,8 +278,10 @@ class Streamer:
         """Ask for the groups that are expected next, as far as there is room."""
         for group in self._schedule.upcoming(self._prefetch):
             member = self._members[group]
-            if member.load is None and not self._load(member, self._tied.hosts(member)):
-                return
+            if member.load is None:
+                sources = self._tied.hosts(member)
+                if sources is None or not self._load(member, sources):
+                    return
 
     def _load_now(self, member: Member) -> Load:
         """Ask for a group that is needed; groups that were moved ahead make room, the latest first."""
@@ -288,7 +294,7 @@ class Streamer:
             if load := self._load(member, sources):
                 return load
             self._drop(other)
-        load = self._load(member, sources) or self._load(member, sources, beyond=self._budget is None)
+        load = self._load(member, sources) or self._load(member, sources, must=True)
         if load is None:
             active = ", ".join(repr(other.name) for other in self._loaded.values())
             raise OffloadError(
@@ -298,11 +304,22 @@ class Streamer:
         return load
 
     def _load(
-        self, member: Member, sources: list[torch.Tensor | None], *, beyond: bool = False
+        self, member: Member, sources: Sequence[torch.Tensor | None], *, must: bool = False
     ) -> Load | None:
-        """Ask for the copy of a group to a slot; ``None`` if there is no room."""
+        """Ask for the copy of a group to a slot; ``None`` if there is no room.
+
+        Args:
+            member: the group.
+            sources: its tensors in host memory.
+            must: without a budget take more than was planned; raise if the device has no more.
+        """
         member.describe(sources)
-        slot = self._pool.take(member.layout.nbytes, beyond=beyond)
+        try:
+            slot = self._pool.take(member.layout.nbytes, beyond=must and self._budget is None)
+        except torch.OutOfMemoryError:
+            if must:
+                raise
+            return None
         if slot is None:
             return None
         slot.last_copy = self._transfer.copy(member.name, sources, member.layout, slot)

@@ -98,6 +98,10 @@ class Gate:
         """Whether it brings the weights of its module; what ``has_offloaded_params`` asks."""
         return self._streamer is not None and self._group is not None
 
+    def is_open(self) -> bool:
+        """Whether it tells any engine."""
+        return self._streamer is not None
+
     def belongs_to(self, streamer: Streamer) -> bool:
         """Whether it tells this engine."""
         return self._streamer is streamer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,15 +33,12 @@ class Item:
             self.owner._buffers if self.is_buffer else self.owner._parameters  # type: ignore[assignment]
         )
         self.tied = False
-        self.look()
+        tensor = self.table[self.leaf]
+        assert tensor is not None
+        self.hold(tensor)
 
-    def look(self) -> None:
-        """Hold the tensor that is registered now; users may register another one between forwards."""
-        tensor = self.table.get(self.leaf)
-        if tensor is None:
-            raise OffloadError(
-                f"{self.name!r} was removed from its module after the weights were placed; place the model again"
-            )
+    def hold(self, tensor: torch.Tensor) -> None:
+        """This is the tensor from now on; users may register another one between forwards."""
         self.tensor = tensor
         # Torch counts no versions of tensors made in inference mode.
         self.versioned = not tensor.is_inference()
@@ -63,7 +60,7 @@ class Load:
 
     __slots__ = ("hosts", "nbytes", "partial", "pending", "slot", "versions", "views")
 
-    def __init__(self, member: Member, slot: Slot, sources: list[torch.Tensor | None]) -> None:
+    def __init__(self, member: Member, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
         assert slot.last_copy is not None
         self.slot = slot
         self.pending: Pending = slot.last_copy
@@ -116,7 +113,7 @@ class Member:
         self.layout = Layout([item.tensor for item in self.items])
         return bool(self.items)
 
-    def describe(self, sources: list[torch.Tensor | None]) -> None:
+    def describe(self, sources: Sequence[torch.Tensor | None]) -> None:
         """Let the layout follow tensors that got another shape or dtype."""
         tensors = [
             item.tensor if source is None else source
@@ -155,14 +152,9 @@ class Member:
                     host.copy_(load.views[number])
                 load.versions[number] = version
             tensor.data = host
-            if item.is_buffer and item.table.get(item.leaf) is not tensor:
-                item.look()
-                _take_home(item.tensor)
-
-
-def _take_home(tensor: torch.Tensor) -> None:
-    """Move a tensor to host memory that a forward registered in place of a streamed one."""
-    tensor.data = torch.empty_like(tensor.data, device="cpu").copy_(tensor.data)
+            new = item.table.get(item.leaf)
+            if item.is_buffer and new is not None and new is not tensor:  # the forward registered another one
+                new.data = torch.empty_like(new.data, device="cpu").copy_(new.data)
 
 
 class TiedUses:
@@ -173,12 +165,17 @@ class TiedUses:
     """
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
-        items = [item for member in members for item in member.items]
-        counts = Counter(id(item.tensor) for item in items)
-        for item in items:
-            item.tied = counts[id(item.tensor)] > 1
+        self._members = list(members)
         self._users: Counter[int] = Counter()
         self._hosts: dict[int, torch.Tensor] = {}
+        self._count()
+
+    def _count(self) -> None:
+        counts = Counter(id(item.tensor) for member in self._members for item in member.items)
+        for member in self._members:
+            if not member.active:
+                for item in member.items:
+                    item.tied = counts[id(item.tensor)] > 1
 
     def host(self, item: Item) -> torch.Tensor:
         """The tensor in host memory."""
@@ -186,16 +183,30 @@ class TiedUses:
             return self._hosts[id(item.tensor)]
         return item.tensor.data
 
-    def hosts(self, member: Member) -> list[torch.Tensor | None]:
-        """The tensors of a group in host memory, as its modules have them now."""
+    def hosts(self, member: Member) -> list[torch.Tensor] | None:
+        """The tensors of a group in host memory, as its modules have them now; ``None`` if one has no tensor."""
         for item in member.items:
-            if item.table.get(item.leaf) is not item.tensor:
-                item.look()
+            tensor = item.table.get(item.leaf)
+            if tensor is None:
+                return None
+            if tensor is not item.tensor:
+                item.hold(tensor)
+                self._count()
         return [self.host(item) for item in member.items]
 
     def sources_now(self, member: Member) -> list[torch.Tensor | None]:
-        """The tensors that have to be copied for a group which is needed at once."""
+        """The tensors that have to be copied for a group which is needed at once.
+
+        Raises:
+            OffloadError: one was removed from its module.
+        """
         hosts = self.hosts(member)
+        if hosts is None:
+            removed = [item.name for item in member.items if item.table.get(item.leaf) is None]
+            raise OffloadError(
+                f"{', '.join(map(repr, removed))} was removed from its module after the weights were placed; "
+                "place the model again"
+            )
         return [
             None if item.tied and self._users[id(item.tensor)] else host
             for item, host in zip(member.items, hosts, strict=True)

@@ -23,9 +23,9 @@ class Resident:
         self._tensors = [item.tensor for item in member.items]
         self.nbytes = member.layout.nbytes
         self._hosts = [tensor.data for tensor in self._tensors]
-        slot = Slot(transfer.allocate(self.nbytes), transfer.mark(None))
-        transfer.copy(member.name, self._hosts, member.layout, slot).wait()
-        for tensor, view in zip(self._tensors, slot.views(member.layout), strict=True):
+        self._slot = Slot(transfer.allocate(self.nbytes), transfer.mark(None))
+        transfer.copy(member.name, self._hosts, member.layout, self._slot).wait()
+        for tensor, view in zip(self._tensors, self._slot.views(member.layout), strict=True):
             tensor.data = view
 
     def restore(self) -> None:
