@@ -424,6 +424,20 @@ def _attach(
         for name in _MOVES:
             if hasattr(type(model), name):
                 setattr(model, name, _Refusal(name))
+    _prepare_encoder(model)
+
+
+def _prepare_encoder(model: nn.Module) -> None:
+    """Give the encoder of an encoder-decoder a hook that brings outputs back to the device of the inputs.
+
+    transformers' ``generate()`` asks the hook of a dispatched model's encoder for that. Where there is no hook it makes
+    one of Accelerate's, and fails if Accelerate is not installed.
+    """
+    get_encoder = getattr(model, "get_encoder", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
+        encoder = get_encoder()
+        if isinstance(encoder, nn.Module) and encoder is not model and not hasattr(encoder, "_hf_hook"):
+            add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
