@@ -403,6 +403,14 @@ def test_words_instead_of_a_map(saved):
         load_checkpoint_and_dispatch(empty(), path, "cpu")
 
 
+def test_parts_without_values_cannot_run(saved):
+    _, path = saved
+    again = empty()
+    with pytest.raises(DeviceMapError, match=r"leaves 'head' without values.*load_checkpoint_in_model"):
+        load_checkpoint_and_dispatch(again, path, {"body": "cpu", "head": "meta"})
+    assert is_untouched(again)
+
+
 # bad files
 
 

@@ -15,6 +15,7 @@ from accel_bigmodel.device_map import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.stores import CacheFile, OffloadCache
+from accel_ckpt.coordination import SingleProcess, default_coordinator, do_together
 from accel_ckpt.loading import LoadReport, Placer, Step, Target, assign, converted, load_weights
 from accel_ckpt.weights import WeightSource
 from accel_state import environment
@@ -104,11 +105,16 @@ def load_checkpoint_in_model(
         raise NotAvailableError(
             "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
         )
-    placer = Placer(None, dtype, keep_in_fp32_modules or ())
-    if device_map is not None:
+
+    def make_placer() -> Placer:
+        if device_map is None:
+            return Placer(None, dtype, keep_in_fp32_modules or ())
         places = _places(model, device_map)
         cache = None if offload_folder is None else OffloadCache(offload_folder)
-        placer = MapPlacer(places, cache, offload_buffers, dtype, keep_in_fp32_modules or ())
+        return MapPlacer(places, cache, offload_buffers, dtype, keep_in_fp32_modules or ())
+
+    ranks = default_coordinator() if broadcast_from_rank0 else SingleProcess()
+    placer = do_together(make_placer, ranks, doing=f"placing {checkpoint}")
     show = Progress() if progress else iter
     return load_weights(
         model, checkpoint, placer, strict, broadcast_from_rank0, revision, token, progress=show
@@ -135,6 +141,9 @@ def load_checkpoint_and_dispatch(
     revision: str | None = None,
     token: str | bool | None = None,
     progress: bool = True,
+    reserve: int | str | Mapping[int | str, int | str] | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
 ) -> nn.Module:
     """Load a checkpoint where a device map says, and let the model run from there.
 
@@ -159,6 +168,9 @@ def load_checkpoint_and_dispatch(
         revision: as there.
         token: as there.
         progress: as there.
+        reserve: for a map that is made: memory of each device to leave free; see :func:`get_max_memory`.
+        device_memory: as in :func:`dispatch_model`.
+        host_memory: as in :func:`dispatch_model`.
 
     Returns:
         The model.
@@ -168,8 +180,14 @@ def load_checkpoint_and_dispatch(
     """
     if device_map is not None:
         device_map = resolve_device_map(
-            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
-        )
+            model, device_map, max_memory, no_split_module_classes, dtype,
+            offload_buffers=offload_buffers, reserve=reserve,
+        )  # fmt: skip
+        if unread := [name for name, place in device_map.items() if str(place) == "meta"]:
+            raise DeviceMapError(
+                f"the device map leaves {', '.join(map(repr, unread))} without values ('meta'), so that the model "
+                "cannot run; load_checkpoint_in_model loads parts of a model"
+            )
     load_checkpoint_in_model(
         model, checkpoint, device_map, offload_folder, dtype, offload_state_dict, offload_buffers, None, False, strict,
         full_state_dict, broadcast_from_rank0, revision=revision, token=token, progress=progress,
@@ -178,7 +196,8 @@ def load_checkpoint_and_dispatch(
         return model
     return dispatch_model(
         model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes, force_hooks=force_hooks,
+        preload_module_classes=preload_module_classes, force_hooks=force_hooks, device_memory=device_memory,
+        host_memory=host_memory,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "SingleProcess",
     "WorldCoordinator",
     "default_coordinator",
+    "do_together",
     "is_saving_process",
     "run_together",
 ]
@@ -107,6 +108,16 @@ def run_together(
     if errors:
         raise error(f"{doing} failed on another rank, and was given up on all. " + "; ".join(errors))
     return [answer for answer, _ in answers]
+
+
+def do_together(function: Callable[[], T], coordinator: Coordinator, *, doing: str) -> T:
+    """Call a function on every rank, or raise on all; returns what this rank's call returned, which may be anything.
+
+    The arguments and errors are those of :func:`run_together`.
+    """
+    results: list[T] = []
+    run_together(lambda: results.append(function()), coordinator, doing=doing)
+    return results[0]
 
 
 def is_saving_process(each_node: bool = False) -> bool:

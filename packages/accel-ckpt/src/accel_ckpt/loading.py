@@ -8,12 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, run_together
+from accel_ckpt.coordination import SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import refuse_without_values, rewrap
@@ -37,7 +37,6 @@ __all__ = [
 
 Device = int | str | torch.device
 DeviceMap = Mapping[str, Device]
-T = TypeVar("T")
 
 CPU = torch.device("cpu")
 
@@ -337,7 +336,7 @@ def load_weights(
         source = BroadcastWeights(checkpoint, coordinator, revision, token)
     else:
         source = open_weights(checkpoint, revision=revision, token=token)
-    plan = _together(lambda: _compare(source, model), coordinator, doing)
+    plan = do_together(lambda: _compare(source, model), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
     steps = [step for step in plan.steps if placer.home(step.target) is not None]
 
@@ -352,7 +351,7 @@ def load_weights(
     read = {id(step.target) for step in steps}
     rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
     empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
-    report, steps_to_do = _together(judge, coordinator, doing)
+    report, steps_to_do = do_together(judge, coordinator, doing=doing)
     _warn(report, checkpoint)
     source.begin([step.source for step in steps_to_do])
     is_soon_over = sum(step.nbytes for step in steps_to_do) < _SMALL_LOAD
@@ -369,18 +368,11 @@ def load_weights(
         placer.finish(rest)
 
     try:
-        _together(fill, coordinator, doing)
+        do_together(fill, coordinator, doing=doing)
     except BaseException:
         placer.abandon()
         raise
     return report
-
-
-def _together(function: Callable[[], T], coordinator: Coordinator, doing: str) -> T:
-    """Call a function on every rank, or raise on all; returns this rank's result."""
-    results: list[T] = []
-    run_together(lambda: results.append(function()), coordinator, doing=doing)
-    return results[0]
 
 
 class _ModelTensors(NamedTuple):
