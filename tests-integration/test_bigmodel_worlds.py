@@ -170,3 +170,30 @@ def test_a_mistake_of_one_rank_fails_on_all_and_changes_nothing(tmp_path, mistak
             assert os.listdir(offload) == []
 
     worlds.run(work, 2, str(tmp_path), mistake)
+
+
+def test_a_repository_of_a_hub(tmp_path):
+    pytest.importorskip("huggingface_hub", reason="the extra accel-ckpt[hub] is not installed")
+    from accel_ckpt import save_model
+    from testkit import hub
+
+    save_model(build(), tmp_path / "m", max_shard_size="200B")
+
+    def work(expected):
+        from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch
+        from accel_ckpt.memory import mapped_file_of
+
+        for device_map in (None, "auto", {"": "disk"}):
+            with init_empty_weights():
+                model = build()
+            load_checkpoint_and_dispatch(model, "org/net", device_map, revision="main")
+            assert differing(model, expected) == []
+            assert all(mapped_file_of(parameter) is not None for parameter in model.parameters())
+
+    with hub.serve() as running:
+        running.add("org/net", {path.name: path.read_bytes() for path in (tmp_path / "m").iterdir()})
+        worlds.run(work, 1, build().state_dict(), environ=running.environ(tmp_path / "hf"))
+        shards = list((tmp_path / "m").glob("*.safetensors"))
+        assert (
+            len(running.requests("GET", ".safetensors")) == len(shards) + 1
+        )  # the index; then the cache serves

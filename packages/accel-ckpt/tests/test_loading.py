@@ -209,6 +209,14 @@ def test_unexpected_names_are_a_warning_and_an_error_when_strict(tmp_path):
         load_checkpoint_in_model(Net(), tmp_path, strict=True)
 
 
+def test_names_that_nothing_takes_are_told_with_those_that_are_missing(tmp_path):
+    lacking(tmp_path, {"tail.bias": torch.ones(2)})
+    with pytest.raises(
+        StateMismatchError, match=r"not in the checkpoint: head\.bias; is not in the model: tail\.bias"
+    ):
+        load_checkpoint_in_model(Net(), tmp_path)
+
+
 def test_other_shapes(tmp_path):
     save_model(Net(width=5), tmp_path)
     with pytest.raises(StateMismatchError, match=r"head\.weight: \(2, 5\) instead of \(2, 4\)"):

@@ -502,6 +502,8 @@ def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
         if getattr(report, kind) and kind in fatal
     ]
     if errors:
+        if report.unexpected and "unexpected" not in fatal:  # often the same tensors by other names
+            errors.append(f"{_PROBLEMS['unexpected']}: {', '.join(report.unexpected)}")
         raise StateMismatchError(
             f"{checkpoint} does not fit the model; "
             + "; ".join(errors)
