@@ -36,6 +36,19 @@ def test_detach_restores_everything(attach):
         same(attached.model(x()), attached.plain(x()))
 
 
+def test_a_hook_that_was_put_over_a_gate_leaves_no_gate_behind(attach):
+    attached = attach(Model())
+    for module in attached.model.modules():
+        add_hook_to_module(module, ModelHook())
+    attached.check(x())
+    attached.streamer.detach()
+    attached.check(x())
+    remove_hook_from_module(attached.model, recurse=True)
+    assert not any("forward" in module.__dict__ for module in attached.model.modules())
+    attached.streamer.attach()
+    attached.check(x())
+
+
 def test_attaching_twice_is_refused(attach):
     attached = attach(Model())
     with pytest.raises(OffloadError, match=r"'blocks\.0' are streamed already"):

@@ -107,8 +107,13 @@ class Gate:
         return self._streamer is streamer
 
     def remove(self) -> None:
-        """Take it off the module; where somebody wrapped it meanwhile, it only passes calls on from now on."""
+        """Take it off the module; where somebody wrapped it meanwhile, it only passes calls on from now on.
+
+        Hooks, which keep what they wrap as ``_old_forward``, leave no trace of it when they go.
+        """
         self._streamer = None
+        if self._module.__dict__.get("_old_forward") is self:
+            self._module.__dict__["_old_forward"] = self._forward
         if self._module.__dict__.get("forward") is self:
             if self._inner is None:
                 del self._module.__dict__["forward"]
