@@ -1,0 +1,510 @@
+"""Big models from disk: ours, Accelerate's, transformers', and what the machine can do at best.
+
+A decoder (Llama) of 24 blocks in 6 shards, 5.3 GB of fp32 unless `--gigabytes` says otherwise. Every measurement is a
+process of its own; contenders take turns, round after round. The first round is not counted; in every round all outputs
+are compared, bit for bit. Numbers are medians with the range in brackets. Give it a disk with room for three copies of
+the model, a quiet machine, and for the part `limited` the right to make control groups.
+
+    hatch run bench:bigmodel
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import mmap
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from testkit import limits
+
+BLOCKS = 24
+SHARDS = 6
+SMALL = 12_000
+PAGE = 4096
+Answer = dict[str, Any]
+
+
+# What the processes do
+
+
+def config_of(gigabytes: float) -> Any:
+    """A decoder whose blocks take so many bytes; the vocabulary is small."""
+    from transformers import LlamaConfig
+
+    width = max(1, round((gigabytes * 1e9 / 4 / BLOCKS / 12) ** 0.5 / 64)) * 64
+    return LlamaConfig(
+        hidden_size=width, intermediate_size=width * 8 // 3, num_hidden_layers=BLOCKS, vocab_size=2048,
+        num_attention_heads=width // 64, num_key_value_heads=width // 64,
+    )  # fmt: skip
+
+
+class Ours:
+    def empty(self, build: Callable[[], nn.Module]) -> nn.Module:
+        from accel_bigmodel import init_empty_weights
+
+        with init_empty_weights():
+            return build()
+
+    def load(self, model: nn.Module, folder: Path, device_map: dict[str, str], offload: Path) -> nn.Module:
+        from accel_bigmodel import load_checkpoint_and_dispatch
+
+        return load_checkpoint_and_dispatch(
+            model, folder, device_map=device_map, offload_folder=offload, progress=False
+        )
+
+    def offload_to(self, model: nn.Module) -> nn.Module:
+        from accel_bigmodel import cpu_offload
+
+        return cpu_offload(model, execution_device=0)
+
+
+class Theirs:
+    def empty(self, build: Callable[[], nn.Module]) -> nn.Module:
+        from accelerate import init_empty_weights
+
+        with init_empty_weights():
+            return build()
+
+    def load(self, model: nn.Module, folder: Path, device_map: dict[str, str], offload: Path) -> nn.Module:
+        from accelerate import load_checkpoint_and_dispatch
+
+        return load_checkpoint_and_dispatch(
+            model, str(folder), device_map=device_map, offload_folder=str(offload)
+        )
+
+    def offload_to(self, model: nn.Module) -> nn.Module:
+        from accelerate import cpu_offload
+
+        return cpu_offload(model, execution_device=torch.device(0))
+
+
+class Transformers:
+    """Its own loading; nothing else of it is measured."""
+
+    def empty(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+        return None
+
+    def load(self, model: Any, folder: Path, device_map: dict[str, str], offload: Path) -> nn.Module:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM.from_pretrained(folder)
+
+
+class Resident:
+    """All weights in memory of their own."""
+
+    empty = Ours.empty
+
+    def load(self, model: nn.Module, folder: Path, device_map: dict[str, str], offload: Path) -> nn.Module:
+        from safetensors.torch import load_file
+
+        state = {
+            k: v.clone() for path in sorted(folder.glob("*.safetensors")) for k, v in load_file(path).items()
+        }
+        model.load_state_dict(state, assign=True)
+        return model
+
+
+CONTENDERS: dict[str, Any] = {
+    "ours": Ours(), "accelerate": Theirs(), "transformers": Transformers(), "resident": Resident()
+}  # fmt: skip
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(SMALL // 2)])
+
+
+def decoder(folder: Path) -> Callable[[], nn.Module]:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    return lambda: LlamaForCausalLM(config).eval()
+
+
+def touch(tensors: Any) -> None:
+    """Read one byte of every page."""
+    for tensor in tensors:
+        tensor.detach().reshape(-1).view(torch.uint8)[::PAGE].sum()
+
+
+def output(model: nn.Module, device: str = "cpu", batch: int = 1) -> torch.Tensor:
+    ids = torch.arange(batch * 16, device=device).view(batch, 16) % 2048
+    with torch.no_grad():
+        return model(ids, use_cache=False).logits
+
+
+def digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def be_load(name: str, folder: Path, check: bool) -> Answer:
+    """Load to the CPU and touch every page."""
+    if name == "bare map":
+        began = time.perf_counter()
+        maps = []
+        for path in sorted(folder.glob("*.safetensors")):
+            with open(path, "rb") as file:
+                maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        touch(torch.frombuffer(each, dtype=torch.uint8) for each in maps)
+        return {"load and touch, s": time.perf_counter() - began}
+    contender = CONTENDERS[name]
+    model = contender.empty(decoder(folder))
+    began = time.perf_counter()
+    model = contender.load(model, folder, {"": "cpu"}, folder / "unused")
+    touch(model.parameters())
+    spent = time.perf_counter() - began
+    return {"load and touch, s": spent} | ({"digest": digest(output(model.eval()))} if check else {})
+
+
+def be_small(name: str, folder: Path) -> Answer:
+    """Load many small tensors."""
+    contender = CONTENDERS[name]
+    contender.load(
+        contender.empty(lambda: nn.Linear(8, 8)), folder.parent / "one", {"": "cpu"}, folder / "unused"
+    )
+    model = contender.empty(small_model)
+    began, processor = time.perf_counter(), time.process_time()
+    contender.load(model, folder, {"": "cpu"}, folder / "unused")
+    spent = {"processor s": time.process_time() - processor, "s": time.perf_counter() - began}
+    total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+    return spent | {"digest": repr(total)}
+
+
+def placement() -> dict[str, str]:
+    """All blocks wait on disk. (Accelerate takes no map with nothing but disk.)"""
+    rest = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
+    return rest | {f"model.layers.{number}": "disk" for number in range(BLOCKS)}
+
+
+def be_offload(name: str, folder: Path, offload: Path, forwards: int, cold: bool) -> Answer:
+    """Prepare, and run forwards; the first is cold if asked for."""
+    contender = CONTENDERS[name]
+    model = contender.empty(decoder(folder))
+    began = time.perf_counter()
+    model = contender.load(model, folder, placement(), offload).eval()
+    answer: Answer = {"prepare, s": time.perf_counter() - began}
+    files = [path for path in offload.rglob("*") if path.is_file()] if offload.exists() else []
+    answer["written, MB"] = sum(path.stat().st_size for path in files) / 1e6
+    if cold:
+        forget(folder)
+        forget(offload)
+    times = []
+    for _ in range(forwards):
+        began = time.perf_counter()
+        result = output(model)
+        times.append(time.perf_counter() - began)
+    first, *later = times
+    answer |= {"first forward, s": first, "forward, s": statistics.median(later), "digest": digest(result)}
+    if name == "ours" and (stats := model._accel_dispatch.stats()) is not None:
+        answer["read, GB per s"] = stats.rate / 1e9
+        answer["kept in memory, MB"] = stats.resident_bytes / 1e6
+    return answer
+
+
+def be_read(folder: Path) -> Answer:
+    """Read the files once."""
+    buffer = memoryview(mmap.mmap(-1, 1 << 22))
+    began = time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+    return {"read once, s": time.perf_counter() - began}
+
+
+def be_hooks() -> Answer:
+    """What a call of a tiny layer costs with hooks, over one without."""
+    import accelerate.hooks as theirs
+
+    from accel_bigmodel import AlignDevicesHook, add_hook_to_module
+
+    batch = torch.ones(1, 4)
+
+    def layer() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(4, 4)
+
+    offloaded, placed, ours = layer(), layer(), layer()
+    weights = {name: value.detach() for name, value in offloaded.state_dict().items()}
+    theirs.add_hook_to_module(offloaded, theirs.AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    theirs.add_hook_to_module(placed, theirs.AlignDevicesHook("cpu"))
+    add_hook_to_module(ours, AlignDevicesHook("cpu"))
+    layers = {
+        "none": layer(),
+        "accelerate, offload": offloaded,
+        "accelerate, placement": placed,
+        "ours, placement": ours,
+    }
+    expected = layers["none"](batch)
+    assert all(torch.equal(each(batch), expected) for each in layers.values())
+    times: dict[str, list[float]] = {name: [] for name in layers}
+    with torch.no_grad():
+        for _ in range(31):
+            for name, each in layers.items():
+                times[name].append(timeit.timeit(lambda each=each: each(batch), number=500) / 500 * 1e6)
+    plain = statistics.median(times.pop("none"))
+    return {f"{name}, µs": statistics.median(found) - plain for name, found in times.items()} | {
+        "a call, µs": plain
+    }
+
+
+def be_gpu(name: str, gigabytes: float) -> Answer:
+    """A decoder of bf16 in host memory that runs on the accelerator; and the bounds."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = config_of(gigabytes * 2)  # as many elements in half the bytes
+    model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    accelerator = torch.accelerator.current_accelerator()
+    device = str(accelerator)
+
+    def timed(batch: int) -> float:
+        output(model, device, batch)
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        output(model, device, batch)
+        torch.accelerator.synchronize()
+        return time.perf_counter() - began
+
+    if name == "bounds":
+        host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+        there = host.to(device)
+        torch.accelerator.synchronize()
+        began = time.perf_counter()
+        for _ in range(16):
+            there.copy_(host, non_blocking=True)
+        torch.accelerator.synchronize()
+        link = nbytes * (time.perf_counter() - began) / (16 << 28)
+        del there
+        model.to(device)
+        return {f"batch {batch}, s": max(link, timed(batch)) for batch in (1, 32)}
+    model = CONTENDERS[name].offload_to(model)
+    answer: Answer = {
+        f"batch {batch}, s": statistics.median(timed(batch) for _ in range(3)) for batch in (1, 32)
+    }
+    answer["digest"] = digest(output(model, device).float().cpu())
+    answer["device memory, MB"] = torch.accelerator.max_memory_allocated() / 1e6
+    return answer
+
+
+def be_make(folder: Path, gigabytes: float) -> Answer:
+    """Write the checkpoints."""
+    from safetensors.torch import save_file
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config_of(gigabytes))
+    nbytes = sum(parameter.nbytes for parameter in model.parameters())
+    model.save_pretrained(folder / "decoder", max_shard_size=f"{nbytes * 11 // SHARDS // 10_000}KB")
+    for name, each in (("small", small_model()), ("one", nn.Linear(8, 8))):
+        (folder / name).mkdir()
+        save_file(each.state_dict(), folder / name / "model.safetensors", {"format": "pt"})
+    os.sync()
+    return {"gigabytes": nbytes / 1e9}
+
+
+# What the program does
+
+
+def forget(folder: Path) -> None:
+    """Take the files of a folder out of the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+@dataclass
+class Row:
+    """A contender's figures."""
+
+    name: str
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Bench:
+    """One run."""
+
+    def __init__(self, folder: Path, limit: int, gigabytes_on_gpu: float) -> None:
+        self.folder = folder
+        self.limit = limit
+        self.gigabytes_on_gpu = gigabytes_on_gpu
+        self.tables: dict[str, dict[str, Row]] = {}
+        self.digests: dict[str, str] = {}
+
+    def ask(self, what: str, *, limit: int | None = None, **arguments: Any) -> Answer:
+        """Let a process of its own do something."""
+        command = [sys.executable, __file__, "--be", what, json.dumps(arguments, default=str)]
+        if limit is None:
+            done: Any = subprocess.run(command, capture_output=True, text=True)
+            answer: Answer = {}
+        else:
+            done = limits.run(command, limit=limit)
+            answer = {"peak, MB": done.peak / 1e6}
+            if done.killed:
+                return {**answer, "killed": 1.0}
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+        return answer | json.loads(done.stdout.splitlines()[-1])
+
+    def note(self, table: str, name: str, answer: Answer, compare: str) -> None:
+        """Keep the figures; all of the same kind must have computed the same."""
+        found = answer.pop("digest", None)
+        if found is not None:
+            assert self.digests.setdefault(compare, found) == found, f"{name}: another output than others"
+        row = self.tables.setdefault(table, {}).setdefault(name, Row(name))
+        for figure, value in answer.items():
+            row.samples.setdefault(figure, []).append(value)
+
+    def load(self) -> None:
+        decoder = self.folder / "decoder"
+        for cache in ("warm", "cold"):
+            for name in ("bare map", "ours", "accelerate", "transformers"):
+                if cache == "cold":
+                    forget(decoder)
+                else:
+                    be_read(decoder)
+                answer = self.ask(
+                    "load", name=name, folder=decoder, check=cache == "warm" and name != "bare map"
+                )
+                self.note(f"Load and touch, page cache {cache}", name, answer, "decoder")
+
+    def small(self) -> None:
+        for name in ("ours", "accelerate"):
+            answer = self.ask("small", name=name, folder=self.folder / "small")
+            self.note(f"Load of {SMALL} small tensors", name, answer, "small")
+
+    def offload(self) -> None:
+        for name in ("ours", "accelerate", "resident"):
+            be_read(self.folder / "decoder")
+            answer = self._offload(name, None, cold=False)
+            self.note("Blocks on disk, page cache warm", name, answer, "decoder")
+
+    def limited(self) -> None:
+        table = f"Blocks on disk, {self.limit / 1e6:.0f} MB of memory, page cache cold"
+        for name in ("ours", "accelerate"):
+            forget(self.folder / "decoder")
+            self.note(table, name, self._offload(name, self.limit, cold=True), "decoder")
+            forget(self.folder / "decoder")
+            answer = self.ask("read", limit=self.limit, folder=self.folder / "decoder")
+            self.note(table, "read", answer, "")
+
+    def _offload(self, name: str, limit: int | None, cold: bool) -> Answer:
+        folder = self.folder / "offload"
+        answer = self.ask(
+            "offload",
+            limit=limit,
+            name=name,
+            folder=self.folder / "decoder",
+            offload=folder,
+            forwards=4,
+            cold=cold,
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+        return answer
+
+    def hooks(self) -> None:
+        for figure, value in self.ask("hooks").items():
+            name, _, unit = figure.rpartition(", ")
+            self.note("A hook on a tiny layer", name, {unit: value}, "")
+
+    def gpu(self) -> None:
+        for name in ("bounds", "ours", "accelerate"):
+            answer = self.ask("gpu", name=name, gigabytes=self.gigabytes_on_gpu)
+            self.note("Decoder of bf16 in host memory, computed on the accelerator", name, answer, "gpu")
+
+
+def report(tables: dict[str, dict[str, Row]]) -> None:
+    for title, rows in tables.items():
+        print(f"\n{title}\n")
+        figures = dict.fromkeys(figure for row in rows.values() for figure in row.samples)
+        print("| | " + " | ".join(figures) + " |\n|---|" + "---|" * len(figures))
+        for row in rows.values():
+            cells = [cell(row.samples.get(figure)) for figure in figures]
+            print(f"| {row.name} | " + " | ".join(cells) + " |")
+
+
+def cell(values: list[float] | None) -> str:
+    if not values:
+        return ""
+    middle = statistics.median(values)
+    form = "{:.0f}" if middle > 100 or middle == 0 else "{:.3g}"
+    return f"{form} [{form}-{form}]".format(middle, min(values), max(values))
+
+
+PARTS = ("load", "small", "offload", "limited", "hooks", "gpu")
+
+
+def why_not(part: str) -> str | None:
+    """Why a part cannot run here."""
+    if part == "limited":
+        return limits.why_not()
+    if part == "gpu" and not torch.accelerator.is_available():
+        return "there is no accelerator"
+    return None
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gigabytes", type=float, default=5.3)
+    parser.add_argument("--limit", type=int, default=1500, help="MB of memory in the part `limited`")
+    parser.add_argument("--gigabytes-on-gpu", type=float, default=16.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write; a new folder below the current one"
+    )
+    parser.add_argument("--be", nargs=2, help=argparse.SUPPRESS)  # in the processes that this program starts
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.be is not None:
+        what, given = arguments.be[0], json.loads(arguments.be[1])
+        paths = {key: Path(given[key]) for key in ("folder", "offload") if key in given}
+        with contextlib.redirect_stdout(io.StringIO()):
+            answer = globals()[f"be_{what}"](**{**given, **paths})
+        print(json.dumps(answer))
+        return 0
+    parts = []
+    for part in arguments.parts:
+        if (reason := why_not(part)) is not None:
+            print(f"{part}: NOT RUN, {reason}")
+        else:
+            parts.append(part)
+    with tempfile.TemporaryDirectory(prefix=".bench-", dir=arguments.folder or Path.cwd()) as folder:
+        bench = Bench(Path(folder), arguments.limit * 1_000_000, arguments.gigabytes_on_gpu)
+        made = bench.ask("make", folder=folder, gigabytes=arguments.gigabytes)
+        for turn in range(arguments.rounds + 1):
+            for part in parts:
+                getattr(bench, part)()
+            if turn == 0:
+                bench.tables.clear()
+    print(f"{made['gigabytes']:.2f} GB, {os.cpu_count()} cores, {arguments.rounds} rounds")
+    report(bench.tables)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
