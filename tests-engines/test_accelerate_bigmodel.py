@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from accel_bigmodel import (
-    DeviceMapError,
     get_balanced_memory,
     get_max_memory,
     infer_auto_device_map,
@@ -127,11 +126,7 @@ def faults(model, classes, device_map, memory):
     main = next((place for place in device_map.values() if place not in ("cpu", "disk")), "cpu")
     if main != "cpu" and used[main] + passing(("cpu", "disk")) > budgets[main]:
         found.append(f"no room on {main}")
-    if (
-        "cpu" in memory
-        and (main == "cpu" or used["cpu"])
-        and used["cpu"] + passing(("disk",)) > memory["cpu"]
-    ):
+    if used["cpu"] and used["cpu"] + passing(("disk",)) > memory["cpu"]:
         found.append("no room on the host")
     return found
 
@@ -160,7 +155,7 @@ def quiet():
 @pytest.mark.parametrize("whole_blocks", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_same_maps(name, whole_blocks):
-    """Equal where Accelerate's map is right; where it is not, ours is right or no map is."""
+    """Equal where Accelerate's map is right; where it is not, ours is."""
     model = build(name)
     classes = list(model._no_split_modules or ()) if whole_blocks else []
     total = sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors_of(model).values()}.values())
@@ -177,13 +172,8 @@ def test_same_maps(name, whole_blocks):
             assert ours == theirs, (memory, faults(model, classes, ours, memory))
             seen["equal"] += 1
             continue
-        mine = faults(model, classes, ours, memory)
-        # The largest layer may not even fit the host, which must compute if no accelerator can: no map is right then.
-        assert set(mine) <= {"no room on the host"}, (memory, mine)
-        if mine:
-            with pytest.raises(DeviceMapError, match="must pass through it"):
-                infer_auto_device_map(model, memory, classes, strict=True)
-        seen["better" if not mine else "none is right"] += 1
+        assert not faults(model, classes, ours, memory), memory
+        seen["better"] += 1
     assert seen["equal"] > 80, seen
     print(name, dict(seen))
 

@@ -27,15 +27,12 @@ class Unit:
     size: int
 
 
-def place_in_order(
-    outline: Outline, budgets: Mapping[DeviceKey, float], *, strict: bool = True
-) -> dict[str, DeviceKey] | None:
+def place_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict[str, DeviceKey] | None:
     """The map with the fewest offloaded layers that keeps budgets, or None if there is none.
 
     Args:
         outline: the model.
         budgets: bytes by device, in order of preference: accelerators, ``"cpu"``, ``"disk"``.
-        strict: a host that computes from disk must have room for the largest layer.
     """
     units = units_of(outline)
     sums = [0, *accumulate(unit.size for unit in units)]
@@ -44,7 +41,7 @@ def place_in_order(
     for cut in range(len(units), -1, -1):
         ends = _fill_accelerators(sums, cut, [budgets[device] for device in accelerators], behind[cut])
         if ends is not None:
-            host_end = _fill_host(sums, behind, cut, budgets, strict)
+            host_end = _fill_host(sums, behind, cut, budgets)
             # With an earlier cut the host would have to take more.
             places = [*accelerators, "cpu", "disk"]
             return None if host_end is None else _as_map(units, places, [*ends, host_end])
@@ -116,19 +113,13 @@ def _fill_accelerators(
 
 
 def _fill_host(
-    sums: Sequence[int],
-    behind: Sequence[int],
-    start: int,
-    budgets: Mapping[DeviceKey, float],
-    strict: bool,
+    sums: Sequence[int], behind: Sequence[int], start: int, budgets: Mapping[DeviceKey, float]
 ) -> int | None:
     """Where the host's units end and those on disk begin; None if they do not fit."""
     total = len(sums) - 1
-    computes = start == 0  # nothing is on an accelerator
-    reserves = "cpu" in budgets and "cpu" in main_devices(budgets)
+    reserves = "cpu" in main_devices(budgets)
     for end in range(total, start - 1, -1):
-        # A host that holds nothing needs no room for what passes through it to an accelerator.
-        kept = behind[end] if reserves and (end > start or (strict and computes)) else 0
+        kept = behind[end] if reserves and end > start else 0
         if (
             sums[end] - sums[start] + kept <= budgets.get("cpu", 0)
             and sums[total] - sums[end] <= budgets["disk"]

@@ -3,9 +3,15 @@
 A map is a dictionary from names of modules (or tensors) to places: the index of an accelerator, ``"mps"``,
 ``"cpu"`` or ``"disk"``. Inference is a pure function of the model's shapes and the budgets.
 
-The maps are those of Accelerate 1.15 wherever those keep their promises. They differ where Accelerate's map leaves
-a tensor without a place (direct buffers of a module that was split), exceeds a budget, keeps too little room for the
-offloaded layers, or cannot be computed at all (some tied parameters). And booleans count the byte that they take.
+The maps are those of Accelerate 1.15 wherever those keep their promises. They differ where Accelerate's map
+
+- leaves a tensor without a place: direct buffers of a module that was split;
+- keeps no room for an offloaded layer on the accelerator that computes: when the first one stays empty, or when the
+  layer is a direct parameter (such as stacked experts) and not a module;
+- exceeds a budget, also one that is given for the disk;
+- cannot be computed, because a tied parameter is a direct one or stands in a module of the same parent twice.
+
+And booleans count the byte that they take, not an eighth of it.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -26,7 +32,7 @@ from accel_bigmodel.errors import DeviceMapError
 from accel_bigmodel.explain import DeviceMapExplanation, explanation_of
 from accel_bigmodel.greedy import Placement, place_greedily
 from accel_bigmodel.outline import Outline
-from accel_bigmodel.usage import Usage
+from accel_bigmodel.usage import Usage, main_device_of
 from accel_ckpt.modules.sizes import DType
 
 __all__ = [
@@ -74,8 +80,8 @@ def infer_auto_device_map(
             accelerator has room for them.
         fallback_allocation: before leaving a device without any part, look for a later one that fits.
         reserve: bytes to leave free for activations and the KV cache, as for ``get_max_memory``.
-        strict: refuse budgets under which the largest layer cannot pass through the device that computes. Without
-            it such a map is returned and what is missing is logged.
+        strict: refuse budgets that leave every accelerator of ``max_memory`` empty. Without it the CPU computes, and
+            what an accelerator would have needed is logged.
 
     Raises:
         DeviceMapError: budgets that nothing fits, with what was missing; or as ``get_max_memory``.
@@ -97,21 +103,37 @@ def infer_auto_device_map(
 def _choose(
     outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool, strict: bool
 ) -> dict[str, DeviceKey]:
+    offered = [device for device, size in budgets.items() if device not in HOST_PLACES and size > 0]
+    refuse_empty = strict and bool(offered)
     greedy = place_greedily(outline, budgets, fallback)
     problems = _problems(outline, greedy, budgets)
-    if not problems:
-        _log_devices_left_empty(greedy)
-        return greedy.device_map
-    for demanding in (True,) if strict else (True, False):
-        found = place_in_order(outline, budgets, strict=demanding)
-        if found is not None:
-            _log_devices_left_empty(greedy)
-            return found
+    if problems or (refuse_empty and main_device_of(greedy.device_map) == "cpu"):
+        found = place_in_order(outline, budgets)
+    else:
+        found = greedy.device_map
+    if found is None or (refuse_empty and main_device_of(found) == "cpu"):
+        raise DeviceMapError(_nothing_fits(outline, greedy, problems))
+    _log_devices_left_empty(greedy)
+    return found
+
+
+def _nothing_fits(outline: Outline, greedy: Placement, problems: Sequence[str]) -> str:
     largest, names = outline.largest(outline.roots())
-    raise DeviceMapError(
-        f"no map of {type(outline.model).__name__} keeps these budgets: {'; '.join(problems)}. Its largest layer, "
-        f"{names[0]!r}, takes {largest} bytes of {outline.sizes['']}. Give the devices more in max_memory, lower "
-        "the reserve, load with a smaller dtype, or let more classes be split"
+    text = "; ".join(problems)
+    if not text:
+        needs = " or ".join(
+            f"{size} bytes on {device!r}"
+            for device, size in greedy.too_small.items()
+            if device not in HOST_PLACES
+        )
+        text = (
+            "no accelerator can hold a layer beside the largest of those that would have to pass through it; the "
+            f"first part needs {needs}"
+        )
+    return (
+        f"no map of {type(outline.model).__name__} keeps these budgets: {text}. Its largest layer, {names[0]!r}, takes "
+        f"{largest} bytes of {outline.sizes['']}. Give the devices more in max_memory, lower the reserve, load with a "
+        "smaller dtype, or let more classes be split; cpu_offload and disk_offload need room for the largest layer only"
     )
 
 

@@ -56,7 +56,8 @@ class Usage:
         kept: dict[DeviceKey, tuple[int, str]] = {}
         for device, sources in ((main, HOST_PLACES), ("cpu", ("disk",))):
             groups = _groups(outline, device_map, [source for source in sources if source != device])
-            if groups and (device == main or used.get(device, 0)):
+            # On an empty host nothing is in the way: it computes from mapped pages, which come and go.
+            if groups and (device not in HOST_PLACES or used.get(device, 0)):
                 largest = max(groups, key=groups.__getitem__)
                 kept[device] = (groups[largest], largest)
         buffers = sum(
@@ -77,8 +78,6 @@ class Usage:
         """What is wrong with the map under these budgets, a sentence each."""
         found = []
         for device in {**self.used, **self.kept}:
-            if device not in budgets and not self.used.get(device):
-                continue  # the host computes, and nobody said how much memory it has
             if self.room(device, budgets) < 0:
                 used, (kept, name) = self.used.get(device, 0), self.kept.get(device, (0, ""))
                 text = (
