@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
+from accel_bigmodel.hooks.alignment import has_offloaded_params
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_bigmodel.streaming.engine import Streamer
+from accel_bigmodel.streaming.gates import Gate
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Model, same, x
@@ -280,6 +282,28 @@ def test_parametrised_weights(attach):
     assert [group.name for group in attached.groups] == ["0", "1", "2"]
     attached.check(x())
     attached.check(x())
+
+
+def test_modules_say_that_their_weights_wait_elsewhere(attach):
+    attached = attach(Model())
+    assert has_offloaded_params(attached.model.blocks[0])
+    assert not has_offloaded_params(attached.model)
+    assert (
+        attached.model.blocks[0].forward.execution_device == attached.streamer.device == torch.device("cpu")
+    )
+    attached.streamer.detach()
+    assert not has_offloaded_params(attached.model.blocks[0])
+
+
+def test_gates_that_were_left_under_a_wrapper_do_not_pile_up():
+    model = Model()
+    for _ in range(3):
+        streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
+        streamer.attach()
+        add_hook_to_module(model.blocks[0], Doubling())
+        assert not isinstance(model.blocks[0]._old_forward.__wrapped__, Gate)
+        streamer.detach()
+        remove_hook_from_module(model.blocks[0])
 
 
 class Doubling(ModelHook):

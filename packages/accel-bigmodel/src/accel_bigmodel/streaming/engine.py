@@ -93,6 +93,11 @@ class Streamer:
         self.__dict__.update(state)
         self._begin()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights go."""
+        return self._transfer.device
+
     # Attaching
 
     def attach(self) -> None:

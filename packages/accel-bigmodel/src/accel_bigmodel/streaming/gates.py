@@ -39,6 +39,10 @@ class Gate:
         self.below = tuple(below)
         # A forward that somebody else put on the module is part of the chain; that of the class is found again.
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        while (
+            isinstance(self._inner, Gate) and not self._inner.is_open()
+        ):  # left under a wrapper that went later
+            self._inner = self._inner._inner
         self._bind()
         module.__dict__["forward"] = self
 
@@ -97,6 +101,11 @@ class Gate:
     def offload(self) -> bool:
         """Whether it brings the weights of its module; what ``has_offloaded_params`` asks."""
         return self._streamer is not None and self._group is not None
+
+    @property
+    def execution_device(self) -> torch.device | None:
+        """Where it brings them."""
+        return None if self._streamer is None else self._streamer.device
 
     def is_open(self) -> bool:
         """Whether it tells any engine."""

@@ -14,7 +14,8 @@ class StreamStats:
     Attributes:
         bytes_moved: bytes of the copies that were asked for, without those of resident weights.
         seconds_moving: seconds that copies took.
-        seconds_waited: seconds for which forwards stood still because weights were not there yet.
+        seconds_waited: seconds for which forwards stood still because weights were not there yet. On an accelerator
+            only the host's: there the device waits by itself, for what was asked for.
         hits: uses of groups whose copy had been asked for ahead.
         misses: uses of groups that were asked for when they were needed.
         slot_bytes: bytes on the device for weights that come and go, now.
