@@ -4,6 +4,7 @@ import ctypes
 import gc
 import mmap
 import os
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ from accel_ckpt.memory import (
     mapped_file_of,
     new_bytes,
     populate,
+    trim_heap,
 )
 from accel_ckpt.tensors import as_bytes
 from accel_ckpt.writer import write_image
@@ -218,3 +220,38 @@ def test_a_file_that_is_replaced_leaves_the_mapping_alone(tmp_path):
     os.replace(tmp_path / "new", path)
     mapped_file_of(view).check_unchanged()
     assert bytes(view.tolist()) == b"x" * 5000
+
+
+@pytest.mark.skipif(memory._malloc_trim() is None, reason="only glibc has malloc_trim")
+def test_freed_memory_goes_back_to_the_system():
+    code = """
+import re, torch
+from accel_ckpt.memory import trim_heap
+
+def resident():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+torch.ones(1 << 22)  # having freed 16 MB once, glibc keeps pieces of that size
+begin = resident()
+mixed = [(torch.ones(1 << 22), torch.ones(1 << 12)) for _ in range(8)]
+kept = [small for _, small in mixed]
+del mixed
+trim_heap()
+print(resident() - begin, all((small == 1).all() for small in kept))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    grown, intact = done.stdout.split()
+    assert float(grown) < 8
+    assert intact == "True"
+
+
+def test_without_glibc_freed_memory_is_left_alone(monkeypatch):
+    monkeypatch.setattr(memory, "_malloc_trim", lambda: None)
+    trim_heap()
+
+
+def test_a_tensor_made_of_others_is_no_view_of_a_file():
+    """It has no memory of its own; quantised weights of torchao are such tensors."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert mapped_file_of(TwoTensor(torch.ones(2), torch.ones(2))) is None

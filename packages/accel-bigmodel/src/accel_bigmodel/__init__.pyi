@@ -70,6 +70,17 @@ from accel_bigmodel.pipeline import build_pipeline as build_pipeline
 from accel_bigmodel.pipeline import find_pippy_batch_size as find_pippy_batch_size
 from accel_bigmodel.pipeline import pippy_forward as pippy_forward
 from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
+from accel_bigmodel.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
+from accel_bigmodel.quantization.config import TorchAoQuantizationConfig as TorchAoQuantizationConfig
+from accel_bigmodel.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accel_bigmodel.quantization.layers import replace_with_bnb_layers as replace_with_bnb_layers
+from accel_bigmodel.quantization.loading import load_and_quantize_model as load_and_quantize_model
+from accel_bigmodel.quantization.places import (
+    get_quantized_model_device_map as get_quantized_model_device_map,
+)
+from accel_bigmodel.quantization.selection import get_keys_to_not_convert as get_keys_to_not_convert
+from accel_bigmodel.quantization.support import QUANTIZATION_SUPPORT as QUANTIZATION_SUPPORT
+from accel_bigmodel.quantization.support import QuantizationSupport as QuantizationSupport
 from accel_bigmodel.stages import generate_device_map as generate_device_map
 from accel_bigmodel.streaming.engine import Streamer as Streamer
 from accel_bigmodel.streaming.groups import Group as Group

@@ -234,6 +234,10 @@ class Placer:
         self._keep_in_fp32 = frozenset(keep_in_fp32)
         self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
 
+    def view(self, source: WeightSource) -> WeightSource:
+        """The weights as they are compared with the model; these: as they are saved."""
+        return source
+
     def home(self, target: Target) -> torch.device | None:
         """The device of a tensor; ``None``: it is not loaded here."""
         if self.device is not None:
@@ -336,6 +340,7 @@ def load_weights(
         source = BroadcastWeights(checkpoint, coordinator, revision, token)
     else:
         source = open_weights(checkpoint, revision=revision, token=token)
+    source = placer.view(source)
     plan = do_together(lambda: _compare(source, model), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
     steps = [step for step in plan.steps if placer.home(step.target) is not None]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.blocks import BLOCK
 from accel_ckpt.errors import FileChangedError
@@ -30,6 +31,7 @@ __all__ = [
     "mapped_file_of",
     "new_bytes",
     "populate",
+    "trim_heap",
 ]
 
 # Bytes of a huge page on x86 and most ARM kernels.
@@ -143,8 +145,9 @@ _mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 
 
 def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
-    """The file that a tensor on the CPU is a view of; ``None`` if its memory is its own."""
-    if tensor.device.type != "cpu" or tensor.numel() == 0:
+    """The file that a tensor on the CPU is a view of; ``None`` if its memory is its own, or that of tensors in it."""
+    wraps: bool = is_traceable_wrapper_subclass(tensor)
+    if wraps or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
     address = tensor.untyped_storage().data_ptr()
     for begin, mapping in list(_mappings.items()):
@@ -202,6 +205,22 @@ def _madvise() -> Any:
     if call is not None:
         call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return call
+
+
+def trim_heap() -> None:
+    """Let the C library give freed memory back to the system, where it is glibc.
+
+    It keeps large pieces for its next need once some of that size were freed; between smaller pieces that are still
+    in use they may never fit it.
+    """
+    call = _malloc_trim()
+    if call is not None:
+        call(0)
+
+
+@cache
+def _malloc_trim() -> Any:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
 
 
 class HostBuffers:

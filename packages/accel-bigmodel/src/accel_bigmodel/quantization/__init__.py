@@ -1,0 +1,1 @@
+"""Models with quantised weights: what is asked for, what runs where, the engines, and the loading."""

@@ -1,0 +1,168 @@
+"""Layers of bitsandbytes, in 8 and in 4 bits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import bitsandbytes.nn as bnb
+import torch
+from torch import nn
+
+from accel_bigmodel.errors import QuantizationError
+from accel_bigmodel.quantization.config import BnbQuantizationConfig
+from accel_bigmodel.quantization.engine import Pieces
+from accel_ckpt.tensors import as_bytes
+
+__all__ = ["Linear4bit", "QuantizationEngine"]
+
+_BLOCK = 64  # weights that share a scale
+_NESTED_BLOCK = 256  # scales that share a scale
+
+# What the layout for AVX512-BF16 asks of a layer.
+_PACKED_OUTPUTS, _PACKED_INPUTS = 32, 64
+
+
+class Linear4bit(bnb.Linear4bit):  # type: ignore[misc] # bitsandbytes is not there for type checkers
+    """bitsandbytes' layer that does not give away rounded scales."""
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        # bitsandbytes 0.50.2 would undo the layout here, with the scales in bfloat16 and in another order.
+        if getattr(self.weight.quant_state, "packing_format_for_cpu", False):
+            raise QuantizationError(
+                "this model was laid out anew for the CPU by its first forward (bnb_4bit_cpu_packing=True), which "
+                "rounds; save it before, or load it without"
+            )
+        super()._save_to_state_dict(*args, **kwargs)
+
+
+class QuantizationEngine:
+    """bitsandbytes, set up for one configuration."""
+
+    def __init__(self, config: BnbQuantizationConfig) -> None:
+        self.config = config
+        self.flags: Mapping[str, Any] = {
+            "is_loaded_in_8bit": config.load_in_8bit,
+            "is_loaded_in_4bit": config.load_in_4bit,
+            "quantization_method": "bitsandbytes",
+        }
+
+    def why_not(self, layer: nn.Linear, device: torch.device) -> str | None:
+        """Two weights of 4 bits share a byte."""
+        if self.config.load_in_4bit and layer.in_features * layer.out_features % 2:
+            return "has an odd number of weights; bitsandbytes keeps two in a byte"
+        return None
+
+    def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> nn.Module:
+        """A layer of bitsandbytes with these weights, quantised on ``device``."""
+        if self.config.load_in_8bit:
+            weight = weight.cpu()  # it quantises only what comes from there
+        new: nn.Module = self.unquantized(layer, weight)
+        new.weight = new.weight.to(device)
+        return new
+
+    def unquantized(self, layer: nn.Linear, weight: torch.Tensor) -> Any:
+        """A layer of bitsandbytes whose weights are quantised when they are moved from the CPU to a device."""
+        new = self._without_weight(layer)
+        new.weight = (
+            bnb.Int8Params(weight.detach(), requires_grad=False, has_fp16_weights=False)
+            if self.config.load_in_8bit
+            else bnb.Params4bit(
+                weight.detach(),
+                requires_grad=False,
+                compress_statistics=self.config.bnb_4bit_use_double_quant,
+                quant_type=self.config.bnb_4bit_quant_type,
+                module=new,
+            )
+        )
+        return new
+
+    def expected_pieces(
+        self, layer: nn.Linear, device: torch.device
+    ) -> dict[str, tuple[torch.Size | None, torch.dtype]]:
+        """Those of `Linear8bitLt` and `Linear4bit` in bitsandbytes, as they save themselves."""
+        shape = torch.Size((layer.out_features, layer.in_features))
+        if self.config.load_in_8bit:
+            return {
+                "weight": (shape, torch.int8),
+                "SCB": (shape[:1], torch.float32),
+                "weight_format": (torch.Size(()), torch.uint8),
+            }
+        scales = -(-shape.numel() // _BLOCK)
+        nested = self.config.bnb_4bit_use_double_quant
+        expected: dict[str, tuple[torch.Size | None, torch.dtype]] = {
+            "weight": (torch.Size((shape.numel() // 2, 1)), torch.uint8),
+            "weight.absmax": (torch.Size((scales,)), torch.uint8 if nested else torch.float32),
+            "weight.quant_map": (torch.Size((16,)), torch.float32),
+            self._description: (None, torch.uint8),
+        }
+        if nested:
+            expected["weight.nested_absmax"] = torch.Size((-(-scales // _NESTED_BLOCK),)), torch.float32
+            expected["weight.nested_quant_map"] = torch.Size((256,)), torch.float32
+        return expected
+
+    def restore(self, layer: nn.Linear, pieces: Pieces, device: torch.device) -> nn.Module:
+        """A layer of bitsandbytes as it was saved."""
+        new: nn.Module = self._without_weight(layer)
+        if self.config.load_in_8bit:
+            if (order := int(pieces["weight_format"])) != 0:
+                raise QuantizationError(f"weight_format is {order}; bitsandbytes reads 0 only, rows in order")
+            # Copies: the engine's kernels know nothing of mapped files that are read-only to them.
+            weight, scale = (pieces[name].to(device, copy=True) for name in ("weight", "SCB"))
+            new.weight = bnb.Int8Params(
+                weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale
+            )
+            return new
+        self._check_description(layer, pieces[self._description])
+        beside = {name: value.to(device, copy=True) for name, value in pieces.items() if name != "weight"}
+        beside[self._description] = pieces[self._description]
+        new.weight = bnb.Params4bit.from_prequantized(
+            pieces["weight"].to(device, copy=True), beside, requires_grad=False, device=device, module=new
+        )
+        return new
+
+    @property
+    def _description(self) -> str:
+        return f"weight.quant_state.bitsandbytes__{self.config.bnb_4bit_quant_type}"
+
+    def _check_description(self, layer: nn.Linear, text: torch.Tensor) -> None:
+        """Refuse what would let the engine read past the end of the weights."""
+        try:
+            found = json.loads(bytes(as_bytes(text.cpu().contiguous())))
+        except ValueError as error:
+            raise QuantizationError(f"{self._description} cannot be read: {error}") from error
+        expected: dict[str, Any] = {
+            "quant_type": self.config.bnb_4bit_quant_type,
+            "blocksize": _BLOCK,
+            "shape": [layer.out_features, layer.in_features],
+        }
+        if self.config.bnb_4bit_use_double_quant:
+            expected |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
+        seen = {key: found.get(key) for key in expected} if isinstance(found, dict) else found
+        if seen != expected or found.get("dtype") not in ("float32", "float16", "bfloat16"):
+            raise QuantizationError(f"{self._description} says {found}, but {expected} is expected")
+
+    def _without_weight(self, layer: nn.Linear) -> Any:
+        sizes = layer.in_features, layer.out_features
+        new: Any
+        if self.config.load_in_8bit:
+            threshold = float(self.config.llm_int8_threshold)
+            new = bnb.Linear8bitLt(
+                *sizes, bias=False, has_fp16_weights=False, threshold=threshold, device="meta"
+            )
+        else:
+            new = Linear4bit(
+                *sizes,
+                bias=False,
+                compute_dtype=self.config.bnb_4bit_compute_dtype,
+                compress_statistics=self.config.bnb_4bit_use_double_quant,
+                quant_type=self.config.bnb_4bit_quant_type,
+                device="meta",
+            )
+            fits = not (layer.out_features % _PACKED_OUTPUTS or layer.in_features % _PACKED_INPUTS)
+            # bitsandbytes 0.50.2 fails on other sizes at the first forward.
+            if not (self.config.bnb_4bit_cpu_packing and fits):
+                new.support_avx512bf16_for_cpu = False
+        new.bias = layer.bias
+        return new.train(layer.training)

@@ -1,0 +1,205 @@
+"""Loading a model with quantised weights: each weight is quantised as it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.quantization.config import QuantizationConfig
+from accel_bigmodel.quantization.engine import Engine, quantization_engine
+from accel_bigmodel.quantization.packed import PackedWeights
+from accel_bigmodel.quantization.places import Device, Places, check_sizes, get_quantized_model_device_map
+from accel_bigmodel.quantization.selection import Layer, is_named, select_layers, warn_of_unknown
+from accel_ckpt.errors import UninitializedTensorError
+from accel_ckpt.loading import Placer, Step, Target, load_weights
+from accel_ckpt.memory import trim_heap
+from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers
+from accel_ckpt.weights import WeightSource
+
+__all__ = ["load_and_quantize_model"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# Bytes of full weights after which what quantising them took is given back.
+_TRIM = 1 << 26
+
+
+def load_and_quantize_model(
+    model: Model,
+    bnb_quantization_config: QuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Mapping[str, Device] | Device | None = None,
+    no_split_module_classes: Sequence[str] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+    *,
+    strict: bool | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Model:
+    """Quantise the linear layers of a model, with the weights of a checkpoint or those that the model has.
+
+    A weight at a time is read, quantised and put on its device, so that of a model built under
+    ``init_empty_weights`` no more than one layer is ever in memory in full precision. Layers that are quantised become
+    layers of the engine, whose weights do not train. What was saved from a quantised model is read as it is.
+
+    Args:
+        model: changed in place. Its weights may be on the meta device if there is a checkpoint.
+        bnb_quantization_config: what to quantise, and how: a `BnbQuantizationConfig` or `TorchAoQuantizationConfig`.
+        weights_location: a file, an index, a folder, or a repository ``org/name`` of a hub. ``None``: the model's own
+            weights are quantised.
+        device_map: where parts of the model go: a map, a device for all of it, or a word such as ``"auto"``. By default
+            all of it goes to the accelerator, or to the CPU if there is none.
+        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
+        max_memory: bytes by device, for a map that is inferred.
+        offload_folder: for modules that are not quantised and that the map puts on ``"disk"``, if the checkpoint does
+            not hold them in the dtype that they get.
+        offload_state_dict: accepted as Accelerate does; there is nothing to offload, because weights are read one
+            at a time.
+        strict: what of missing, unexpected and mismatched names is an error: see ``load_checkpoint_in_model``.
+        revision: of a repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
+
+    Returns:
+        The model, with ``hf_device_map``, ``quantization_method`` and, of bitsandbytes, ``is_loaded_in_8bit`` and
+        ``is_loaded_in_4bit``. ``is_quantized`` is not set: who sets it, in transformers, also sets ``hf_quantizer``.
+
+    Raises:
+        MissingDependencyError: the engine is not installed.
+        QuantizationError: nothing to quantise; a layer that cannot be quantised, or not on this device; a checkpoint
+            that was quantised in another way. Names the layers.
+        DeviceMapError: the map leaves out a tensor, or names a device that is not there.
+        UninitializedTensorError: the model has tensors on the meta device and no values for them.
+        StateMismatchError: as ``strict`` says; names every name.
+    """
+    engine = quantization_engine(bnb_quantization_config)
+    config = bnb_quantization_config
+    layers = select_layers(model, config)
+    warn_of_unknown(model, config)
+    places = Places(
+        get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
+    )
+    check_sizes(layers, places, engine, config)
+    placer = _QuantizingPlacer(model, config, engine, layers, places)
+    del layers  # and with it the weights that are replaced
+    if weights_location is None:
+        _check_has_values(model)
+        placer.finish(())
+    else:
+        load_weights(model, weights_location, placer, strict, revision=revision, token=token)
+    for name, value in {**engine.flags, "hf_device_map": places.device_map}.items():
+        setattr(model, name, value)
+    return (
+        dispatch_model(model, places.device_map, offload_dir=offload_folder) if places.are_several else model
+    )
+
+
+def _check_has_values(model: nn.Module) -> None:
+    try:
+        check_nothing_on_meta(model)
+    except UninitializedTensorError as error:
+        raise UninitializedTensorError(
+            f"{error}; give weights_location, the checkpoint that has them"
+        ) from error
+
+
+class _QuantizingPlacer(Placer):
+    """Quantises the weights of layers as they come, and converts the other tensors."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: QuantizationConfig,
+        engine: Engine,
+        layers: Sequence[Layer],
+        places: Places,
+    ) -> None:
+        super().__init__(dtype=config.dtype)
+        self._model, self._config, self._engine, self._places = model, config, engine, places
+        self._waiting = {id(layer.module.weight): layer for layer in layers}
+        self._linear = {
+            name: module
+            for name, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, nn.Linear)
+        }
+        self._packed: PackedWeights | None = None
+        self._quantized: set[int] = set()  # parameters of the model
+        self._since_trim = 0
+
+    def view(self, source: WeightSource) -> WeightSource:
+        """Weights that are quantised already, as what they were before."""
+        self._packed = PackedWeights(source, self._linear, self._config.dtype)
+        return self._packed
+
+    def home(self, target: Target) -> torch.device:
+        """As the device map says."""
+        return self._places.of(target.names[0])
+
+    def dtype(self, step: Step) -> torch.dtype:
+        """As the configuration says."""
+        if step.saved.is_floating_point and is_named(
+            step.target.names[0], self._config.keep_in_fp32_modules or ()
+        ):
+            return torch.float32
+        return super().dtype(step)
+
+    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
+        """Compare weights that are quantised already with what the engine makes. Layers are replaced last.
+
+        By then their biases have values, which go over to the new layers.
+        """
+        assert self._packed is not None
+        layers = {name: layer.module for layer in self._waiting.values() for name in layer.names}
+        self._packed.check(layers, self._engine, {name: self._places.of(name) for name in layers})
+        self._linear.clear()  # modules that are replaced go, with their weights
+        return sorted(steps, key=lambda step: id(step.target.tensor) in self._waiting)
+
+    def put(self, step: Step, value: torch.Tensor) -> None:
+        """Quantise it, or convert it."""
+        layer = self._waiting.pop(id(step.target.tensor), None)
+        if layer is None:
+            super().put(step, value)
+            return
+        home = self.home(step.target)
+        name = step.source.removesuffix(".weight")
+        if self._packed is not None and name in self._packed.pieces:
+            new = self._engine.restore(layer.module, self._packed.read(name), home)
+        else:
+            new = self._engine.quantize(layer.module, value.to(self.dtype(step)), home)
+        self._replace(layer, new)
+
+    def finish(self, rest: Sequence[Target]) -> None:
+        """Quantise and convert what no checkpoint held."""
+        model = self._model
+        self._packed = None
+        while self._waiting:
+            _, layer = self._waiting.popitem()
+            weight = layer.module.weight.detach()
+            if weight.device.type != "meta":
+                home = self._places.of(layer.names[0])
+                new = self._engine.quantize(layer.module, weight.to(self._config.dtype), home)
+                self._replace(layer, new)
+        hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
+        keep = self._config.keep_in_fp32_modules or ()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type == "meta" or id(tensor) in self._quantized:
+                continue
+            converts = tensor.dtype.is_floating_point and name not in hidden
+            dtype = torch.float32 if is_named(name, keep) else self._config.dtype
+            tensor.data = tensor.data.to(self._places.of(name), dtype if converts else tensor.dtype)
+        trim_heap()
+
+    def _replace(self, layer: Layer, new: nn.Module) -> None:
+        for name in layer.names:
+            self._model.set_submodule(name, new)
+        self._quantized.update(id(parameter) for name, parameter in new.named_parameters() if name != "bias")
+        self._since_trim += layer.module.in_features * layer.module.out_features * 4
+        if self._since_trim > _TRIM:
+            self._since_trim = 0
+            trim_heap()

@@ -1,0 +1,125 @@
+"""Weights that were quantised before they were saved, seen as one tensor each."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from accel_bigmodel.errors import QuantizationError
+from accel_bigmodel.quantization.engine import Engine, Pieces
+from accel_ckpt.weights import About, Pair, TensorInfo, WeightSource
+
+__all__ = ["PackedWeights"]
+
+# Of bitsandbytes in 8 bits; all others stand below the name of the weight.
+_BESIDE = frozenset({"SCB", "weight_format"})
+
+
+class PackedWeights:
+    """A checkpoint in which quantised weights appear as what they were before: one tensor of the layer's shape.
+
+    Args:
+        opened: the checkpoint.
+        linear: every linear layer of the model by name.
+        dtype: what quantised weights appear as.
+    """
+
+    def __init__(self, opened: WeightSource, linear: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
+        self.opened = opened
+        self.pieces = _find_pieces(opened.about, linear)
+        """Name of a layer → what stands behind ``<layer>.`` in the names of its pieces."""
+        hidden = {f"{layer}.{piece}" for layer, pieces in self.pieces.items() for piece in pieces}
+        plain = {name: value for name, value in opened.about.items() if name not in hidden}
+        packed: dict[str, TensorInfo] = {}
+        for name in self.pieces:
+            shape = linear[name].out_features, linear[name].in_features
+            packed[f"{name}.weight"] = torch.empty(shape, dtype=dtype, device="meta")
+        self.about: About = {**plain, **packed}
+        self.fingerprint = opened.fingerprint
+
+    def check(
+        self, layers: Mapping[str, nn.Linear], engine: Engine, places: Mapping[str, torch.device]
+    ) -> None:
+        """Compare names, shapes and dtypes of all pieces with what the engine makes.
+
+        Args:
+            layers: those that are to be quantised, by name.
+            engine: set up as the configuration says.
+            places: where they go, by name.
+
+        Raises:
+            QuantizationError: names the layers and what differs.
+        """
+        wrong = []
+        for name, pieces in self.pieces.items():
+            if name not in layers:
+                wrong.append(f"{name} is quantised there, and not to be quantised here")
+                continue
+            expected = engine.expected_pieces(layers[name], places[name])
+            for piece in sorted(pieces | expected.keys()):
+                found = self.opened.about.get(f"{name}.{piece}")
+                if (problem := _difference(found, expected.get(piece))) is not None:
+                    wrong.append(f"{name}.{piece} {problem}")
+        if wrong:
+            raise QuantizationError(
+                f"the checkpoint holds weights that were quantised in another way: {'; '.join(wrong)}. Load it with "
+                "the configuration that it was saved with, on the same kind of device; nothing was changed"
+            )
+
+    def read(self, layer: str) -> Pieces:
+        """The pieces of a quantised weight, on the CPU."""
+        return {piece: self.opened.tensor(f"{layer}.{piece}") for piece in self.pieces[layer]}
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether the tensor is a view of a file."""
+        return name in self.opened.about and self.opened.is_mapped(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU; nothing for a quantised weight, which is there in pieces only."""
+        return torch.empty(0) if self._is_packed(name) else self.opened.tensor(name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal."""
+        return self.opened.differing(pairs)
+
+    def begin(self, names: Collection[str]) -> None:
+        """Say which tensors will be asked for."""
+        packed = {name.removesuffix(".weight") for name in names if self._is_packed(name)}
+        pieces = [f"{layer}.{piece}" for layer in packed for piece in self.pieces[layer]]
+        self.opened.begin([*(name for name in names if not self._is_packed(name)), *pieces])
+
+    def finish(self) -> None:
+        """Say that no more will be asked for."""
+        self.opened.finish()
+
+    def _is_packed(self, name: str) -> bool:
+        return name.endswith(".weight") and name.removesuffix(".weight") in self.pieces
+
+
+def _find_pieces(names: Iterable[str], layers: Collection[str]) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    names = set(names)
+    for name in names:
+        layer, _, piece = name.rpartition(".")
+        if piece not in _BESIDE:
+            layer, below, piece = name.partition(".weight.")
+            piece = f"weight.{piece}" if below else ""
+        if piece and layer in layers:
+            found.setdefault(layer, set()).add(piece)
+    for layer, pieces in found.items():
+        pieces.update({"weight"} if f"{layer}.weight" in names else ())
+    return {layer: frozenset(pieces) for layer, pieces in found.items()}
+
+
+def _difference(
+    found: TensorInfo | None, expected: tuple[torch.Size | None, torch.dtype] | None
+) -> str | None:
+    if found is None or expected is None:
+        return "is missing" if found is None else "is not expected"
+    shape, dtype = expected
+    if found.dtype != dtype or (shape is not None and tuple(found.shape) != tuple(shape)):
+        wanted = f"{dtype} {'' if shape is None else tuple(shape)}".rstrip()
+        return f"is {found.dtype} {tuple(found.shape)} instead of {wanted}"
+    return None

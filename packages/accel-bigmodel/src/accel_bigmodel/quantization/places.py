@@ -1,0 +1,143 @@
+"""On which device each part of a quantised model is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from accel_bigmodel.budget import get_max_memory
+from accel_bigmodel.checks import check_device_map
+from accel_bigmodel.device_map import MODES, resolve_device_map
+from accel_bigmodel.errors import QuantizationError
+from accel_bigmodel.quantization.config import QuantizationConfig
+from accel_bigmodel.quantization.engine import Engine
+from accel_bigmodel.quantization.selection import Layer, is_named, select_layers
+from accel_bigmodel.quantization.support import OFFLOADED, check_support
+from accel_state.devices import default_device
+
+__all__ = ["Device", "Places", "check_sizes", "get_quantized_model_device_map"]
+
+Device = int | str | torch.device
+
+CPU = torch.device("cpu")
+
+
+class Places:
+    """A device map, ready to be asked about single names.
+
+    Args:
+        device_map: name of a module or tensor → device; parameters are covered, devices are there.
+    """
+
+    def __init__(self, device_map: Mapping[str, Device]) -> None:
+        self.device_map = dict(device_map)
+        self._devices = {name: _with_index(place) for name, place in device_map.items()}
+
+    @property
+    def main(self) -> torch.device:
+        """Where what waits elsewhere computes: the first device of the map that is not the CPU, or else the CPU."""
+        return next((device for device in self._devices.values() if device not in (None, CPU)), None) or CPU
+
+    @property
+    def are_several(self) -> bool:
+        """Whether parts are in different places."""
+        return len({*self._devices.values()}) > 1
+
+    def of(self, name: str) -> torch.device:
+        """The device of a module or tensor; the CPU for what is on disk."""
+        return self._find(name) or CPU
+
+    def kind(self, name: str) -> str:
+        """The kind of the device of a module, as the table of what runs where calls it."""
+        device = self._find(name)
+        waits = device is None or (device == CPU and self.main != CPU)
+        return OFFLOADED if waits or device is None else device.type
+
+    def _find(self, name: str) -> torch.device | None:
+        fitting = [key for key in self._devices if key == "" or name == key or name.startswith(f"{key}.")]
+        # Only buffers that no checkpoint holds may be left out of a map.
+        return self._devices[max(fitting, key=len)] if fitting else self.main
+
+
+def _with_index(place: Device) -> torch.device | None:
+    return None if place == "disk" else torch.empty(0, device=place).device
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: QuantizationConfig,
+    device_map: Mapping[str, Device] | Device | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Iterable[str] | None = None,
+) -> dict[str, Device]:
+    """The device map of a model whose linear layers will be quantised.
+
+    Args:
+        model: not quantised yet, on any device.
+        bnb_quantization_config: of any engine.
+        device_map: a map; a device for the whole model; ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
+            ``"sequential"``, which infer one. ``None``: the accelerator, or the CPU if there is none.
+        max_memory: bytes by device, for a map that is inferred.
+        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
+
+    Raises:
+        DeviceMapError: the map leaves something out, names what is not there, or splits tied weights.
+        QuantizationError: a layer that is to be quantised would have to wait on the host or on disk.
+    """
+    config = bnb_quantization_config
+    layers = select_layers(model, config)
+    found: dict[str, Device]
+    if isinstance(device_map, Mapping):
+        found = dict(device_map)
+    elif isinstance(device_map, str) and device_map in MODES:
+        found = _inferred(model, config, layers, device_map, max_memory, no_split_module_classes)
+    else:
+        device = default_device()
+        default = device.type if device.index is None else device.index
+        found = {"": default if device_map is None else device_map}
+    check_device_map(model, found, strict=True)
+    places = Places(found)
+    for layer in layers:
+        for name in layer.names:
+            try:
+                check_support(config.format, places.kind(name))
+            except QuantizationError as error:
+                raise QuantizationError(f"{name}: {error}") from error
+    return found
+
+
+def _inferred(
+    model: nn.Module,
+    config: QuantizationConfig,
+    layers: Sequence[Layer],
+    mode: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split_module_classes: str | Iterable[str] | None,
+) -> dict[str, Device]:
+    quantized = {f"{name}.weight" for layer in layers for name in layer.names}
+    keep = config.keep_in_fp32_modules or ()
+    special = {
+        name: torch.float32 if is_named(name, keep) else config.dtype
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if name not in quantized and tensor.dtype.is_floating_point
+    }
+    # Scales take memory beside the weights.
+    budgets = {place: int(size / (1 + config.overhead)) for place, size in get_max_memory(max_memory).items()}
+    return dict(resolve_device_map(model, mode, budgets, no_split_module_classes, config.stored_as, special))
+
+
+def check_sizes(layers: Iterable[Layer], places: Places, engine: Engine, config: QuantizationConfig) -> None:
+    """Refuse layers that the engine cannot quantise where they go.
+
+    Raises:
+        QuantizationError: names all of them and the reasons.
+    """
+    found = {layer.names[0]: engine.why_not(layer.module, places.of(layer.names[0])) for layer in layers}
+    refused = {name: reason for name, reason in found.items() if reason is not None}
+    if refused:
+        raise QuantizationError(
+            f"{config.format}: {'; '.join(f'{name} {reason}' for name, reason in refused.items())}. Leave them as they "
+            f"are with skip_modules, added to what you skip already: {list(refused)}"
+        )

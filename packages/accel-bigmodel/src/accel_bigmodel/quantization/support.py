@@ -1,0 +1,104 @@
+"""What runs where, as data: the guide shows this table, and a test runs or is refused each of its cells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_bigmodel.errors import QuantizationError
+
+__all__ = ["OFFLOADED", "QUANTIZATION_SUPPORT", "QuantizationSupport", "check_support", "support_table"]
+
+OFFLOADED = "offloaded"
+"""Stands for the device of weights that wait on the host or on disk for another device."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationSupport:
+    """A format on a kind of device."""
+
+    format: str
+    """Engine and format, as a configuration's ``format`` says it."""
+    device: str
+    """``torch.device(…).type``, or ``"offloaded"``."""
+    runs: bool
+    """Whether it is done; otherwise it is refused."""
+    why: str = ""
+    """A condition, or the reason of the refusal and what to do instead."""
+
+
+_PARKED = (
+    "the engine computes with tensors beside the weight that would stay behind when it moves; give these modules a "
+    "device, or name them in skip_modules: they are offloaded as they are"
+)
+_ENGINES_WORD = "as the engine says: tested where there is such a device"
+_TO_CPU = "put the model on the CPU: device_map={'': 'cpu'}"
+_NO_KERNELS = f"bitsandbytes has no kernels of its own for it in 8 bits; {_TO_CPU}"
+_NOT_TRIED = f"torchao has not been tried there; {_TO_CPU}"
+
+
+def _rows(format: str, cells: dict[str, tuple[bool, str]]) -> list[QuantizationSupport]:
+    all_cells = {**cells, OFFLOADED: (False, _PARKED)}
+    return [QuantizationSupport(format, device, *cell) for device, cell in all_cells.items()]
+
+
+_BNB_INT8 = {
+    "cpu": (True, "what goes in is rounded to float16"),
+    "cuda": (True, "what goes in is rounded to float16"),
+    "xpu": (True, _ENGINES_WORD),
+    "mps": (False, _NO_KERNELS),
+}
+_BNB_4BIT = {
+    "cpu": (True, ""),
+    "cuda": (True, ""),
+    "xpu": (True, _ENGINES_WORD),
+    "mps": (True, _ENGINES_WORD),
+}
+_AO = {"cpu": (True, ""), "cuda": (True, ""), "xpu": (False, _NOT_TRIED), "mps": (False, _NOT_TRIED)}
+_AO_INT4 = {
+    **_AO,
+    "cpu": (True, "inputs a multiple of group_size, outputs of 16"),
+    "cuda": (True, "from compute capability 8.0 on; torch_dtype='bf16'; inputs a multiple of group_size"),
+}
+
+QUANTIZATION_SUPPORT: tuple[QuantizationSupport, ...] = (
+    *_rows("bitsandbytes int8", _BNB_INT8),
+    *_rows("bitsandbytes fp4", _BNB_4BIT),
+    *_rows("bitsandbytes nf4", _BNB_4BIT),
+    *_rows("torchao int8", _AO),
+    *_rows("torchao int4", _AO_INT4),
+    *_rows("torchao float8", _AO),
+)
+"""Every format on every kind of device that has been thought about; others are refused."""
+
+
+def check_support(format: str, device: str) -> None:
+    """Refuse a format on a device where it does not run.
+
+    Args:
+        format: of a configuration.
+        device: a ``torch.device(…).type``, or ``"offloaded"``.
+
+    Raises:
+        QuantizationError: names both, the reason, and what to do.
+    """
+    for cell in QUANTIZATION_SUPPORT:
+        if (cell.format, cell.device) == (format, device):
+            if not cell.runs:
+                raise QuantizationError(f"{format} weights on the device {device!r}: {cell.why}")
+            return
+    raise QuantizationError(f"{format} weights on the device {device!r}: nobody has tried that; {_TO_CPU}")
+
+
+def support_table() -> str:
+    """The table in Markdown: a row per format, a column per device, and below it the conditions and reasons."""
+    devices = list(dict.fromkeys(cell.device for cell in QUANTIZATION_SUPPORT))
+    cells = {(cell.format, cell.device): cell for cell in QUANTIZATION_SUPPORT}
+    notes = list(dict.fromkeys(cell.why for cell in QUANTIZATION_SUPPORT if cell.why))
+    lines = [f"| | {' | '.join(devices)} |", "|---|" + "---|" * len(devices)]
+    for format in dict.fromkeys(cell.format for cell in QUANTIZATION_SUPPORT):
+        row = (cells[format, device] for device in devices)
+        marks = (f" ({notes.index(cell.why) + 1})" if cell.why else "" for cell in row)
+        texts = ("runs" if cells[format, device].runs else "refused" for device in devices)
+        lines.append(f"| {format} | {' | '.join(map(str.__add__, texts, marks))} |")
+    lines += ["", *(f"{number}. {note}" for number, note in enumerate(notes, 1))]
+    return "\n".join(lines) + "\n"
