@@ -30,6 +30,7 @@ def test_a_map_that_covers_everything():
     check_device_map(Model(), {"embed": "cpu", "norm": "disk", "head.weight": "disk"}, strict=True)
 
 
+@pytest.mark.filterwarnings("ignore:The following device_map keys")
 def test_a_map_that_misses_something():
     with pytest.raises(
         ValueError, match=r"does not give any device for the following parameters: head\.weight"

@@ -24,6 +24,7 @@ __getattr__, __dir__, __all__ = attach(
             "dispatch_model",
             "undispatch",
         ],
+        "accel_bigmodel.dtypes": ["CustomDtype"],
         "accel_bigmodel.errors": [
             "BigModelError",
             "DeviceMapError",

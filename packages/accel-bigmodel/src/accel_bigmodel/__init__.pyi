@@ -15,6 +15,7 @@ from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
 from accel_bigmodel.dispatch import dispatch_model as dispatch_model
 from accel_bigmodel.dispatch import undispatch as undispatch
+from accel_bigmodel.dtypes import CustomDtype as CustomDtype
 from accel_bigmodel.errors import BigModelError as BigModelError
 from accel_bigmodel.errors import DeviceMapError as DeviceMapError
 from accel_bigmodel.errors import EstimateError as EstimateError
