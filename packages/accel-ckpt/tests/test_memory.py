@@ -185,6 +185,21 @@ def test_a_mapped_file_is_known_by_the_address_of_its_views(tmp_path):
     assert mapped_file_of(view) is mapping  # a view keeps it
 
 
+def test_views_are_told_apart_while_files_are_mapped_and_forgotten(tmp_path):
+    def mapped(number):
+        path = tmp_path / str(number)
+        path.write_bytes(bytes(mmap.PAGESIZE * (1 + number % 3)))
+        return path, map_file(path, path.stat().st_size)
+
+    living = [mapped(number) for number in range(20)]
+    for number in range(20, 60):
+        del living[number % 7]  # its address may be used again
+        living.append(mapped(number))
+        for path, view in living:
+            assert mapped_file_of(view[-1:]).path == path
+        assert mapped_file_of(torch.empty(5)) is None
+
+
 def test_the_descriptor_goes_with_the_last_view(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b"x" * 5000)

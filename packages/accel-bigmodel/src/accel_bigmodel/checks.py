@@ -13,7 +13,7 @@ from torch import nn
 from accel_bigmodel.budget import HOST_PLACES
 from accel_bigmodel.errors import DeviceMapError
 from accel_bigmodel.usage import entry_of
-from accel_ckpt.modules.ties import find_tied_parameters
+from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
 from accel_state.devices import default_device, device_count
 
 __all__ = ["check_device_map", "check_tied_parameters_on_same_device", "execution_device"]
@@ -35,16 +35,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
     Raises:
         DeviceMapError: names what has no device, or what ``strict`` refuses.
     """
-    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    unknown = [name for name in device_map if name not in names]
+    unknown = [name for name in device_map if not _has(model, name)]
     if unknown:
-        message = _unknown_names(unknown, names)
+        message = _unknown_names(unknown, _all_names(model))
         if strict:
             raise DeviceMapError(message)
         warnings.warn(message, stacklevel=2)
-    uncovered = [name for name in _saved_names(model) if entry_of(name, device_map) is None]
+    names = () if "" in device_map else _saved_names(model)
+    uncovered = [name for name in names if entry_of(name, device_map) is None]
     if uncovered:
         raise DeviceMapError(
             "The device_map provided does not give any device for the following parameters: "
@@ -94,6 +92,24 @@ def execution_device(device: AnyDevice) -> torch.device | None:
     # PyTorch's stubs say that there always is an index.
     index: int | None = found.index
     return torch.device(found.type, 0) if index is None and found.type != "meta" else found
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether a module, parameter or buffer has this name."""
+    if not name:
+        return True
+    try:
+        owner, leaf = parent_and_leaf(model, name)
+    except AttributeError:
+        return False
+    tables = (owner._modules, owner._parameters, owner._buffers)
+    return any(table.get(leaf) is not None for table in tables)
+
+
+def _all_names(model: nn.Module) -> set[str]:
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return names | {name for name, _ in model.named_buffers(remove_duplicate=False)}
 
 
 def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:

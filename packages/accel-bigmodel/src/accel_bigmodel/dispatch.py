@@ -358,6 +358,11 @@ def _mover(
     waiting = plan.waiting()
     if not waiting:
         return None
+    budget = 0
+    if not plan.streams:
+        budget = int(_MAPPED_SHARE * available_host_memory()) if host_memory is None else host_memory
+        if sum(t.nbytes for t in plan.tensors.values() if mapped_file_of(t) is not None) <= budget:
+            return None
     groups = plan_groups(
         plan.model, waiting, preload_module_classes=preload, offload_buffers=plan.offload_buffers
     )
@@ -365,9 +370,6 @@ def _mover(
     if plan.streams:
         mover = Streamer(plan.model, groups, transfer or AcceleratorTransfer(plan.main), budget=device_memory)
     else:
-        budget = int(_MAPPED_SHARE * available_host_memory()) if host_memory is None else host_memory
-        if sum(t.nbytes for t in plan.tensors.values() if mapped_file_of(t) is not None) <= budget:
-            return None
         mover = Pager(plan.model, groups, budget=budget)
     mover.attach()
     return mover

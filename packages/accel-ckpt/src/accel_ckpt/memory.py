@@ -9,6 +9,7 @@ import mmap
 import os
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -119,6 +120,7 @@ class MappedFile(mmap.mmap):
         weakref.finalize(self, os.close, descriptor)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         _mappings[address] = self
+        _begins[:] = sorted(_mappings)  # those that are gone may lie within this one
         return self
 
     def _look(self) -> tuple[int, int]:
@@ -142,6 +144,7 @@ class MappedFile(mmap.mmap):
 
 # What is mapped is a fact about the address space, which a process has one of; entries go with their mapping.
 _mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
+_begins: list[int] = []
 
 
 def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
@@ -150,10 +153,11 @@ def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
     if wraps or tensor.device.type != "cpu" or tensor.numel() == 0:
         return None
     address = tensor.untyped_storage().data_ptr()
-    for begin, mapping in list(_mappings.items()):
-        if begin <= address < begin + len(mapping):
-            return mapping
-    return None
+    # A copy, for threads that map files meanwhile. Mappings do not overlap.
+    begins = _begins.copy()
+    at = bisect_right(begins, address) - 1
+    mapping = _mappings.get(begins[at]) if at >= 0 else None
+    return mapping if mapping is not None and address < begins[at] + len(mapping) else None
 
 
 def map_file(path: Path, size: int) -> torch.Tensor:
