@@ -368,6 +368,36 @@ def test_a_module_without_values_needs_a_weights_map():
         add_hook_to_module(block, AlignDevicesHook("cpu", offload=True))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_which_keep_a_list_of_their_weights(kind, x):
+    layer, other = kind(4, 3), kind(4, 3)
+    expected = layer(x)[0]
+    weights = {name: value.clone() for name, value in layer.state_dict().items()}
+    for module in (other, kind(4, 3, device="meta")):
+        add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+        assert all(weight.is_meta for weight in module._flat_weights)
+        assert torch.equal(module(x)[0], expected)
+        assert torch.equal(copy.deepcopy(module)(x)[0], expected)
+        assert all(weight.is_meta for weight in module._flat_weights)
+    remove_hook_from_module(other)
+    assert torch.equal(other(x)[0], expected)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_every_mode_of_autograd(mode, x):
+    block = nn.Linear(4, 2)
+    with mode():
+        expected = block(x)
+    add_hook_to_module(block, AlignDevicesHook("cpu", offload=True))
+    for context in (mode, torch.no_grad, mode):
+        with context():
+            assert torch.equal(block(x), expected)
+    with mode():
+        remove_hook_from_module(block)
+    block(x).sum().backward()
+    assert block.weight.grad is not None
+
+
 def test_a_failing_forward_lets_the_weights_go(x):
     block = Block()
     expected = block(x)
@@ -452,6 +482,16 @@ def test_a_converted_module_gets_converted_weights(x):
     add_hook_to_module(block, AlignDevicesHook("cpu", offload=True))
     block.double()
     assert torch.equal(block(x.double()), expected)
+    remove_hook_from_module(block)
+    assert torch.equal(block(x.double()), expected)
+
+
+def test_what_is_frozen_while_offloaded_stays_frozen(x):
+    block = add_hook_to_module(nn.Linear(4, 2), AlignDevicesHook("cpu", offload=True))
+    block.requires_grad_(False)
+    assert not block(x).requires_grad
+    remove_hook_from_module(block)
+    assert not any(parameter.requires_grad for parameter in block.parameters())
 
 
 def test_replacing_and_adding_again_take_the_weights_of_now(x):
@@ -598,6 +638,7 @@ def test_scales_of_int8_weights_come_along(x):
 # compilation
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_resident_module_compiles_to_one_graph(x):
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     for module in block.modules():
@@ -606,6 +647,7 @@ def test_a_resident_module_compiles_to_one_graph(x):
     assert torch.equal(compiled(x), block(x))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_offloading_runs_outside_of_graphs(x):
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = block(x)

@@ -287,6 +287,7 @@ def test_a_graph_module_is_not_frozen_by_a_hook(model, x):
     assert torch.equal(graph(x), expected.sigmoid().sigmoid())
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_hooks_that_only_compute_are_compiled_into_one_graph(model, x):
     add_hook_to_module(model.linear1, AddToInput())
     add_hook_to_module(model, AddToOutput())
@@ -294,6 +295,7 @@ def test_hooks_that_only_compute_are_compiled_into_one_graph(model, x):
     assert torch.equal(compiled(x), model(x))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_sequences_of_hooks_run_outside_of_graphs(model, x):
     seen = []
 

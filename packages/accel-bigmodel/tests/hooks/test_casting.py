@@ -234,6 +234,7 @@ def test_gradients_that_are_there_follow():
     assert module.weight.grad.dtype == torch.float16
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_around(model, x):
     attach_layerwise_casting_hooks(model, SMALL, LARGE)
     with torch.no_grad():

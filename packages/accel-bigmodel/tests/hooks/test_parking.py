@@ -54,6 +54,7 @@ def test_copies_bring_back_tensors_of_their_own():
     weight = nn.Parameter(torch.ones(2))
     other = copy.deepcopy(park(weight))
     assert other.placeholder.is_meta
+    assert park(other.placeholder) is other
     found = other.bring_back(torch.zeros(2))
     assert found is not weight
     assert isinstance(found, nn.Parameter)

@@ -90,7 +90,7 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the weights, or put them aside."""
         device = self._where()
-        places = list(places_in(module, self.place_submodules))
+        places = places_in(module, self.place_submodules)
         aside = [place for place in places if self._offloads(place)]
         kept = [place for place in places if not self._offloads(place)]
         if device is not None and device.type != "meta":

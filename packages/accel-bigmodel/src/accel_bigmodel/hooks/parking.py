@@ -28,6 +28,8 @@ class Place:
     is_parameter: bool
     is_saved: bool
     """It is in the state dict."""
+    keeper: nn.Module | None
+    """The submodule, if it has notes of its own of what is set, as recurrent layers have."""
 
     @property
     def tensor(self) -> Tensor:
@@ -37,7 +39,10 @@ class Place:
 
     def put(self, tensor: Tensor) -> None:
         """Put another tensor there."""
-        self.table[self.leaf] = tensor
+        if self.keeper is None:
+            self.table[self.leaf] = tensor
+        else:
+            setattr(self.keeper, self.leaf, tensor)
 
 
 def places_in(module: nn.Module, recurse: bool) -> list[Place]:
@@ -45,11 +50,12 @@ def places_in(module: nn.Module, recurse: bool) -> list[Place]:
     found = []
     for prefix, owner in module.named_modules() if recurse else [("", module)]:
         dot = f"{prefix}." if prefix else ""
+        keeper = None if type(owner).__setattr__ is nn.Module.__setattr__ else owner
         for table in (owner._parameters, owner._buffers):
             for leaf, tensor in table.items():
                 if tensor is not None:
                     saved = leaf not in owner._non_persistent_buffers_set
-                    found.append(Place(dot + leaf, table, leaf, table is owner._parameters, saved))
+                    found.append(Place(dot + leaf, table, leaf, table is owner._parameters, saved, keeper))
     return found
 
 
@@ -81,6 +87,7 @@ class ParkedTensor:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["placeholder"])  # type: ignore[misc]
         self.device = state["device"]
+        _parked[id(self.placeholder)] = self
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether this is the tensor that was parked."""
@@ -104,14 +111,18 @@ class ParkedTensor:
         return count == 1
 
     def bring_back(self, value: Tensor) -> Tensor:
-        """The tensor as it was, with these values: the same object if anyone still has it."""
-        original = self._original()
-        if original is None or original is self.placeholder:
-            original = stand_in(self.placeholder, value.detach().to(self.device, self.placeholder.dtype))
+        """The tensor as it was, with these values: the same object if anyone still has it.
+
+        What was done to the placeholder, as by ``half()`` or ``requires_grad_()``, holds for it too.
+        """
+        original, placeholder = self._original(), self.placeholder
+        if original is None or original is placeholder:
+            original = stand_in(placeholder, value.detach().to(self.device, placeholder.dtype))
             self._original = weakref.ref(original)
             _parked[id(original)] = self
         elif not self._is_back:
-            original.data = value.detach().to(self.device, original.dtype)
+            original.data = value.detach().to(self.device, placeholder.dtype)
+            original.requires_grad_(placeholder.requires_grad)
         self._is_back = True
         return original
 
