@@ -103,6 +103,16 @@ def test_other_names_of_indexes(tmp_path):
     one = index(tmp_path, {"w": "a.safetensors"}, name="diffusion.safetensors.index.json")
     assert find_weights(tmp_path).files == (tmp_path / "a.safetensors",)
     index(tmp_path, {"w": "a.safetensors"}, name="second.index.json")
-    with pytest.raises(CheckpointNotFoundError, match="several indexes"):
+    with pytest.raises(CheckpointNotFoundError, match=r"several files \*\.index\.json \(diffusion.*second"):
         find_weights(tmp_path)
     assert find_weights(one).files
+
+
+def test_a_single_file_of_another_name(tmp_path):
+    shard(tmp_path, "diffusion_pytorch_model.safetensors")
+    assert find_weights(tmp_path).files == (tmp_path / "diffusion_pytorch_model.safetensors",)
+    shard(tmp_path, "diffusion_pytorch_model.fp16.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match="pass the one you mean"):
+        find_weights(tmp_path)
+    index(tmp_path, {"w": "diffusion_pytorch_model.safetensors"}, name="diffusion.safetensors.index.json")
+    assert find_weights(tmp_path).files == (tmp_path / "diffusion_pytorch_model.safetensors",)

@@ -117,7 +117,7 @@ def find_weights(checkpoint: Path) -> WeightFiles:
     """Find the files of a checkpoint: a file, an index, or a folder.
 
     In a folder, ``model.safetensors`` or its index comes before ``pytorch_model.bin`` or its index, and then
-    any single other index.
+    any single other index, and then any single other safetensors file, which is how diffusers saves.
 
     Raises:
         CheckpointNotFoundError: there is nothing to read, or more than one candidate.
@@ -138,15 +138,16 @@ def find_weights(checkpoint: Path) -> WeightFiles:
             return files
         if found:
             return find_weights(found[0])
-    others = sorted(checkpoint.glob("*.index.json"))
-    if len(others) == 1:
-        return read_index(others[0])
-    problem = (
-        f"several indexes ({', '.join(p.name for p in others)}); pass the one you mean"
-        if others
-        else "none of them"
-    )
+    for pattern, read in (("*.index.json", read_index), ("*.safetensors", lambda file: WeightFiles((file,)))):
+        others = sorted(checkpoint.glob(pattern))
+        if len(others) == 1:
+            return read(others[0])
+        if others:
+            names = ", ".join(file.name for file in others)
+            raise CheckpointNotFoundError(
+                f"{checkpoint} holds several files {pattern} ({names}); pass the one you mean"
+            )
     raise CheckpointNotFoundError(
-        f"{checkpoint} should hold {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or one *.index.json, and holds "
-        f"{problem}"
+        f"{checkpoint} should hold {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}, one *.index.json or one *.safetensors, and "
+        "holds none of them"
     )
