@@ -403,6 +403,14 @@ def test_words_instead_of_a_map(saved):
         load_checkpoint_and_dispatch(empty(), path, "cpu")
 
 
+def test_a_budget_that_nothing_fits(saved):
+    _, path = saved
+    model = empty()
+    with pytest.raises(DeviceMapError, match=r"no map of Net keeps these budgets.*bytes on 0.*'body\.1'"):
+        load_checkpoint_and_dispatch(model, path, "auto", max_memory={0: 20, "cpu": 1000})
+    assert model.head.weight.is_meta
+
+
 def test_parts_without_values_cannot_run(saved):
     _, path = saved
     again = empty()

@@ -176,12 +176,13 @@ def load_checkpoint_and_dispatch(
         The model.
 
     Raises:
-        DeviceMapError: ``device_map`` is a word that is not listed above; or as there.
+        DeviceMapError: ``device_map`` is a word that is not listed above; no accelerator of ``max_memory`` has room for
+            the part that would go to it; or as there.
     """
     if device_map is not None:
         device_map = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype,
-            offload_buffers=offload_buffers, reserve=reserve,
+            offload_buffers=offload_buffers, reserve=reserve, strict=True,
         )  # fmt: skip
         if unread := [name for name, place in device_map.items() if str(place) == "meta"]:
             raise DeviceMapError(
