@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 
 from accel_bigmodel import (
     DeviceMapError,
@@ -19,6 +20,7 @@ from accel_bigmodel import (
     init_empty_weights,
     undispatch,
 )
+from accel_bigmodel import checks
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
     FileChangedError,
@@ -308,3 +310,76 @@ def test_a_model_bigger_than_the_memory_it_may_have_is_paged(saved, expected):
     model = dispatch_model(load(saved), {"": "disk"}, host_memory="20KB")
     assert model._accel_dispatch.mover is not None
     assert torch.equal(answer(model), expected)
+
+
+@pytest.fixture
+def fake_accelerators(monkeypatch):
+    """Two devices of tensors without values: an operation on tensors of two devices is an error there, too."""
+    monkeypatch.setattr(checks, "device_count", lambda kind: 2)
+    with torch.no_grad(), FakeTensorMode():  # autograd would look for a real device
+        yield
+
+
+class Scale(nn.Module):
+    def __init__(self, device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, device=device))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("skip_keys", [None, "mask"])
+def test_inputs_follow_the_weights_from_device_to_device(fake_accelerators, skip_keys):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = Scale("cuda:0")
+            self.second = Inner("cuda:1")
+            self.last = Scale("cuda:0")
+
+        def forward(self, x, mask):
+            return {"scores": self.last(self.second(self.first(x), mask=mask)), "mask": mask}
+
+    class Inner(Scale):
+        def forward(self, x, mask):
+            seen.append(mask.device)
+            return super().forward(x)
+
+    seen = []
+    model = dispatch_model(Masked(), {"first": 0, "second": 1, "last": 0}, skip_keys=skip_keys)
+    found = model(torch.ones(3, 4), mask=torch.ones(3))
+    assert found["scores"].device == torch.device("cpu")  # where the input was
+    assert seen == [torch.device("cpu" if skip_keys else "cuda:1")]
+    assert found["mask"].device == torch.device("cpu")
+    with pytest.raises(OffloadError, match=r"model\.to\(\)"):
+        model.to("cpu")
+    with pytest.raises(FakeTensorDeviceMismatchError):
+        undispatch(model)(torch.ones(3, 4, device="cuda:0"), mask=torch.ones(3))
+
+
+def test_a_module_that_is_added_later_is_named_when_it_is_on_the_wrong_device(fake_accelerators):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = Scale("cuda:0")
+            self.second = Scale("cuda:1")
+
+        def forward(self, x):
+            for layer in self.children():
+                x = layer(x)
+            return x
+
+    model = dispatch_model(Two(), {"first": 0, "second": 1})
+    model(torch.ones(3, 4))
+    model.added = Scale("cpu")
+    with pytest.raises(OffloadError, match=r"added\.weight \(on cpu\) came to it.*dispatch_model"):
+        model(torch.ones(3, 4))
+
+
+def test_one_device_needs_no_hook(fake_accelerators):
+    model = dispatch_model(Scale("cuda:0"), {"": 0})
+    assert not hasattr(model, "_hf_hook")
+    assert "to" not in vars(model)
+    model = dispatch_model(model, {"": 0}, force_hooks=True)
+    assert model(torch.ones(3, 4)).device == torch.device("cpu")

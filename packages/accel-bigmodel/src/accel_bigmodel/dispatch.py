@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -398,27 +399,52 @@ class FilesUnchanged(ModelHook):
         return FilesUnchanged, ((),)
 
 
+class AddedLater(ModelHook):
+    """Says so when a forward fails because of tensors that no device map has placed.
+
+    Args:
+        names: of the tensors that were there when the model was dispatched.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = frozenset(names)
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Look for names that are new."""
+        error = sys.exception()
+        tensors = (*module.named_parameters(), *module.named_buffers())
+        added = [f"{name} (on {tensor.device})" for name, tensor in tensors if name not in self.names]
+        if added and isinstance(error, RuntimeError):
+            raise OffloadError(
+                f"{error}. After the model was dispatched, {', '.join(added)} came to it, which no device map has "
+                "placed; call dispatch_model again with a map that names them"
+            ) from error
+
+
+class AlignInputs(AlignDevicesHook):
+    """Brings inputs to a device, and leaves weights alone: they are where they should be, or come by themselves."""
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Nothing to place."""
+        return module
+
+
 def _attach(
     plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, mover: Streamer | Pager | None
 ) -> None:
     model = plan.model
     files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
     hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
-    devices = {
-        plan.main if place in ("disk", CPU) and plan.streams else place for place in plan.places.values()
-    }
-    spread = len(devices - {"disk", CPU}) > 0 and (
-        len(set(plan.places.values())) > 1 or plan.streams or force_hooks
-    )
+    places = set(plan.places.values())
+    spread = plan.main != CPU and (len(places) > 1 or not places.isdisjoint({"disk", CPU}))
     if spread or force_hooks:
+        hooks.append(AddedLater(plan.names.values()))
         for name, place in plan.places.items():
             device = plan.main if place in ("disk", CPU) else torch.device(place)
             owner = _module(model, name)
             if owner is not model:
-                add_hook_to_module(
-                    owner, AlignDevicesHook(execution_device=device, skip_keys=skip_keys), append=True
-                )
-        hooks.append(AlignDevicesHook(execution_device=plan.main, io_same_device=True, skip_keys=skip_keys))
+                add_hook_to_module(owner, AlignInputs(device, skip_keys=skip_keys), append=True)
+        hooks.append(AlignInputs(plan.main, io_same_device=True, skip_keys=skip_keys))
     if hooks:
         add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
     model._accel_dispatch = Dispatch(plan.places, plan.main, mover)  # type: ignore[assignment]
