@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit import blocks, worlds
+from testkit import blocks, limits, worlds
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WORLDS = pytest.mark.parametrize("world", [1, 2])
@@ -143,6 +143,28 @@ def test_the_demo_keeps_its_promises_in_90_seconds(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"^kept  ", done.stdout, re.MULTILINE)) == 3
     assert "BROKEN" not in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_path):
+    if reason := limits.why_not():
+        pytest.skip(reason)
+    script = str(EXAMPLES / "bigger_than_memory.py")
+    command = [sys.executable, script, "--folder", str(tmp_path / "model"), "--length", "60"]
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *arguments], text=True, capture_output=True, timeout=500, check=False
+        )
+
+    ours = run("--steps", "50")
+    assert ours.returncode == 0, ours.stdout + ours.stderr
+    assert "step 50: loss" in ours.stdout
+    unlimited = run("--answer", "--plain").stdout
+    assert len(unlimited) >= 80
+    assert ours.stdout.endswith(unlimited), "the same as with all weights in memory"
+    assert run("--plain").returncode == 137
 
 
 def test_the_readme_shows_the_script_of_the_demo():

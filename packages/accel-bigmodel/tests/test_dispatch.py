@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTen
 from accel_bigmodel import (
     DeviceMapError,
     OffloadError,
+    checks,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -20,7 +21,6 @@ from accel_bigmodel import (
     init_empty_weights,
     undispatch,
 )
-from accel_bigmodel import checks
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
     FileChangedError,
