@@ -648,6 +648,17 @@ def test_a_resident_module_compiles_to_one_graph(x):
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+def test_hooked_blocks_compiled_one_by_one_share_their_code(x):
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(12)))
+    with torch.no_grad():
+        expected = blocks(x)
+        for block in blocks:
+            add_hook_to_module(block, AlignDevicesHook("cpu"))
+            block.compile(backend="eager", fullgraph=True)  # which refuses to compile a function nine times
+        assert torch.equal(blocks(x), expected)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
 def test_offloading_runs_outside_of_graphs(x):
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     expected = block(x)
