@@ -51,7 +51,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
     if strict:
         for name, device in device_map.items():
             _check_exists(name, device)
-        _check_ties(find_tied_parameters(model), device_map)
+        if len(set(device_map.values())) > 1:
+            _check_ties(find_tied_parameters(model), device_map)
 
 
 def check_tied_parameters_on_same_device(

@@ -293,9 +293,8 @@ class MapPlacer(Placer):
             assert self._file is not None, "opened when it was found to be needed"
             self._file.put(step.source, value.to(self.dtype(step)))
             return
-        home = self.home(step.target)
-        if home == CPU:
-            assign(step.target, self.own(converted(value, home, self.dtype(step))))
+        if step.home == CPU:
+            assign(step.target, self.own(converted(value, CPU, self.dtype(step))))
         else:
             super().put(step, value)
 

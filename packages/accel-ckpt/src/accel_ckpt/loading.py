@@ -212,6 +212,7 @@ class Step(NamedTuple):
     nbytes: int
     """In the checkpoint."""
     target: Target
+    home: torch.device
 
 
 class Placer:
@@ -261,8 +262,7 @@ class Placer:
 
     def put(self, step: Step, value: torch.Tensor) -> None:
         """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
-        old, home, dtype = step.target.tensor, self.home(step.target), self.dtype(step)
-        assert home is not None, "others are not read"
+        old, home, dtype = step.target.tensor, step.home, self.dtype(step)
         if old.device == home and old.dtype == dtype:
             with torch.no_grad():
                 old.copy_(value)
@@ -341,9 +341,8 @@ def load_weights(
     else:
         source = open_weights(checkpoint, revision=revision, token=token)
     source = placer.view(source)
-    plan = do_together(lambda: _compare(source, model), coordinator, doing=doing)
+    plan = do_together(lambda: _compare(source, model, placer), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
-    steps = [step for step in plan.steps if placer.home(step.target) is not None]
 
     def judge() -> tuple[LoadReport, Sequence[Step]]:
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
@@ -351,9 +350,9 @@ def load_weights(
         _judge(report, checkpoint, strict)
         if strict is not False:
             refuse_without_values(empty, [target.names[0] for target in plan.hidden])
-        return report, placer.prepare(source, steps)
+        return report, placer.prepare(source, plan.steps)
 
-    read = {id(step.target) for step in steps}
+    read = {id(step.target) for step in plan.steps}
     rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
     empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
     report, steps_to_do = do_together(judge, coordinator, doing=doing)
@@ -440,17 +439,18 @@ class _Plan:
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, model: nn.Module) -> _Plan:
+def _compare(source: WeightSource, model: nn.Module, placer: Placer) -> _Plan:
     with collector_paused():
-        return _compared(source, _tensors_of(model))
+        return _compared(source, _tensors_of(model), placer)
 
 
-def _compared(source: WeightSource, tensors: _ModelTensors) -> _Plan:
+def _compared(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _Plan:
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
-    steps: dict[int, Step] = {}
+    steps: list[Step] = []
     ties: dict[tuple[str, str], str] = {}
-    provided: set[int] = set()  # besides those of the steps
+    provided: dict[int, str] = {}
+    unusable: set[int] = set()
     for raw, name in _names_as_in(about, targets).items():
         target = targets.get(name)
         if target is None:
@@ -461,18 +461,17 @@ def _compared(source: WeightSource, tensors: _ModelTensors) -> _Plan:
         key, tensor = id(target), target.tensor
         if shape != tensor.shape:
             mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(tensor.shape)}")
-            provided.add(key)
+            unusable.add(key)
         elif dtype != tensor.dtype and _loses_values(dtype, tensor.dtype):
             mismatched.append(f"{name}: {dtype} instead of {tensor.dtype}")
-            provided.add(key)
-        elif key not in steps:
-            steps[key] = Step(raw, dtype, tensor.numel() * dtype.itemsize, target)
-        else:
-            first = steps[key].source
+            unusable.add(key)
+        elif (first := provided.setdefault(key, raw)) != raw:
             ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
-    missing = [name for name, t in targets.items() if id(t) not in steps and id(t) not in provided]
+        elif (home := placer.home(target)) is not None:
+            steps.append(Step(raw, dtype, tensor.numel() * dtype.itemsize, target, home))
+    missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
-    return _Plan(report, [*steps.values()], targets, tensors.hidden, ties)
+    return _Plan(report, steps, targets, tensors.hidden, ties)
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:

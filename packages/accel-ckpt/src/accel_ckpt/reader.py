@@ -226,7 +226,8 @@ class MappedShard:
         if typed is None:
             whole = self._map()
             typed = self._typed[entry.dtype] = whole[: len(whole) // size * size].view(entry.dtype)
-        return typed.narrow(0, entry.offset // size, entry.nbytes // size).view(entry.shape)
+        # One call instead of two; with ten thousand tensors it is the largest part of a load.
+        return typed.as_strided(entry.shape, _strides(entry.shape), entry.offset // size)
 
     def _map(self) -> torch.Tensor:
         if self._bytes is None:
@@ -237,6 +238,15 @@ class MappedShard:
                     f"{self.header.file} has become shorter; another process is changing it"
                 ) from error
         return self._bytes
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Those of a contiguous tensor."""
+    strides, step = [1] * len(shape), 1
+    for dimension in range(len(shape) - 1, 0, -1):
+        step *= shape[dimension]
+        strides[dimension - 1] = step
+    return strides
 
 
 def _mapped_digest(content: torch.Tensor) -> str | None:

@@ -214,7 +214,7 @@ class MappedWeights(_Files):
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU."""
         home = self._homes[name]
-        return home.tensor(self.key_of(name)) if isinstance(home, MappedShard) else home[name]
+        return home.tensor(self._keys.get(name, name)) if isinstance(home, MappedShard) else home[name]
 
     def key_of(self, name: str) -> str:
         """The name under which a file holds the tensor."""
