@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,10 @@ __all__ = [
     "fingerprint_of",
     "open_weights",
 ]
+
+
+# Bytes of tensors that are sent together.
+_BATCH = 1 << 24
 
 
 class TensorInfo(Protocol):
@@ -302,7 +308,7 @@ class BroadcastWeights:
         asked = self._coordinator.exchange(list(names))
         # Rank 0's own order matters least: what it holds for later is a view.
         order = dict.fromkeys(name for answer in reversed(asked) for name in answer)
-        self._stream = ((name, self._send(name)) for name in order)
+        self._stream = itertools.chain.from_iterable(map(self._send, self._batches(order)))
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, on the device that it was received on; on rank 0 a view of its file. Collective."""
@@ -319,15 +325,37 @@ class BroadcastWeights:
         if self._opened is not None:
             self._opened.finish()
 
-    def _send(self, name: str) -> torch.Tensor:
+    def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Small tensors together: a message for each would take longer than its values."""
+        batch: list[str] = []
+        room = _BATCH
+        for name in names:
+            info = self.about[name]
+            nbytes = math.prod(info.shape) * info.dtype.itemsize
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], _BATCH
+            batch.append(name)
+            room -= nbytes
+        if batch:
+            yield batch
+
+    def _send(self, names: list[str]) -> list[tuple[str, torch.Tensor]]:
         import torch.distributed as dist
 
         from accel_state.collectives import broadcast
 
-        info = self.about[name]
         on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
         device = torch.device("cpu") if on_host else PartialState().device
-        own = None if self._opened is None else self._opened.tensor(name)
-        value = torch.empty(info.shape, dtype=info.dtype, device=device) if own is None else own.to(device)
-        received: torch.Tensor = broadcast(value)
-        return received if own is None else own
+        if self._opened is not None:
+            own = [self._opened.tensor(name) for name in names]
+            broadcast([tensor.to(device) for tensor in own])
+            return list(zip(names, own, strict=True))
+        about = [self.about[name] for name in names]
+        return list(
+            zip(
+                names,
+                broadcast([torch.empty(i.shape, dtype=i.dtype, device=device) for i in about]),
+                strict=True,
+            )
+        )
