@@ -128,9 +128,16 @@ def test_files_that_are_none_are_refused(tmp_path):
     info = {"dtype": "float32", "shape": [2]}
     with pytest.raises(CheckpointNotFoundError, match="there is no file"):
         load_offloaded_weight(tmp_path / "weight.dat", info)
+    (tmp_path / "folder.dat").mkdir()
+    with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+        load_offloaded_weight(tmp_path / "folder.dat", info)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_pipes_are_refused_without_waiting_for_them(tmp_path):
     os.mkfifo(tmp_path / "weight.dat")
     with pytest.raises(CorruptCheckpointError, match="not a regular file"):
-        load_offloaded_weight(tmp_path / "weight.dat", info)
+        load_offloaded_weight(tmp_path / "weight.dat", {"dtype": "float32", "shape": [2]})
 
 
 @pytest.mark.parametrize("name", ["../weight", "/weight", "a/../../weight"])

@@ -117,10 +117,11 @@ def test_offloading_keeps_the_hooks_that_are_there(model, x):
     assert torch.equal(model(x), expected)
 
 
-def test_preloaded_classes_have_all_their_weights_during_forward(x):
+@pytest.mark.parametrize("classes", [["Direct"], "Direct"])
+def test_preloaded_classes_have_all_their_weights_during_forward(x, classes):
     model = Direct().eval()
     expected = model(x)
-    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=["Direct"])
+    attach_align_device_hook(model, "cpu", offload=True, preload_module_classes=classes)
     assert hooked(model) == {""}
     assert torch.equal(model(x), expected)
     assert on_meta(model) == {name for name, _ in model.named_parameters()}

@@ -198,7 +198,8 @@ def _blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
 
 
 def _is_one_of(module: nn.Module, classes: Collection[str] | None) -> bool:
-    return classes is not None and type(module).__name__ in classes
+    names = (classes,) if isinstance(classes, str) else classes or ()
+    return type(module).__name__ in names
 
 
 def _has_own_tensors(module: nn.Module) -> bool:
