@@ -65,6 +65,11 @@ def test_sizes_and_order(two_devices):
     [
         ({"cuda:0": 1}, "'cuda:0'"),
         ({-1: 1}, "-1"),
+        ({True: 1}, "True"),
+        ({"cpu": float("inf")}, r"max_memory\['cpu'\].*inf"),
+        ({"cpu": float("nan")}, r"max_memory\['cpu'\].*nan"),
+        ({"cpu": None}, r"max_memory\['cpu'\].*None"),
+        ("10GB", r"'10GB'; give bytes or sizes by device"),
         ({0: -5}, r"max_memory\[0\].*negative"),
         ({"cpu": "much"}, r"max_memory\['cpu'\].*'much'"),
     ],

@@ -175,6 +175,11 @@ def test_a_budget_that_nothing_fits():
         infer_auto_device_map(model, {"cpu": 500, "disk": 10})
 
 
+def test_models_without_weights():
+    assert infer_auto_device_map(nn.Sequential(), {0: 10}, strict=True) == {}
+    assert infer_auto_device_map(nn.Sequential(nn.ReLU()), {0: 0, "cpu": 0}, strict=True) == {"0": 0}
+
+
 def test_a_limited_disk_is_respected():
     model = layers((10, 10), (4, 4), (4, 4))  # 440, 80, 80
     assert infer_auto_device_map(model, {"cpu": 520, "disk": 160}) == {
@@ -233,6 +238,9 @@ def test_modes():
     assert resolve_device_map(model, "balanced_low_0", memory) == {"": 1}
     with pytest.raises(DeviceMapError, match=r"'blanced' is not one of 'auto'.*\{'': 'blanced'\}"):
         resolve_device_map(model, "blanced", memory)
+    for wrong in (None, 0):
+        with pytest.raises(DeviceMapError, match=rf"device_map is {wrong}; give one of 'auto'"):
+            resolve_device_map(model, wrong, memory)
     given = {"": "cpu"}
     assert resolve_device_map(model, given) == given
     assert resolve_device_map(model, given) is not given

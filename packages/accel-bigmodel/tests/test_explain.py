@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import torch
 from torch import nn
 
 from accel_bigmodel import explain_device_map
@@ -53,3 +54,16 @@ def test_classes_that_stay_whole():
     model = nn.Sequential(layers((4, 4)), layers((4, 4), (4, 4)))
     found = explain_device_map(model, "sequential", {0: 200, 1: 200}, ["Sequential"])
     assert "Sequential is not split" in found.parts[1].why
+
+
+def test_maps_that_do_not_match_the_model():
+    text = str(
+        explain_device_map(layers((4, 4), (4, 4)), {"l1": torch.device("cuda", 0), "x": "cuda:1"}, {0: 100})
+    )
+    assert "device 0: 80 bytes of 100 bytes" in text
+    assert "PROBLEM: the model has no 'x'" in text
+    assert "PROBLEM: the map has no device for l2.weight, l2.bias" in text
+
+
+def test_nothing_to_explain():
+    assert explain_device_map(nn.Sequential(), max_memory={0: 10}).parts == []

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.plan import convert_file_size_to_int
@@ -53,8 +55,12 @@ def get_max_memory(
 
 
 def _in_order(max_memory: Mapping[DeviceKey, Size]) -> dict[DeviceKey, int]:
+    if not isinstance(max_memory, Mapping):
+        raise DeviceMapError(
+            f"max_memory is {max_memory!r}; give bytes or sizes by device, as {{0: '10GB', 'cpu': '30GB'}}"
+        )
     indices = sorted(key for key in max_memory if isinstance(key, int))
-    unknown = [key for key in max_memory if key not in _PLACES and not (isinstance(key, int) and key >= 0)]
+    unknown = [key for key in max_memory if key not in _PLACES and not (type(key) is int and key >= 0)]
     if unknown:
         raise DeviceMapError(
             f"max_memory names {', '.join(map(repr, unknown))}; devices are indices of accelerators (0 for cuda:0) "
@@ -91,9 +97,9 @@ def _reserves(
 
 def _bytes(size: Size | float, what: str) -> int:
     # Factors such as 0.9 * free make floats.
-    number = int(size) if isinstance(size, float) else size
+    whole: Any = int(size) if isinstance(size, float) and math.isfinite(size) else size
     try:
-        return convert_file_size_to_int(number)
+        return convert_file_size_to_int(whole)
     except ValueError as error:
         raise DeviceMapError(f"{what}: {error}") from None
 

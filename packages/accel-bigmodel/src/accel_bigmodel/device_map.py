@@ -27,6 +27,7 @@ from torch import nn
 
 from accel_bigmodel.balance import get_balanced_memory
 from accel_bigmodel.budget import HOST_PLACES, DeviceKey, Size, get_max_memory
+from accel_bigmodel.checks import execution_device
 from accel_bigmodel.contiguous import place_in_order
 from accel_bigmodel.errors import DeviceMapError
 from accel_bigmodel.explain import DeviceMapExplanation, explanation_of
@@ -104,7 +105,7 @@ def _choose(
     outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool, strict: bool
 ) -> dict[str, DeviceKey]:
     offered = [device for device, size in budgets.items() if device not in HOST_PLACES and size > 0]
-    refuse_empty = strict and bool(offered)
+    refuse_empty = strict and bool(offered) and outline.sizes[""] > 0
     greedy = place_greedily(outline, budgets, fallback)
     problems = _problems(outline, greedy, budgets)
     if problems or (refuse_empty and main_device_of(greedy.device_map) == "cpu"):
@@ -212,7 +213,12 @@ def resolve_device_map(
     Raises:
         DeviceMapError: another word; or as ``infer_auto_device_map``.
     """
-    if not isinstance(device_map, str):
+    if not isinstance(device_map, str | Mapping):
+        raise DeviceMapError(
+            f"device_map is {device_map!r}; give one of {', '.join(map(repr, MODES))}, or a map from names of modules "
+            f"to devices, as {{'': {device_map!r}}} for everything on one"
+        )
+    if isinstance(device_map, Mapping):
         return dict(device_map)
     budgets = _budgets_of_mode(
         model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
@@ -257,7 +263,7 @@ def _budgets_of_mode(
 
 def explain_device_map(
     model: nn.Module,
-    device_map: str | Mapping[str, DeviceKey] = "auto",
+    device_map: str | Mapping[str, DeviceKey | torch.device] = "auto",
     max_memory: Mapping[DeviceKey, Size] | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     dtype: DType | None = None,
@@ -283,11 +289,22 @@ def explain_device_map(
         given = _budgets_of_mode(
             model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
         )
-        device_map = infer_auto_device_map(model, given, no_split_module_classes, dtype, special_dtypes)
+        places = infer_auto_device_map(model, given, no_split_module_classes, dtype, special_dtypes)
     else:
+        places = {name: _key(device) for name, device in device_map.items()}
         given = get_max_memory(max_memory, reserve=reserve)
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
-    return explanation_of(outline, device_map, _with_disk(given))
+    return explanation_of(outline, places, _with_disk(given))
+
+
+def _key(device: DeviceKey | torch.device) -> DeviceKey:
+    """The key of a device in budgets: ``cuda:1`` is 1."""
+    if isinstance(device, int) or device in ("disk", "mps", "cpu"):
+        return device
+    computes = execution_device(device)
+    if computes is None:
+        return "cpu"
+    return computes.type if computes.type in ("mps", "meta") else computes.index
 
 
 def _with_disk(budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, float]:

@@ -97,7 +97,17 @@ def explanation_of(
     devices = [
         _summary(device, usage, budgets) for device in {**budgets, **usage.used} if device in usage.used
     ]
-    return DeviceMapExplanation(parts, devices, usage.complaints(budgets))
+    return DeviceMapExplanation(parts, devices, [*_gaps(outline, device_map), *usage.complaints(budgets)])
+
+
+def _gaps(outline: Outline, device_map: Mapping[str, DeviceKey]) -> Iterator[str]:
+    """What of the model a map forgets, and what it names that the model does not have."""
+    names = [name for name, _ in outline.tensors()]
+    names += [name for name, _ in outline.model.named_modules(remove_duplicate=False)]
+    if unknown := [name for name in device_map if name not in names]:
+        yield f"the model has no {', '.join(map(repr, unknown))}"
+    if forgotten := [name for name, _ in outline.tensors() if entry_of(name, device_map) is None]:
+        yield f"the map has no device for {', '.join(forgotten)}"
 
 
 def _why(
@@ -154,9 +164,10 @@ def _largest_behind(
             own[entry] = max(
                 own.get(entry, (0, "")), (outline.sizes.get(name, 0), name), key=lambda layer: layer[0]
             )
-    behind = [(0, "")]
-    for entry in reversed(entries[1:]):
-        behind.append(max(behind[-1], own.get(entry, (0, "")), key=lambda layer: layer[0]))
+    largest, behind = (0, ""), []
+    for entry in reversed(entries):
+        behind.append(largest)
+        largest = max(largest, own.get(entry, (0, "")), key=lambda layer: layer[0])
     return behind[::-1]
 
 
