@@ -182,6 +182,22 @@ def test_t10_a_checkpoint_that_was_saved_anew_is_not_served_from_the_cache(tmp_p
         assert torch.equal(again.weight, torch.full((2, 2), value))
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "dcp"])
+def test_the_offload_folder_may_be_that_of_the_checkpoint(tmp_path, kind):
+    model = Net()
+    if kind == "dcp":
+        import torch.distributed.checkpoint as dcp
+
+        dcp.save(model.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    else:
+        save_model(model, tmp_path, safe_serialization=kind == "safetensors")
+    for _ in range(3):
+        again = empty()
+        load_checkpoint_in_model(again, tmp_path, {"": "disk"}, tmp_path, "float64")
+        assert torch.equal(again.head.weight, model.head.weight.double())
+    assert len([name for name in os.listdir(tmp_path) if name.startswith("offload-")]) == 1
+
+
 def test_a_missing_offload_folder_names_the_tensors(tmp_path, saved):
     _, path = saved
     again = empty()

@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from accel_ckpt import hub
+from accel_ckpt.convert.dcp import DCP_METADATA
 from accel_ckpt.convert.pieces import PiecedWeights
 from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, run_together
@@ -231,11 +232,16 @@ class MappedWeights(_Files):
         return _differing(self, [pair for pair in pairs if self.about[pair[0]] is not self.about[pair[1]]])
 
 
+def _files_of_dcp(folder: Path) -> list[Path]:
+    """Not what else is in the folder: it may be where offloaded weights go."""
+    return sorted(path for path in folder.iterdir() if path.name == DCP_METADATA or path.suffix == ".distcp")
+
+
 class _PiecesOfWeights(_Files):
     """Weights of which a file may hold a part only; each is put together in memory."""
 
     def __init__(self, source: PiecedFolder) -> None:
-        super().__init__(source.files or sorted(path for path in source.folder.iterdir() if path.is_file()))
+        super().__init__(source.files or _files_of_dcp(source.folder))
         self._pieces: PiecedWeights = open_pieces(source)
         self.about: About = self._pieces.about
 
