@@ -60,7 +60,8 @@ def config_of(gigabytes: float) -> Any:
 
 class Ours:
     def empty(self, build: Callable[[], nn.Module]) -> nn.Module:
-        from accel_bigmodel import init_empty_weights
+        # What is imported lazily is no part of a load, either.
+        from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch  # noqa: F401
 
         with init_empty_weights():
             return build()
@@ -99,9 +100,11 @@ class Theirs:
 
 
 class Transformers:
-    """Its own loading; nothing else of it is measured."""
+    """Its own loading; nothing else of it is measured. It makes the model, too."""
 
     def empty(self, build: Callable[[], nn.Module]) -> nn.Module | None:
+        from transformers import LlamaForCausalLM  # noqa: F401
+
         return None
 
     def load(self, model: Any, folder: Path, device_map: dict[str, str], offload: Path) -> nn.Module:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+import warnings
 import weakref
 
 import pytest
@@ -405,6 +406,21 @@ def test_copies_and_pickles_have_no_pager(tmp_path, no_slack):
     other.attach()
     other.detach()
     assert other.stats().bytes_moved == 0
+
+
+@pytest.mark.full
+def test_a_compiled_model(tmp_path, no_slack):
+    plain, model = mapped(tmp_path)
+    pager = Pager(model, groups_of(model), budget=2 * LAYER)
+    pager.attach()
+    compiled = torch.compile(model, backend="eager")
+    x = torch.randn(1, 256)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Dynamo")
+        for _ in range(3):
+            assert torch.equal(compiled(x), plain(x))
+    stats = pager.stats()
+    assert stats.hits + stats.misses == 3 * 6
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.base import outside_graphs
 from accel_bigmodel.streaming.pages import PIECE, Extent, extents_of, keep_resident
 from accel_bigmodel.streaming.reading import Reader
 from accel_bigmodel.streaming.schedule import Schedule
@@ -112,6 +113,7 @@ class _Before:
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
 
+    @outside_graphs
     def __call__(self, module: nn.Module, args: Any) -> None:
         self._call()
 
@@ -125,6 +127,7 @@ class _After:
     def __init__(self, call: Callable[[bool], None]) -> None:
         self._call = call
 
+    @outside_graphs
     def __call__(self, module: nn.Module, args: Any, result: Any) -> None:
         self._call(result is not None)
 
