@@ -263,6 +263,31 @@ def test_an_exception_in_the_middle(tmp_path, monkeypatch, no_slack, small_piece
     assert kernel.most <= 3 * LAYER
 
 
+def test_after_an_interrupt_everything_goes_on(tmp_path, monkeypatch, no_slack, small_pieces):
+    """PyTorch calls no hooks for it."""
+    plain, model = mapped(tmp_path)
+    kernel = Memory(monkeypatch)
+    pager = Pager(model, groups_of(model), budget=3 * LAYER)
+    pager.attach()
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    x = torch.randn(3, 256)
+    for _ in range(3):
+        handle = model.layers[4].register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(x)
+        handle.remove()
+    plain.order = model.order = [3, 4, 0]
+    for _ in range(2):
+        assert torch.equal(model(x), plain(x))
+    assert pager._paging._schedule.upcoming(3, again=True) == [3, 4, 0]
+    assert not pager._paging._open
+    assert not +pager._paging._active
+    assert kernel.most <= 3 * LAYER
+
+
 def test_a_hook_that_raises_before_ours(tmp_path, monkeypatch, no_slack):
     plain, model = mapped(tmp_path)
     kernel = Memory(monkeypatch)

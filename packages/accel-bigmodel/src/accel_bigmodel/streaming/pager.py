@@ -139,13 +139,19 @@ def _do_nothing(*_: Any) -> None:
     pass
 
 
+def _is_below(name: str, outer: str) -> bool:
+    return name != outer and (not outer or name.startswith(f"{outer}."))
+
+
 class _Paging:
     """Decides which extents are in memory; the hooks call it."""
 
     def __init__(self, extents: list[list[Extent]], budget: int) -> None:
         self.extents = extents
         self._schedule = Schedule(range(len(extents)))
-        self._depth = 0
+        self._open: dict[
+            int, list[str]
+        ] = {}  # by thread: modules that contain groups and run, the outermost first
         self._waited = 0.0
         self._hits = self._misses = self._peak = 0
         self._read = (0, 0.0)  # bytes and seconds of threads that have ended
@@ -186,21 +192,29 @@ class _Paging:
     def begin(self, name: str) -> None:
         """A module that contains groups begins its forward; the outermost one's order is learnt."""
         with self._alone():
-            if self._depth == 0:
+            running = self._open.setdefault(threading.get_ident(), [])
+            if running and not _is_below(name, running[-1]):
+                # PyTorch calls no hooks after KeyboardInterrupt, so the last forward has not ended here.
+                running.clear()
+                self._active.clear()
+            if not running:
                 self._schedule.begin(name)
-            self._depth += 1
+            running.append(name)
 
     def end(self, complete: bool) -> None:
         """It ended."""
         with self._alone():
-            if self._depth == 1:
-                self._schedule.end(complete)
-            self._depth = max(0, self._depth - 1)
+            running = self._open.get(threading.get_ident(), [])
+            if running:
+                running.pop()
+                if not running:
+                    del self._open[threading.get_ident()]
+                    self._schedule.end(complete)
 
     def enter(self, index: int) -> None:
         """Return when the group is in memory, as far as there is room for it."""
         with self._alone():
-            if self._depth == 0:  # called on its own
+            if threading.get_ident() not in self._open:  # called on its own
                 self._schedule.begin(None)
             self._schedule.saw(index)
             self._active[index] += 1
