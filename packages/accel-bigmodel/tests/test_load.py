@@ -276,6 +276,15 @@ def test_modules_kept_in_fp32(saved):
     assert file_of(again.head.weight) == "model.safetensors"
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, "complex64", "float17"])
+def test_dtypes_that_weights_cannot_become(saved, dtype):
+    _, path = saved
+    again = empty()
+    with pytest.raises(ValueError, match="dtype"):
+        load_checkpoint_and_dispatch(again, path, {"": "cpu"}, dtype=dtype)
+    assert is_untouched(again)
+
+
 def test_a_model_of_another_dtype_keeps_it(tmp_path, saved):
     model, path = saved
     again = empty().half()

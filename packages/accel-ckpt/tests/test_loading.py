@@ -168,6 +168,8 @@ def test_dtypes(tmp_path):
         again = build().half()
         load_checkpoint_in_model(again, tmp_path)
         assert again.head.weight.dtype == torch.float16
+    with pytest.raises(ValueError, match=r"int8 is for floating tensors.*load_and_quantize_model"):
+        load_checkpoint_in_model(Net(), tmp_path, dtype=torch.int8)
     with pytest.raises(ValueError, match="'float17' is not a dtype"):
         load_checkpoint_in_model(Net(), tmp_path, dtype="float17")
 

@@ -91,6 +91,7 @@ def load_checkpoint_in_model(
         DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
         OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
         StateMismatchError: as ``strict`` says; names every name.
+        ValueError: ``dtype`` is no floating dtype.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.

@@ -156,8 +156,10 @@ def load_checkpoint_in_model(
     Raises:
         StateMismatchError: as ``strict`` says; names every name.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
+        ValueError: ``dtype`` is no floating dtype.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
+        FileChangedError: a file was changed while it was read.
         NotAvailableError: an option that needs several devices; names the package that has it.
     """
     device = _single_device(device_map)
@@ -232,6 +234,11 @@ class Placer:
     ) -> None:
         self.device = device
         self._dtype = None if dtype is None else parse_dtype(dtype)
+        if self._dtype is not None and not self._dtype.is_floating_point:
+            raise ValueError(
+                f"dtype={dtype!r} is for floating tensors, whose values another kind of dtype would lose; give one "
+                "such as torch.bfloat16. Weights are quantised by load_and_quantize_model of accel-bigmodel"
+            )
         self._keep_in_fp32 = frozenset(keep_in_fp32)
         self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
 
