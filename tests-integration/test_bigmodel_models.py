@@ -14,6 +14,7 @@ from accel_bigmodel import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
+    offload_stats,
 )
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import save_model
@@ -151,8 +152,7 @@ def test_outputs_are_those_of_a_plain_load(name, place, saved, tmp_path):
     for _ in range(2):  # the second time in the order that the first has shown
         same(answer(model, name), expected)
     assert not list((tmp_path / "offload").glob("**/*.safetensors"))  # the files are the store
-    dispatch = model._accel_dispatch
-    stats = dispatch.stats()
+    stats = offload_stats(model)
     if stats is not None:
         assert stats.bytes_moved > 0
         assert stats.peak_bytes <= model.device_memory

@@ -218,9 +218,12 @@ def be_offload(name: str, folder: Path, offload: Path, forwards: int, cold: bool
         times.append(time.perf_counter() - began)
     first, *later = times
     answer |= {"first forward, s": first, "forward, s": statistics.median(later), "digest": digest(result)}
-    if name == "ours" and (stats := model._accel_dispatch.stats()) is not None:
-        answer["read, GB per s"] = stats.rate / 1e9
-        answer["kept in memory, MB"] = stats.resident_bytes / 1e6
+    if name == "ours":
+        from accel_bigmodel import offload_stats
+
+        if (stats := offload_stats(model)) is not None:
+            answer["read, GB per s"] = stats.rate / 1e9
+            answer["kept in memory, MB"] = stats.resident_bytes / 1e6
     return answer
 
 

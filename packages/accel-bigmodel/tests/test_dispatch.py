@@ -19,6 +19,7 @@ from accel_bigmodel import (
     dispatch_model,
     has_offloaded_params,
     init_empty_weights,
+    offload_stats,
     undispatch,
 )
 from accel_bigmodel.streaming.transfer import HostTransfer
@@ -124,7 +125,7 @@ def test_the_same_bits_under_every_map_with_streaming(saved, expected, name, off
     for _ in range(3):
         assert torch.equal(answer(model), expected)
     assert model.head.weight is model.embed.weight
-    assert model._accel_dispatch.stats().bytes_moved > 0
+    assert offload_stats(model).bytes_moved > 0
     undispatch(model)
     assert torch.equal(answer(model), expected)
 
@@ -243,6 +244,12 @@ def test_a_module_that_is_added_later_works_where_everything_computes_on_the_hos
     model = dispatch_model(load(saved), {"": "disk"})
     model.blocks.append(Block(16).eval())
     assert answer(model).shape == (30, 40)
+
+
+def test_a_model_that_was_not_dispatched_has_no_figures(saved):
+    with pytest.raises(OffloadError, match="Net was not dispatched"):
+        offload_stats(build())
+    assert offload_stats(dispatch_model(load(saved), {"": "disk"})) is None
 
 
 def test_dispatching_again_replaces_the_first_map(saved, expected):

@@ -22,6 +22,7 @@ __getattr__, __dir__, __all__ = attach(
             "cpu_offload",
             "disk_offload",
             "dispatch_model",
+            "offload_stats",
             "undispatch",
         ],
         "accel_bigmodel.dtypes": ["CustomDtype"],

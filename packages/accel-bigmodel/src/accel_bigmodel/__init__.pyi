@@ -14,6 +14,7 @@ from accel_bigmodel.dispatch import Dispatch as Dispatch
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
 from accel_bigmodel.dispatch import dispatch_model as dispatch_model
+from accel_bigmodel.dispatch import offload_stats as offload_stats
 from accel_bigmodel.dispatch import undispatch as undispatch
 from accel_bigmodel.dtypes import CustomDtype as CustomDtype
 from accel_bigmodel.errors import BigModelError as BigModelError

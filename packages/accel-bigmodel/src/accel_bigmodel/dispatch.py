@@ -38,7 +38,7 @@ from accel_ckpt.modules.tensors import (
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_ckpt.plan import convert_file_size_to_int
 
-__all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "undispatch"]
+__all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
 
 Device = int | str | torch.device
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,10 +70,6 @@ class Dispatch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
         mover = copy.deepcopy(self.mover, memo) if isinstance(self.mover, Streamer) else None
         return Dispatch(self.device_map, self.main_device, mover)
-
-    def stats(self) -> StreamStats | None:
-        """Bytes moved, rate and time waited until now; ``None`` if nothing has to be brought."""
-        return None if self.mover is None else self.mover.stats()
 
 
 def dispatch_model(
@@ -221,6 +217,24 @@ def undispatch(model: Model) -> Model:
         model.__dict__.pop(name, None)
     del model.hf_device_map
     return model
+
+
+def offload_stats(model: nn.Module) -> StreamStats | None:
+    """Bytes of weights moved, the rate, and the time waited since a model was dispatched.
+
+    Args:
+        model: as ``dispatch_model`` or ``load_checkpoint_and_dispatch`` returned it.
+
+    Returns:
+        ``None`` if its weights need no moving: all are where they compute, or are views of files that fit the memory.
+
+    Raises:
+        OffloadError: it was not dispatched.
+    """
+    dispatch: Dispatch | None = model.__dict__.get("_accel_dispatch")
+    if dispatch is None:
+        raise OffloadError(f"this {type(model).__name__} was not dispatched; call dispatch_model first")
+    return None if dispatch.mover is None else dispatch.mover.stats()
 
 
 def _device(place: Device) -> torch.device | str:
