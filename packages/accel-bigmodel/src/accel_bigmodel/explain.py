@@ -102,8 +102,8 @@ def explanation_of(
 
 def _gaps(outline: Outline, device_map: Mapping[str, DeviceKey]) -> Iterator[str]:
     """What of the model a map forgets, and what it names that the model does not have."""
-    names = [name for name, _ in outline.tensors()]
-    names += [name for name, _ in outline.model.named_modules(remove_duplicate=False)]
+    names = {name for name, _ in outline.tensors()}
+    names |= {name for name, _ in outline.model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in device_map if name not in names]:
         yield f"the model has no {', '.join(map(repr, unknown))}"
     if forgotten := [name for name, _ in outline.tensors() if entry_of(name, device_map) is None]:
