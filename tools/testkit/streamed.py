@@ -45,6 +45,18 @@ class Model(nn.Module):
 BLOCK_BYTES = 512 * 4  # weight of 1024 bytes, bias and scale of 64 each, aligned to 512
 
 
+def poison_released(streamer):
+    """Overwrite every slot that is given back: who still reads it, reads NaN."""
+    give_back = streamer._pool.give_back
+
+    def poisoned(slot):
+        slot.last_copy.settle()
+        slot.buffer.fill_(255)
+        give_back(slot)
+
+    streamer._pool.give_back = poisoned
+
+
 class Attached:
     """A model, an equal one that nothing is attached to, and an engine."""
 
@@ -55,6 +67,7 @@ class Attached:
         self.groups = plan_groups(model, streamed, offload_buffers=offload_buffers)
         self.streamer = Streamer(model, self.groups, HostTransfer(before_copy), **options)
         self.streamer.attach()
+        poison_released(self.streamer)
 
     def weights(self):
         return [*self.model.named_parameters(), *self.model.named_buffers()]

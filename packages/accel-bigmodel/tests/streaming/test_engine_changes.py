@@ -5,7 +5,12 @@ import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
-from testkit.streamed import SIZE, Block, Model, same, x
+from accel_bigmodel.streaming.engine import Streamer
+from accel_bigmodel.streaming.members import Member
+from accel_bigmodel.streaming.schedule import Schedule
+from accel_bigmodel.streaming.slots import SlotPool
+from accel_bigmodel.streaming.transfer import HostTransfer
+from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, same, x
 
 # What users change
 
@@ -260,6 +265,49 @@ def test_an_exception_in_a_forward_brings_all_home(attach, error):
     before = attached.stats.misses
     attached.check(x())
     assert attached.stats.misses == before  # the cut order was not learnt
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (SlotPool, "take"),
+        (SlotPool, "give_back"),
+        (HostTransfer, "copy"),
+        (Schedule, "saw"),
+        (Member, "point"),
+        (Member, "restore"),
+        (Streamer, "enter"),
+        (Streamer, "leave"),
+        (Streamer, "close"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_interrupt_inside_the_engine(attach, monkeypatch, owner, name, call, before):
+    attached = attach(Model(), budget=2 * BLOCK_BYTES)
+    attached.check(x())
+    del attached.streamer._pool.give_back  # the one that poisons
+    original, calls = getattr(owner, name), []
+
+    def interrupted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call and before:
+            raise KeyboardInterrupt
+        result = original(*args, **kwargs)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return result
+
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        attached.model(x())
+    monkeypatch.undo()
+    for _ in range(2):
+        attached.check(x())
+    assert attached.stats.peak_bytes <= 2 * BLOCK_BYTES
+    attached.streamer.detach()
+    attached.check(x())
 
 
 def test_a_hook_of_the_user_that_fails(attach):

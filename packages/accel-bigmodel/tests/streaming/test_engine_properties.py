@@ -13,6 +13,7 @@ from accel_bigmodel import DeviceMapError, OffloadError
 from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
+from testkit.streamed import poison_released
 
 
 class Cell(nn.Module):
@@ -88,6 +89,7 @@ def test_equal_to_the_plain_model(widths, ties, steps, share, prefetch, faults, 
     except DeviceMapError:
         assert max(group.nbytes for group in groups) + 4 * 512 > budget
         return
+    poison_released(streamer)
     armed = True
     for step, order in enumerate(steps):
         x = torch.full((2, 4), float(step), requires_grad=True)
@@ -152,6 +154,7 @@ def test_transformers(transformers, kind, budget):
     )
     streamer = Streamer(model, groups, HostTransfer(), budget=nbytes)
     streamer.attach()
+    poison_released(streamer)
     ids = torch.tensor([[3, 7, 11, 5], [1, 2, 30, 4]])
     inputs = {"input_ids": ids, "decoder_input_ids": ids} if kind == "t5" else {"input_ids": ids}
     with torch.no_grad():

@@ -71,7 +71,7 @@ class Streamer:
         self.lock = threading.RLock()
         self._gates: list[Gate] = []
         self._ready = False
-        self._depth = 0
+        self._interrupted = False
         self._schedule = Schedule()
         self._members: dict[int, Member] = {}
         self._loaded: dict[int, Member] = {}  # those with a load, the first asked for first
@@ -83,7 +83,7 @@ class Streamer:
         self._waited = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._depth:
+        if self.is_running():
             raise OffloadError("a model cannot be copied or pickled while its forward runs; do it afterwards")
         return {"_arguments": self._arguments}
 
@@ -128,9 +128,11 @@ class Streamer:
 
     def detach(self) -> None:
         """End: weights are in host memory, with the values they have now, and the modules as they were before."""
+        if self.is_running():
+            raise OffloadError("the engine cannot be detached while a forward of its model runs")
         with self.lock:
-            if self._depth:
-                raise OffloadError("the engine cannot be detached while a forward of its model runs")
+            if self._interrupted:
+                self._recover()
             for gate in reversed(self._gates or self._copied_gates()):
                 gate.remove()
             self._gates = []
@@ -199,24 +201,53 @@ class Streamer:
     # Called by the gates
 
     @outside_graphs
-    def open(self, gate: Gate) -> None:
-        """A module that is a group's or contains groups begins its forward."""
-        if self._depth == 0:
-            if not self._ready:
-                self._prepare()
-            self._schedule.assume(gate, gate.below)
-            self._schedule.begin(gate)
-            self._ahead()
-        self._depth += 1
+    def is_running(self) -> bool:
+        """Whether this thread is in a forward of the model."""
+        # Not a count of our own: an interrupt from the keyboard could come between a call and its being counted.
+        return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     @outside_graphs
-    def close(self, complete: bool) -> None:
-        """It ended; after the outermost one nothing that was copied counts any more, for users may change weights."""
-        self._depth -= 1
-        if self._depth == 0:
-            for member in list(self._loaded.values()):
-                self._drop(member)
-            self._schedule.end(complete)
+    def open(self, gate: Gate, outermost: bool) -> None:
+        """A module that is a group's or contains groups begins its forward."""
+        if not outermost:
+            return
+        if self._interrupted:
+            self._recover()
+        self._interrupted = True  # until the contrary is known
+        if not self._ready:
+            self._prepare()
+        self._schedule.assume(gate, gate.below)
+        self._schedule.begin(gate)
+        self._ahead()
+
+    @outside_graphs
+    def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
+        """It ended; after the outermost one nothing that was copied counts any more, for users may change weights.
+
+        Args:
+            outermost: no other module's forward is around it.
+            orderly: it ended by itself or by an error, and not by an interrupt, which may come anywhere.
+            complete: it ended without an error.
+        """
+        if not outermost:
+            return
+        if not orderly:
+            self._recover()
+        for member in list(self._loaded.values()):
+            self._drop(member)
+        self._schedule.end(complete)
+        self._interrupted = False
+
+    def _recover(self) -> None:
+        """Bring all weights home, and begin with new slots: an interrupt may have left any bookkeeping half done."""
+        self._transfer.close()
+        for member in self._members.values():
+            member.rescue()
+        self._loaded.clear()
+        self._saving.slots.clear()
+        self._tied = TiedUses(self._members.values())
+        self._pool = self._pool.fresh()
+        self._interrupted = False
 
     @outside_graphs
     def enter(self, group: int) -> None:

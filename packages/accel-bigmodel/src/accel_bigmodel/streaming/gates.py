@@ -72,18 +72,22 @@ class Gate:
         streamer = self._streamer
         if streamer is None:
             return self._forward(*args, **kwargs)
+        outermost = not streamer.is_running()
         with streamer.lock:
-            complete = False
-            streamer.open(self)
+            orderly = complete = False
             try:
+                streamer.open(self, outermost)
                 if self._group is None:
                     result = self._forward(*args, **kwargs)
                 else:
                     result = self._with_weights(streamer, self._group, args, kwargs)
-                complete = True
+                orderly = complete = True
                 return result
+            except Exception:
+                orderly = True
+                raise
             finally:
-                streamer.close(complete)
+                streamer.close(outermost, orderly, complete)
 
     def _with_weights(
         self, streamer: Streamer, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]

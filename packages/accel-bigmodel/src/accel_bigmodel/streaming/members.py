@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.slots import Layout, Slot
+from accel_bigmodel.streaming.slots import Layout, Slot, address_of
 from accel_ckpt.modules.ties import parent_and_leaf
 
 if TYPE_CHECKING:
@@ -155,6 +155,15 @@ class Member:
             new = item.table.get(item.leaf)
             if item.is_buffer and new is not None and new is not tensor:  # the forward registered another one
                 new.data = torch.empty_like(new.data, device="cpu").copy_(new.data)
+
+    def rescue(self) -> None:
+        """Let every tensor that is still in a slot be the one in host memory, whatever was going on."""
+        load, self.load, self.active = self.load, None, 0
+        if load is None:
+            return
+        for item, host in zip(self.items, load.hosts, strict=True):
+            if host is not None and address_of(item.tensor) == load.slot.address:
+                item.tensor.data = host
 
 
 class TiedUses:

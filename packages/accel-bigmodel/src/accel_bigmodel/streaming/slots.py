@@ -151,6 +151,12 @@ class SlotPool:
         """Let the next group have a slot. What copies were begun to it may still run: the next one follows them."""
         self._free.append(slot)
 
+    def fresh(self) -> SlotPool:
+        """An empty pool in place of this one, whose slots are forgotten."""
+        new = SlotPool(self._transfer, self._limit, self._resident)
+        new.peak = self.peak
+        return new
+
     def clear(self) -> None:
         """Free what is not in use."""
         while self._free:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -120,45 +123,94 @@ def _copy_all(sources: Sources, targets: list[torch.Tensor], *, non_blocking: bo
                 target.copy_(source, non_blocking=non_blocking)
 
 
+class _Job:
+    """Work for the copy thread. An interrupt of the thread that waits leaves it as it is."""
+
+    def __init__(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+        self._work: Callable[[], None] | None = partial(work, *args)
+        self._unfinished = threading.Lock()
+        self._unfinished.acquire()
+        self.done = False
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.done = True
+            self._unfinished.release()
+
+    def cancel(self) -> None:
+        self._work = None
+
+    def settle(self) -> None:
+        while not self.done:
+            with self._unfinished:
+                pass
+
+    def wait(self) -> None:
+        self.settle()
+        if self.failure is not None:
+            raise self.failure
+
+
 class _CopyThread:
-    """One thread, started when it is needed."""
+    """One thread, started when it is needed, that does one job after the other.
+
+    Not an executor of the standard library: an interrupt from the keyboard can leave the locks of these taken.
+    """
 
     def __init__(self) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._jobs: SimpleQueue[_Job | None] | None = None
+        self._thread: threading.Thread | None = None
 
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        return self._executor.submit(work, *args)
+    def submit(self, work: Callable[..., None], *args: Any) -> _Job:
+        if self._jobs is None:
+            jobs: SimpleQueue[_Job | None] = SimpleQueue()
+            self._thread = threading.Thread(target=_work_off, args=(jobs,), name="weights", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, jobs.put, None)
+            self._jobs = jobs
+        job = _Job(work, args)
+        self._jobs.put(job)
+        return job
 
     def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown()
-            self._executor = None
+        if self._jobs is not None and self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._jobs = self._thread = None
+
+
+def _work_off(jobs: SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # or what it copied would live until the next one
 
 
 class _HostCopy:
     """A copy in the thread."""
 
-    __slots__ = ("_future",)
+    __slots__ = ("_job",)
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
+    def __init__(self, job: _Job) -> None:
+        self._job = job
 
     def ready(self) -> bool:
-        return self._future.done()
+        return self._job.done
 
     def wait(self) -> None:
-        self._future.result()
+        self._job.wait()
 
     def settle(self) -> None:
-        try:
-            self._future.exception()
-        except CancelledError:
-            return
+        self._job.settle()
 
     def cancel(self) -> None:
-        self._future.cancel()
+        self._job.cancel()
 
 
 class AcceleratorTransfer:
@@ -210,8 +262,8 @@ class AcceleratorTransfer:
             self._stream = self._new_stream()
         done = self._new_event(timed=True)
         targets = slot.views(layout)
-        future = self._thread.submit(self._send, sources, layout, slot, targets, done)
-        return _DeviceCopy(future, done, self._compute_stream)
+        job = self._thread.submit(self._send, sources, layout, slot, targets, done)
+        return _DeviceCopy(job, done, self._compute_stream)
 
     def _send(
         self, sources: Sources, layout: Layout, slot: Slot, targets: list[torch.Tensor], done: Any
@@ -279,27 +331,24 @@ class _Staging:
 class _DeviceCopy:
     """A copy on the stream: first the thread asks for it, then the device does it."""
 
-    __slots__ = ("_compute_stream", "_done", "_future")
+    __slots__ = ("_compute_stream", "_done", "_job")
 
-    def __init__(self, future: Future[Any], done: Any, compute_stream: Callable[[], Any]) -> None:
-        self._future = future
+    def __init__(self, job: _Job, done: Any, compute_stream: Callable[[], Any]) -> None:
+        self._job = job
         self._done = done
         self._compute_stream = compute_stream
 
     def ready(self) -> bool:
-        return self._future.done() and bool(self._done.query())
+        return self._job.done and bool(self._done.query())
 
     def wait(self) -> None:
-        self._future.result()
+        self._job.wait()
         self._compute_stream().wait_event(self._done)
 
     def settle(self) -> None:
-        try:
-            failed = self._future.exception()
-        except CancelledError:
-            return
-        if failed is None:
-            self._compute_stream().wait_event(self._done)
+        self._job.settle()
+        # An event that was never recorded, for the copy was cancelled or failed, holds nothing up.
+        self._compute_stream().wait_event(self._done)
 
     def cancel(self) -> None:
-        self._future.cancel()
+        self._job.cancel()
