@@ -467,3 +467,40 @@ def test_rng_types_torch_shares_more() -> None:
     assert first == second
     assert sorted(first) == list(range(8))
     assert one == other
+
+
+# models larger than memory
+
+
+def big_model(folder: str) -> list[Any]:
+    from accel_bigmodel import init_empty_weights, load_checkpoint_and_dispatch
+
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    answers = []
+    for options in (
+        {},
+        {"no_split_module_classes": ["Linear"]},
+        {"offload_folder": f"{folder}/offload", "max_memory": {"cpu": "150B"}},
+    ):
+        with init_empty_weights():
+            model = Net()
+        model = load_checkpoint_and_dispatch(model, folder, device_map="auto", **options)
+        with torch.no_grad():
+            answers.append((set(model.hf_device_map.values()), model(x).tolist()))
+    return answers
+
+
+@RANKS
+def test_a_model_larger_than_memory_answers(ranks: int, tmp_path: Path) -> None:
+    from accel_ckpt import save_model
+
+    torch.manual_seed(0)
+    model = Net()
+    save_model(model, tmp_path, max_shard_size="200B")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    with torch.no_grad():
+        expected = model(torch.linspace(-1, 1, 12).view(3, 4)).tolist()
+    for answers in worlds.run(big_model, ranks, str(tmp_path)):
+        assert [answer for _, answer in answers] == [expected] * 3
+        assert answers[0][0] == {"cpu"}
+        assert "disk" in answers[2][0]
