@@ -1,6 +1,7 @@
 """Copies by a thread, and by the stream of an accelerator, for which a recording fake stands in."""
 
 import copy
+import os
 import threading
 import time
 
@@ -80,6 +81,21 @@ def test_a_closed_transfer_can_be_used_again():
     for _ in range(2):
         transfer.copy("a", tensors, layout, slot_for(transfer, layout)).wait()
         transfer.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_gets_a_thread_of_its_own():
+    transfer = HostTransfer()
+    tensors, layout = group(1)
+    slot = slot_for(transfer, layout)
+    transfer.copy("a", tensors, layout, slot).wait()
+    child = os.fork()
+    if child == 0:
+        tensors[0].fill_(5)
+        transfer.copy("a", tensors, layout, slot).wait()
+        os._exit(int(slot.views(layout)[0][0]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+    transfer.close()
 
 
 def test_copies_of_transfers_are_independent():

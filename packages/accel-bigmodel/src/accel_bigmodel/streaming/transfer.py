@@ -169,7 +169,9 @@ class _CopyThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[..., None], *args: Any) -> _Job:
-        if self._jobs is None:
+        if (
+            self._jobs is None or self._thread is None or not self._thread.is_alive()
+        ):  # forked processes have none
             jobs: SimpleQueue[_Job | None] = SimpleQueue()
             self._thread = threading.Thread(target=_work_off, args=(jobs,), name="weights", daemon=True)
             self._thread.start()
