@@ -115,6 +115,35 @@ def test_three_stages_and_named_split_points():
     assert all(points == ["blocks.1", "head"] for _, points, _ in results)
 
 
+class Crossed(nn.Module):
+    """The last stage uses what the first one makes in another order than the one between."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        one = self.first(x)
+        other = one * 2 + 1
+        hidden = self.second(one) + one - other
+        return self.third(hidden) + (other * 3 - one)
+
+
+def crossed():
+    from accel_bigmodel import prepare_pippy
+
+    plain, model = Crossed().eval(), Crossed().eval()
+    prepare_pippy(model, example_args=(torch.ones(2, 4),), gather_output=True)
+    x = torch.arange(24.0).view(6, 4)
+    with torch.no_grad():
+        return model.hf_split_points, same(model(x), plain(x))
+
+
+def test_stages_receive_what_was_sent_to_them():
+    assert worlds.run(crossed, 3) == [(["second", "third"], True)] * 3
+
+
 def inputs_of_many_kinds():
     from accel_bigmodel import prepare_pippy
 
@@ -455,6 +484,26 @@ TRANSFORMERS = {
 
 def all_of_transformers(points):
     return [of_transformers(*TRANSFORMERS[point]) for point in points]
+
+
+def zoo():
+    from accel_bigmodel import prepare_pippy
+    from testkit.models import ZOO
+
+    for name, architecture in ZOO.items():
+        plain, model = architecture.build(), architecture.build()
+        inputs = architecture.inputs() | ({} if name in ("bert", "vit") else {"use_cache": False})
+        one = {key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in inputs.items()}
+        prepare_pippy(model, example_kwargs=one, gather_output=True)
+        with torch.no_grad():
+            torch.testing.assert_close(model(**inputs).logits, plain(**inputs).logits, rtol=1e-4, atol=1e-5)
+    return True
+
+
+@pytest.mark.full
+def test_the_zoo_in_three_stages():
+    pytest.importorskip("transformers")
+    assert worlds.run(zoo, 3, timeout=280) == [True] * 3
 
 
 @pytest.mark.parametrize(

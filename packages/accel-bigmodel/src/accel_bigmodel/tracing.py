@@ -167,6 +167,7 @@ class Program:
         module = pipe.get_stage_module(stage)
         _share_weights(module, model, device)
         _exchange_contiguous_tensors(module)
+        _receive_in_the_order_of_sending(pipe, stage)
         self._stage = pipe.build_stage(stage, device)
         self._device = device
         # Inputs that are not cut go to every micro-batch as they are. torch's annotation leaves that kind out.
@@ -310,3 +311,31 @@ def _exchange_contiguous_tensors(stage: nn.Module) -> None:
     with graph.inserting_before(output):
         output.args = fx.node.map_arg(output.args, contiguous)
     stage.recompile()
+
+
+def _receive_in_the_order_of_sending(pipe: Pipe, stage: int) -> None:
+    """Order the inputs of a stage by the stage that they come from, and by their place among its outputs.
+
+    Tensors between two ranks are told apart by their order alone. A stage sends in the order of its outputs, but torch
+    lets the next ones receive in the order in which they use them, which can be another.
+    """
+    calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+
+    def origin(node: Any) -> tuple[int, int]:
+        source, index = (node, 0) if node.op == "call_module" else node.args
+        return calls.index(source), index
+
+    for call in calls:  # torch counts outputs by their users
+        indices = [user.args[1] for user in call.users if user.op == "call_function"]
+        assert indices == list(range(len(indices))), indices
+    if stage == 0:  # its inputs are the model's
+        return
+    module = pipe.get_stage_module(stage)
+    assert isinstance(module, fx.GraphModule)
+    call = calls[stage]
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    pairs = sorted(zip(call.args, placeholders, strict=True), key=lambda pair: origin(pair[0]))
+    call.args = tuple(arg for arg, _ in pairs)
+    for _, placeholder in reversed(pairs):
+        next(iter(module.graph.nodes)).prepend(placeholder)
+    module.recompile()
