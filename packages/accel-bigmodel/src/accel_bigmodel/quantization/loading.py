@@ -26,7 +26,7 @@ __all__ = ["load_and_quantize_model"]
 Model = TypeVar("Model", bound=nn.Module)
 
 # Bytes of full weights after which what quantising them took is given back.
-_TRIM = 1 << 26
+_TRIM = 1 << 25
 
 
 def load_and_quantize_model(
