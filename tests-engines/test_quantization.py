@@ -252,6 +252,25 @@ def test_skipped_and_float32_modules(saved, tied):
     assert {p.dtype for p in second.parameters()} == {torch.float32}
 
 
+@pytest.mark.parametrize("name", ["bitsandbytes nf4", "bitsandbytes int8", "torchao int8"])
+def test_t5_keeps_what_cannot_be_quantised(tmp_path, name):
+    """It converts what goes into ``wo`` to the dtype of its weight, which with 4 bits would be uint8."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 64}
+    config = transformers.T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0)
+    plain = transformers.T5ForConditionalGeneration(config).eval()
+    save_model(plain, tmp_path)
+    with init_empty_weights():
+        model = transformers.T5ForConditionalGeneration(config).eval()
+    load_and_quantize_model(model, CONFIGS[name], tmp_path)
+    wo = model.encoder.block[0].layer[1].DenseReluDense.wo
+    assert (type(wo), wo.weight.dtype) == (nn.Linear, torch.float32)
+    assert find_tied_parameters(model) == find_tied_parameters(plain)
+    with torch.no_grad():
+        found, expected = (m(input_ids=IDS, decoder_input_ids=IDS).logits.float() for m in (model, plain))
+    assert (found - expected).abs().max() < CLOSE[name.split()[1]] * expected.abs().max()
+
+
 # Each cell of the table.
 
 ON_THE_CPU = [cell for cell in QUANTIZATION_SUPPORT if cell.device == "cpu"]

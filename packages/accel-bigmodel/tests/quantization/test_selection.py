@@ -11,7 +11,7 @@ from accel_bigmodel import (
     get_keys_to_not_convert,
     init_empty_weights,
 )
-from accel_bigmodel.quantization.selection import is_named, select_layers, warn_of_unknown
+from accel_bigmodel.quantization.selection import is_named, kept_in_float32, select_layers, warn_of_unknown
 
 
 class Block(nn.Module):
@@ -106,6 +106,17 @@ def test_names_match_whole_parts_between_dots(name, wanted, expected):
 
 def test_what_stays_in_float32_is_not_quantised():
     assert names(Model(), keep_in_fp32_modules=["down"]) == [("blocks.0.up",), ("blocks.1.up",)]
+
+
+def test_what_transformers_lists_stays_in_float32():
+    """T5 converts what goes into ``wo`` to the dtype of its weight, which is uint8 with 4 bits."""
+    model = Model()
+    model._keep_in_fp32_modules = ["down"]
+    model._keep_in_fp32_modules_strict = {"attention"}
+    config = BnbQuantizationConfig(load_in_8bit=True)
+    assert kept_in_float32(model, config) == ["attention", "down"]
+    assert names(model) == [("blocks.0.up",), ("blocks.1.up",)]
+    assert names(model, keep_in_fp32_modules=[]) == INNER
 
 
 def test_subclasses_are_left_alone():

@@ -34,7 +34,8 @@ class BnbQuantizationConfig:
             with 8 bits and the compute dtype with 4 bits.
         skip_modules: names of modules that are not quantised, whole or a part between dots. By default those of
             `get_keys_to_not_convert`. A weight with several names is never quantised.
-        keep_in_fp32_modules: names of modules that are not quantised and stay in float32.
+        keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
+            transformers lists for the model's class, such as ``wo`` of T5.
         bnb_4bit_cpu_packing: with 4 bits, on processors with AVX512-BF16: let bitsandbytes lay the weights out anew
             before the first forward in evaluation. Measured on 2048 by 2048: one row 25 times as fast, 256 rows 4 times
             as slow. The scales are rounded to bfloat16 then, so ``state_dict()`` refuses afterwards. Only layers whose
@@ -119,7 +120,8 @@ class TorchAoQuantizationConfig:
             are quantised: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
         skip_modules: names of modules that are not quantised, whole or a part between dots. By default those of
             `get_keys_to_not_convert`. A weight with several names is never quantised.
-        keep_in_fp32_modules: names of modules that are not quantised and stay in float32.
+        keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
+            transformers lists for the model's class, such as ``wo`` of T5.
 
     Raises:
         QuantizationError: a value that is not one of these.

@@ -14,7 +14,13 @@ from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine, quantization_engine
 from accel_bigmodel.quantization.packed import PackedWeights
 from accel_bigmodel.quantization.places import Device, Places, check_sizes, get_quantized_model_device_map
-from accel_bigmodel.quantization.selection import Layer, is_named, select_layers, warn_of_unknown
+from accel_bigmodel.quantization.selection import (
+    Layer,
+    is_named,
+    kept_in_float32,
+    select_layers,
+    warn_of_unknown,
+)
 from accel_ckpt.errors import UninitializedTensorError
 from accel_ckpt.loading import Placer, Step, Target, load_weights
 from accel_ckpt.memory import trim_heap
@@ -122,6 +128,7 @@ class _QuantizingPlacer(Placer):
     ) -> None:
         super().__init__(dtype=config.dtype)
         self._model, self._config, self._engine, self._places = model, config, engine, places
+        self._keep = kept_in_float32(model, config)
         self._waiting = {id(layer.module.weight): layer for layer in layers}
         self._linear = {
             name: module
@@ -143,9 +150,7 @@ class _QuantizingPlacer(Placer):
 
     def dtype(self, step: Step) -> torch.dtype:
         """As the configuration says."""
-        if step.saved.is_floating_point and is_named(
-            step.target.names[0], self._config.keep_in_fp32_modules or ()
-        ):
+        if step.saved.is_floating_point and is_named(step.target.names[0], self._keep):
             return torch.float32
         return super().dtype(step)
 
@@ -186,12 +191,11 @@ class _QuantizingPlacer(Placer):
                 new = self._engine.quantize(layer.module, weight.to(self._config.dtype), home)
                 self._replace(layer, new)
         hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
-        keep = self._config.keep_in_fp32_modules or ()
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.device.type == "meta" or id(tensor) in self._quantized:
                 continue
             converts = tensor.dtype.is_floating_point and name not in hidden
-            dtype = torch.float32 if is_named(name, keep) else self._config.dtype
+            dtype = torch.float32 if is_named(name, self._keep) else self._config.dtype
             tensor.data = tensor.data.to(self._places.of(name), dtype if converts else tensor.dtype)
         trim_heap()
 

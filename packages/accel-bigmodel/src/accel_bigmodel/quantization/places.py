@@ -13,7 +13,7 @@ from accel_bigmodel.device_map import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine
-from accel_bigmodel.quantization.selection import Layer, is_named, select_layers
+from accel_bigmodel.quantization.selection import Layer, is_named, kept_in_float32, select_layers
 from accel_bigmodel.quantization.support import OFFLOADED, check_support
 from accel_state.devices import default_device
 
@@ -117,7 +117,7 @@ def _inferred(
     no_split_module_classes: str | Iterable[str] | None,
 ) -> dict[str, Device]:
     quantized = {f"{name}.weight" for layer in layers for name in layer.names}
-    keep = config.keep_in_fp32_modules or ()
+    keep = kept_in_float32(model, config)
     special = {
         name: torch.float32 if is_named(name, keep) else config.dtype
         for name, tensor in (*model.named_parameters(), *model.named_buffers())

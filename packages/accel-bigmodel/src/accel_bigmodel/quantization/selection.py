@@ -12,7 +12,14 @@ from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_ckpt.modules.ties import find_tied_parameters
 
-__all__ = ["Layer", "get_keys_to_not_convert", "is_named", "select_layers", "warn_of_unknown"]
+__all__ = [
+    "Layer",
+    "get_keys_to_not_convert",
+    "is_named",
+    "kept_in_float32",
+    "select_layers",
+    "warn_of_unknown",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +54,18 @@ def is_named(name: str, wanted: Iterable[str]) -> bool:
     return any(f".{each}." in dotted for each in wanted)
 
 
+def kept_in_float32(model: nn.Module, config: QuantizationConfig) -> list[str]:
+    """Names of modules that stay in float32: as configured, or else as transformers says for the model's class.
+
+    What is listed there can also be what fails when it is quantised: T5 converts what goes into ``wo`` to the dtype of
+    its weight, and with 4 bits that is uint8.
+    """
+    if config.keep_in_fp32_modules is not None:
+        return list(config.keep_in_fp32_modules)
+    listed = (getattr(model, f"_keep_in_fp32_modules{strictly}", None) or () for strictly in ("", "_strict"))
+    return sorted({name for names in listed for name in names})
+
+
 def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
     """The layers that are quantised: of the class ``nn.Linear`` itself, not skipped, with a weight of their own.
 
@@ -57,7 +76,7 @@ def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
         QuantizationError: there is none; or one has hooks, which its replacement would not have.
     """
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
-    skipped = [*skipped, *(config.keep_in_fp32_modules or ())]
+    skipped = [*skipped, *kept_in_float32(model, config)]
     places: dict[nn.Linear, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module) is nn.Linear and "weight" in module._parameters and name:
