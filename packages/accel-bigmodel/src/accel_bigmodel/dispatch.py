@@ -376,7 +376,9 @@ def _mover(
     budget = 0
     if not plan.streams:
         budget = int(_MAPPED_SHARE * available_host_memory()) if host_memory is None else host_memory
-        if sum(t.nbytes for t in plan.tensors.values() if mapped_file_of(t) is not None) <= budget:
+        tensors = plan.tensors.values()
+        fits = sum(t.nbytes for t in tensors) <= budget  # the quicker question, which most models answer
+        if fits or sum(t.nbytes for t in tensors if mapped_file_of(t) is not None) <= budget:
             return None
     groups = plan_groups(
         plan.model, waiting, preload_module_classes=preload, offload_buffers=plan.offload_buffers

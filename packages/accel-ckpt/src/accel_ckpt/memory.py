@@ -147,10 +147,14 @@ _mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDicti
 _begins: list[int] = []
 
 
+# Asked first, because it is asked for every tensor of a model.
+_PLAIN = (torch.nn.Parameter, torch.Tensor)
+
+
 def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
     """The file that a tensor on the CPU is a view of; ``None`` if its memory is its own, or that of tensors in it."""
-    wraps: bool = is_traceable_wrapper_subclass(tensor)
-    if wraps or tensor.device.type != "cpu" or tensor.numel() == 0:
+    wraps: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
+    if wraps or not tensor.is_cpu or tensor.numel() == 0:
         return None
     address = tensor.untyped_storage().data_ptr()
     # A copy, for threads that map files meanwhile. Mappings do not overlap.

@@ -164,7 +164,7 @@ def check_nothing_on_meta(model: nn.Module) -> None:
     Raises:
         UninitializedTensorError: names them, and says what fills them.
     """
-    left = [name for name, tensor in _all_tensors(model) if tensor.device.type == "meta"]
+    left = [name for name, tensor in _all_tensors(model) if tensor.is_meta]
     refuse_without_values(left, get_non_persistent_buffers(model, recurse=True, fqns=True) if left else ())
 
 
