@@ -8,12 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 from accel_bigmodel import (
     EstimateError,
+    dispatch_model,
     estimate_activations,
     estimate_memory,
     estimate_training,
     estimate_weights,
     init_empty_weights,
 )
+from accel_bigmodel.streaming.transfer import HostTransfer
 
 
 class Mlp(nn.Module):
@@ -134,6 +136,18 @@ def test_activations_of_a_model_that_looks_at_values_are_refused():
     with pytest.raises(EstimateError, match="Check the inputs"):
         estimate_activations(model, (ids(), 1.0, 2))
     assert not any(module.training for module in model.modules())
+
+
+def test_a_dispatched_model_is_left_alone():
+    model = Mlp().eval()
+    given = ids()
+    with torch.no_grad():
+        expected = model(given)
+    dispatch_model(model, {"": "cpu"}, transfer=HostTransfer())
+    with pytest.raises(EstimateError, match=r"is dispatched .* init_empty_weights"):
+        estimate_activations(model, (given,))
+    with torch.no_grad():
+        assert torch.equal(model(given), expected)
 
 
 def real_bytes(dtype, optimizer_class):

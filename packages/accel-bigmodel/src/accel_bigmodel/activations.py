@@ -42,8 +42,14 @@ def estimate_activations(
         device: where it will run, since kernels save different things on different devices.
 
     Raises:
-        EstimateError: the forward needs values of tensors.
+        EstimateError: the model is dispatched; the forward needs values of tensors, or kernels of which PyTorch cannot
+            tell without values what they return.
     """
+    if getattr(model, "hf_device_map", None) is not None or getattr(model, "pippy_stage", None) is not None:
+        raise EstimateError(
+            f"this {type(model).__name__} is dispatched or cut into stages, and its forward moves weights; estimate "
+            "with one built under init_empty_weights"
+        )
     where = torch.device(device)
     training = {module: module.training for module in model.modules()}
     precision: AbstractContextManager[Any] = (
@@ -78,8 +84,8 @@ def estimate_activations(
     except Exception as error:
         raise EstimateError(
             f"the forward of {type(model).__name__} cannot run without values: {type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}. Check the inputs; a model whose control flow depends on "
-            "values has no fixed amount of activations"
+            f"{str(error).strip().partition(chr(10))[0]}. Check the inputs; control flow that depends on values, and "
+            "kernels whose results PyTorch cannot tell without them, have no estimate"
         ) from error
     finally:
         for module, was in training.items():
