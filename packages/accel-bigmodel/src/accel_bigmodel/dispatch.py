@@ -32,7 +32,6 @@ from accel_bigmodel.usage import entry_of
 from accel_ckpt.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.tensors import (
     check_nothing_on_meta,
-    get_non_persistent_buffers,
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
@@ -299,13 +298,16 @@ class _Plan:
         self.tensors: dict[int, torch.Tensor] = {}
         self.homes: dict[int, torch.device | str] = {}
         self.names: dict[int, str] = {}
-        hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self._add(name, parameter, self.place_of(name))
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            waits = buffers and name not in hidden
-            place = self.place_of(name)
-            self._add(name, buffer, place if waits or place not in ("disk", CPU) else main)
+        for path, module in model.named_modules(remove_duplicate=False):
+            prefix = f"{path}." if path else ""
+            for leaf, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._add(prefix + leaf, parameter, self.place_of(prefix + leaf))
+            for leaf, buffer in module._buffers.items():
+                if buffer is not None:
+                    waits = buffers and leaf not in module._non_persistent_buffers_set
+                    place = self.place_of(prefix + leaf)
+                    self._add(prefix + leaf, buffer, place if waits or place not in ("disk", CPU) else main)
 
     def place_of(self, name: str) -> torch.device | str:
         """Where the map puts a name: its own entry, or that of the nearest module above it.
