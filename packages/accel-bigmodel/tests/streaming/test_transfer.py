@@ -280,13 +280,23 @@ def test_device_faults_are_raised_by_wait_only():
 def test_time_on_the_device_is_counted_when_it_has_passed():
     transfer = Fake()
     tensors, layout = group(1)
-    for _ in range(2):
+    for _ in range(5):
         transfer.copy("a", tensors, layout, slot_for(transfer, layout)).wait()
-    last = transfer.events[4]
-    last.passed = False
-    assert transfer.seconds() == pytest.approx(0.001)
-    last.passed = True
-    assert transfer.seconds() == transfer.seconds() == pytest.approx(0.002)
+    assert transfer.seconds() == pytest.approx(0.005)
+    assert not transfer._timed  # what is finished is not kept
+    make = transfer._new_event
+
+    def unfinished(*, timed=False):
+        event = make(timed=timed)
+        event.passed = False
+        return event
+
+    transfer._new_event = unfinished
+    transfer.copy("a", tensors, layout, slot_for(transfer, layout)).wait()
+    assert transfer.seconds() == pytest.approx(0.005)
+    for event in transfer.events:
+        event.passed = True
+    assert transfer.seconds() == transfer.seconds() == pytest.approx(0.006)
     transfer.close()
 
 

@@ -285,6 +285,8 @@ class AcceleratorTransfer:
                 staging.sent = done
             done.record(self._stream)
         self._timed.append((begun, done))
+        while self._timed and self._timed[0][1].query():
+            self._seconds += _seconds_between(*self._timed.popleft())
 
     def _pack(self, sources: Sources, layout: Layout) -> _Staging:
         """Put a group's tensors into the pinned buffer that was used before the other."""
@@ -308,10 +310,8 @@ class AcceleratorTransfer:
 
     def seconds(self) -> float:
         """Seconds that finished copies took on the device."""
-        while self._timed and self._timed[0][1].query():
-            begun, done = self._timed.popleft()
-            self._seconds += begun.elapsed_time(done) / 1000
-        return self._seconds
+        # The thread adds up what is finished before its next copy.
+        return self._seconds + sum(_seconds_between(*pair) for pair in list(self._timed) if pair[1].query())
 
     def close(self) -> None:
         """Wait for what was asked for, and free thread, stream and pinned buffers."""
@@ -320,6 +320,10 @@ class AcceleratorTransfer:
             self._stream.synchronize()
             self._stream = None
         self._staging.clear()
+
+
+def _seconds_between(begun: Any, done: Any) -> float:
+    return float(begun.elapsed_time(done)) / 1000
 
 
 class _Staging:

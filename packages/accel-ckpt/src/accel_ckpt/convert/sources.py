@@ -14,7 +14,7 @@ import torch
 from accel_ckpt.convert.dcp import DCP_METADATA, DcpFolder, is_dcp_folder
 from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from accel_ckpt.index import WeightFiles, find_weights, inside
+from accel_ckpt.index import WeightFiles, find_weights, inside, is_weight_file
 from accel_ckpt.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.reader import Header, read_entry, read_header, read_pickled_weights
 from accel_ckpt.sharded import places_of
@@ -43,8 +43,8 @@ def find_source(checkpoint: Path) -> Source:
     """Find the weights of a file, an index, or a folder.
 
     A folder is, tried in this order: a Distributed Checkpoint of torch; an FSDP checkpoint of Accelerate, with one
-    or both of ``pytorch_model_fsdp_0/`` and ``pytorch_model_fsdp.bin``; whole files as `find_weights` finds them;
-    safetensors files in which every rank wrote its own pieces.
+    or both of ``pytorch_model_fsdp_0/`` and ``pytorch_model_fsdp.bin``; safetensors files in which every rank wrote
+    its own pieces; whole files as `find_weights` finds them.
 
     Raises:
         CheckpointNotFoundError: it is none of these, or several; names what to pass.
@@ -67,12 +67,18 @@ def find_source(checkpoint: Path) -> Source:
             )
         if found:
             return PiecedFolder(found[0]) if what == "folder" else WeightFiles((found[0],))
+    # Only files of names that nobody else gives are asked whether they hold pieces: headers can be long.
+    files = [checkpoint / name for name in names if name.endswith(".safetensors")]
+    odd = bool(files) and not any(is_weight_file(path.name) for path in files)
+    if (
+        odd
+        and not list(checkpoint.glob("*.index.json"))
+        and all(is_divided(read_header(path)) for path in files)
+    ):
+        return PiecedFolder(checkpoint, tuple(files))
     try:
         return find_weights(checkpoint)
     except CheckpointNotFoundError as error:
-        files = [checkpoint / name for name in names if name.endswith(".safetensors")]
-        if files and all(is_divided(read_header(path)) for path in files):
-            return PiecedFolder(checkpoint, tuple(files))
         below = [path for path in sorted(checkpoint.iterdir()) if path.is_dir() and _has_weights(path)]
         if not below:
             raise
