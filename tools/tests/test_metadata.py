@@ -37,7 +37,7 @@ def test_a_readme_has_an_install_line_and_justifies_each_dependency(folder):
         name for row in re.findall(r"^\| ([\w, -]+) \| \S", table, re.MULTILINE) for name in row.split(", ")
     }
     assert named - {"dependency"} == {requirement.name for requirement in _dependencies(folder)}
-    assert len(re.findall(r"^```python", readme, re.MULTILINE)) >= (folder.name != "accel-bigmodel")
+    assert re.search(r"^```python", readme, re.MULTILINE)
 
 
 @pytest.mark.parametrize("folder", PACKAGES, ids=lambda folder: folder.name)
