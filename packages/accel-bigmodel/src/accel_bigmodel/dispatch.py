@@ -16,6 +16,7 @@ from accel_bigmodel.checks import check_device_map, execution_device
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.base import (
+    MOVES,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -43,9 +44,6 @@ Device = int | str | torch.device
 Model = TypeVar("Model", bound=nn.Module)
 
 CPU = torch.device("cpu")
-
-# What moves a whole module; each would leave a part of a dispatched model behind.
-_MOVES = ("to", "cpu", "cuda", "npu", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron", "ipu", "to_empty")
 
 # Of the host memory that is free, for mapped weights; the rest is for activations and for everybody else.
 _MAPPED_SHARE = 0.8
@@ -212,8 +210,6 @@ def undispatch(model: Model) -> Model:
     if dispatch.mover is not None:
         dispatch.mover.detach()
     remove_hook_from_submodules(model)
-    for name in _MOVES:
-        model.__dict__.pop(name, None)
     del model.hf_device_map
     return model
 
@@ -467,7 +463,7 @@ def _attach(
         add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
     model._accel_dispatch = Dispatch(plan.places, plan.main, mover)  # type: ignore[assignment]
     if spread or mover is not None:
-        for name in _MOVES:
+        for name in MOVES:
             if hasattr(type(model), name):
                 setattr(model, name, _Refusal(name))
     _prepare_encoder(model)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "MOVES",
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
@@ -25,8 +26,8 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Methods that dispatching a model may have guarded on the instance.
-_GUARDED = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "neuron")
+# Methods that move a whole module: dispatching a model guards them on the instance, and taking hooks off unguards them.
+MOVES = ("to", "cpu", "cuda", "npu", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron", "ipu", "to_empty")
 
 
 class ModelHook:
@@ -207,7 +208,7 @@ def _remove_hook(module: Any) -> None:
         else:
             module.forward = old
         del module._old_forward
-    for name in _GUARDED:
+    for name in MOVES:
         attributes.pop(name, None)
 
 
