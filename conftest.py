@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 
@@ -24,6 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave what the test modules have imported, half a million objects, out of all later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache
