@@ -73,6 +73,7 @@ def test_the_file_is_what_numpy_maps(tmp_path):
 def test_a_weight_without_elements(tmp_path, shape):
     index = offload_weight(torch.empty(shape), "weight", tmp_path, {})
     assert load_offloaded_weight(tmp_path / "weight.dat", index["weight"]).shape == shape
+    assert np.memmap(tmp_path / "weight.dat", dtype="float32", shape=shape, mode="r").shape == shape
 
 
 def test_without_an_index_only_the_file_is_written(tmp_path):

@@ -54,6 +54,13 @@ def test_links_to_outside_are_refused(tmp_path):
         read_index(index(folder, {"w": "d/x.safetensors"}))
 
 
+def test_names_that_lead_nowhere_are_refused(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("loop", "a\0b"):
+        with pytest.raises(UnsafeCheckpointError, match="cannot be followed"):
+            read_index(index(tmp_path, {"w": name}))
+
+
 def test_links_inside_and_in_the_hub_s_cache_are_followed(tmp_path):
     folder = tmp_path / "f"
     shard(folder, "x.safetensors")

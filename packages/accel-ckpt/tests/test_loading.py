@@ -183,6 +183,27 @@ def test_modules_kept_in_fp32(tmp_path):
     assert again.head.weight.dtype == torch.bfloat16
 
 
+def test_what_is_no_float_in_the_model_has_its_dtype_whatever_the_file_has_it_as(tmp_path):
+    """A mask as uint8, as some files have it, a counter of another width, and floats that were rounded to integers."""
+    model = nn.Linear(2, 1)
+    for name, dtype in (("mask", torch.bool), ("count", torch.int64), ("phase", torch.complex64)):
+        model.register_buffer(name, torch.zeros(2, dtype=dtype))
+    saved = {
+        "weight": torch.ones(1, 2, dtype=torch.int64),
+        "bias": torch.ones(1),
+        "mask": torch.ones(2, dtype=torch.uint8),
+        "count": torch.ones(2, dtype=torch.int32),
+        "phase": torch.ones(2),
+    }
+    safetensors.torch.save_file(saved, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    wanted = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    wanted |= {"weight": torch.float16, "bias": torch.float16}
+    load_checkpoint_in_model(model, tmp_path / "x.safetensors", dtype="float16")
+    assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == wanted
+    assert all((tensor == 1).all() for tensor in model.state_dict().values() if tensor.dtype != torch.bool)
+    assert model.mask.all()
+
+
 # strictness
 
 
@@ -389,6 +410,18 @@ def test_load_state_dict_and_formats(tmp_path):
     safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "np.safetensors", metadata={"format": "np"})
     with pytest.raises(CorruptCheckpointError, match="'np'"):
         load_state_dict(tmp_path / "np.safetensors")
+
+
+@pytest.mark.parametrize("read", ["model", "meta", "state dict"])
+def test_files_of_torch_save_may_be_written_in_place_again(tmp_path, read):
+    """As torch.save does: it empties the file first, and touching a view of it would then end the process."""
+    saved, path = nn.Linear(50, 50), tmp_path / "pytorch_model.bin"
+    torch.save(saved.state_dict(), path)
+    again = on_meta(lambda: nn.Linear(50, 50)) if read == "meta" else nn.Linear(50, 50)
+    loaded = load_state_dict(path) if read == "state dict" else load_checkpoint_in_model(again, tmp_path)
+    path.write_bytes(bytes(path.stat().st_size))
+    found = loaded if read == "state dict" else again.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in saved.state_dict().items())
 
 
 @pytest.mark.gpu

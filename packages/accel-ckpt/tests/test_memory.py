@@ -6,6 +6,9 @@ import mmap
 import os
 import subprocess
 import sys
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -198,6 +201,21 @@ def test_views_are_told_apart_while_files_are_mapped_and_forgotten(tmp_path):
         for path, view in living:
             assert mapped_file_of(view[-1:]).path == path
         assert mapped_file_of(torch.empty(5)) is None
+
+
+def test_threads_map_files_at_once(tmp_path, monkeypatch):
+    class Slow(weakref.WeakValueDictionary):
+        def __iter__(self):
+            for key in super().__iter__():
+                time.sleep(1e-4)
+                yield key
+
+    monkeypatch.setattr(memory, "_mappings", Slow(memory._mappings))
+    path = tmp_path / "file"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with ThreadPoolExecutor(4) as pool:
+        views = list(pool.map(lambda _: map_file(path, mmap.PAGESIZE), range(16)))
+    assert all(mapped_file_of(view) is not None for view in views)
 
 
 def test_the_descriptor_goes_with_the_last_view(tmp_path):

@@ -113,6 +113,13 @@ def test_headers_that_lie(tmp_path, header):
         read_header(path)
 
 
+def test_dtypes_of_less_than_a_byte_are_no_damage(tmp_path):
+    packed = torch.zeros(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    safetensors.torch.save_file({"w": packed}, tmp_path / "x.safetensors")
+    with pytest.raises(UnsupportedValueError, match=r"x\.safetensors .*'w' is F4.*Save its bytes, as U8"):
+        read_header(tmp_path / "x.safetensors")
+
+
 def test_a_huge_announced_header_is_not_read(tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
@@ -139,6 +146,13 @@ def test_t25_a_pickle_that_would_run_code_is_refused(tmp_path, legacy):
     with pytest.raises(UnsafeCheckpointError):
         read_pickled(path)
     assert not target.exists()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_nobody_is_told_to_switch_the_protection_off(tmp_path):
+    (tmp_path / "x.bin").write_bytes(pickle.dumps({"w": Path("x")}, protocol=4))
+    with pytest.raises(UnsafeCheckpointError, match=r"or because it is damaged: Unsupported operand \d+$"):
+        read_pickled(tmp_path / "x.bin")
 
 
 @pytest.mark.parametrize("legacy", [False, True])

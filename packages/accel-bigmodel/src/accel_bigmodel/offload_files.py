@@ -61,7 +61,9 @@ def offload_weight(
     path = inside(Path(offload_folder), f"{weight_name}.dat")
     check_writable(weight_name, weight)
     plain = plain_on(weight, "cpu")
-    replace_file(path, lambda temporary: write_bytes(temporary, as_bytes(plain) if plain.numel() else b""))
+    # Nothing at all could not be mapped by NumPy, with which Accelerate reads it.
+    content = as_bytes(plain) if plain.numel() else b"\0"
+    replace_file(path, lambda temporary: write_bytes(temporary, content))
     if index is not None:
         index[weight_name] = {
             "dtype": str(weight.dtype).removeprefix("torch."),

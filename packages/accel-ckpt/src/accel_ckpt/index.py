@@ -64,7 +64,12 @@ def inside(folder: Path, name: str) -> Path:
             f"the checkpoint in {folder} names the file {name!r}, which is not inside its folder"
         )
     path = folder.joinpath(*parts)
-    target, root = path.resolve(), folder.resolve()
+    try:
+        target, root = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a NUL
+        raise UnsafeCheckpointError(
+            f"the checkpoint in {folder} names the file {name!r}, which cannot be followed: {error}"
+        ) from error
     if not (target.is_relative_to(root) or _is_hub_blob(target, folder.absolute())):
         raise UnsafeCheckpointError(f"{path} is a link to {target}, which is outside the checkpoint's folder")
     return path

@@ -75,7 +75,7 @@ def load_state_dict(
     """
     path = Path(checkpoint_file).expanduser()
     if path.suffix != ".safetensors":
-        content = read_pickled(path)
+        content = read_pickled(path, mapped=False)
         return dict(content) if isinstance(content, Mapping) else content
     source = MappedWeights(WeightFiles((path,)))
     kind = MappedShard(path).header.metadata.get("format")
@@ -256,8 +256,8 @@ class Placer:
     def dtype(self, step: Step) -> torch.dtype:
         """The dtype that a tensor gets."""
         old = step.target.tensor.dtype
-        if not step.saved.is_floating_point:
-            return old if self._dtype is None else step.saved
+        if not old.is_floating_point:  # a mask or a counter, whatever the file has it as
+            return old
         if self._dtype == torch.float16 and self._keep_in_fp32:
             name = step.target.names[0]
             return torch.float32 if self._keep_in_fp32.intersection(name.split(".")) else torch.float16

@@ -8,6 +8,7 @@ import math
 import mmap
 import os
 import sys
+import threading
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -119,8 +120,9 @@ class MappedFile(mmap.mmap):
         self._fingerprint = self._look()
         weakref.finalize(self, os.close, descriptor)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
-        _mappings[address] = self
-        _begins[:] = sorted(_mappings)  # those that are gone may lie within this one
+        with _registering:
+            _mappings[address] = self
+            _begins[:] = sorted(_mappings)  # those that are gone may lie within this one
         return self
 
     def _look(self) -> tuple[int, int]:
@@ -145,6 +147,7 @@ class MappedFile(mmap.mmap):
 # What is mapped is a fact about the address space, which a process has one of; entries go with their mapping.
 _mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
 _begins: list[int] = []
+_registering = threading.Lock()
 
 
 # Asked first, because it is asked for every tensor of a model.

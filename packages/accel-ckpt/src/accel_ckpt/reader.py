@@ -53,6 +53,7 @@ __all__ = [
 ]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of the format whose shapes torch counts otherwise
 _CHUNK = 1 << 22
 _MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
 
@@ -103,6 +104,7 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointNotFoundError: there is no such file.
         CorruptCheckpointError: it is truncated, or its header is not one that describes it.
+        UnsupportedValueError: several values of a tensor share a byte.
     """
     refuse_irregular(path)
     try:
@@ -155,6 +157,11 @@ def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
             if type(number) is not int or number < 0:
                 raise ValueError("a size or an offset is not a natural number")
     except (KeyError, TypeError, ValueError) as error:
+        if isinstance(field, dict) and field.get("dtype") in _PACKED:
+            raise UnsupportedValueError(
+                f"{path} cannot be loaded: the tensor {name!r} is {field['dtype']}, of which several values share a "
+                f"byte; only {', '.join(DTYPES)} are read here. Save its bytes, as U8"
+            ) from None
         raise CorruptCheckpointError(
             f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
         ) from error
@@ -462,5 +469,8 @@ def cause_of(error: BaseException) -> str:
     """What went wrong in one line; for a refused pickle the name of the object that it refers to."""
     # torch explains at length how to switch the protection off; the name of the object is what helps.
     named = re.search(r"GLOBAL (\S+)", str(error))
-    lines = str(error).strip().splitlines()
-    return f"it refers to {named[1]}" if named else (lines[0] if lines else type(error).__name__)
+    if named:
+        return f"it refers to {named[1]}"
+    told = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    lines = [told[1]] if told else str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -174,6 +174,9 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 class MappedWeights(_Files):
     """Weights in whole files; of safetensors files they are views.
 
+    Those of ``torch.save`` are copied from their mapping: it writes its files in place, so that saving a model over the
+    file that its weights are views of would end the process, and the file.
+
     Args:
         files: the files, and where the index says that each tensor is.
     """
@@ -221,7 +224,9 @@ class MappedWeights(_Files):
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU."""
         home = self._homes[name]
-        return home.tensor(self._keys.get(name, name)) if isinstance(home, MappedShard) else home[name]
+        if isinstance(home, MappedShard):
+            return home.tensor(self._keys.get(name, name))
+        return home[name].clone()
 
     def key_of(self, name: str) -> str:
         """The name under which a file holds the tensor."""
@@ -312,12 +317,12 @@ class BroadcastWeights:
         """Agree on what is sent, and in which order. Collective."""
         self._needed = set(names)
         asked = self._coordinator.exchange(list(names))
-        # Rank 0's own order matters least: what it holds for later is a view.
+        # Rank 0's own order matters least: what it holds for later is a view, if it is of safetensors.
         order = dict.fromkeys(name for answer in reversed(asked) for name in answer)
         self._stream = itertools.chain.from_iterable(map(self._send, self._batches(order)))
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on the device that it was received on; on rank 0 a view of its file. Collective."""
+        """A tensor, on the device that it was received on; on rank 0 as its file gives it. Collective."""
         while name not in self._held:
             sent, value = next(self._stream)
             if sent in self._needed:

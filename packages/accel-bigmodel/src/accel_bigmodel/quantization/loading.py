@@ -150,7 +150,8 @@ class _QuantizingPlacer(Placer):
 
     def dtype(self, step: Step) -> torch.dtype:
         """As the configuration says."""
-        if step.saved.is_floating_point and is_named(step.target.names[0], self._keep):
+        floating = step.target.tensor.dtype.is_floating_point
+        if floating and is_named(step.target.names[0], self._keep):
             return torch.float32
         return super().dtype(step)
 
