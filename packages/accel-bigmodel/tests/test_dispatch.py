@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTensorMode
 
 from accel_bigmodel import (
+    AlignDevicesHook,
     DeviceMapError,
     OffloadError,
     checks,
@@ -390,3 +391,12 @@ def test_one_device_needs_no_hook(fake_accelerators):
     assert "to" not in vars(model)
     model = dispatch_model(model, {"": 0}, force_hooks=True)
     assert model(torch.ones(3, 4)).device == torch.device("cpu")
+
+
+def test_hooks_tell_other_libraries_what_they_ask(fake_accelerators):
+    """PEFT builds a module's hook anew by the name of its class; diffusers asks a model's hooks where it computes."""
+    model = nn.Sequential(Scale("cuda:0"), Scale("cuda:1"))
+    dispatch_model(model, {"0": 0, "1": 1})
+    assert [type(layer._hf_hook) for layer in model] == [AlignDevicesHook] * 2
+    assert [str(layer._hf_hook.execution_device) for layer in model] == ["cuda:0", "cuda:1"]
+    assert str(model._hf_hook.execution_device) == "cuda:0"

@@ -14,12 +14,13 @@ from torch import nn
 from accel_bigmodel.budget import available_host_memory
 from accel_bigmodel.checks import check_device_map, execution_device
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.base import (
     MOVES,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
+    hook_of,
     remove_hook_from_submodules,
 )
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
@@ -435,14 +436,6 @@ class AddedLater(ModelHook):
             ) from error
 
 
-class AlignInputs(AlignDevicesHook):
-    """Brings inputs to a device, and leaves weights alone: they are where they should be, or come by themselves."""
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Nothing to place."""
-        return module
-
-
 def _attach(
     plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, mover: Streamer | Pager | None
 ) -> None:
@@ -457,8 +450,8 @@ def _attach(
             device = plan.main if place in ("disk", CPU) else torch.device(place)
             owner = _module(model, name)
             if owner is not model:
-                add_hook_to_module(owner, AlignInputs(device, skip_keys=skip_keys), append=True)
-        hooks.append(AlignInputs(plan.main, io_same_device=True, skip_keys=skip_keys))
+                add_hook_to_module(owner, align_inputs(device, skip_keys=skip_keys), append=True)
+        hooks.append(align_inputs(plan.main, io_same_device=True, skip_keys=skip_keys))
     if hooks:
         add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
     model._accel_dispatch = Dispatch(plan.places, plan.main, mover)  # type: ignore[assignment]
@@ -478,7 +471,7 @@ def _prepare_encoder(model: nn.Module) -> None:
     get_encoder = getattr(model, "get_encoder", None)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
         encoder = get_encoder()
-        if isinstance(encoder, nn.Module) and encoder is not model and not hasattr(encoder, "_hf_hook"):
+        if isinstance(encoder, nn.Module) and encoder is not model and hook_of(encoder) is None:
             add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
 
 

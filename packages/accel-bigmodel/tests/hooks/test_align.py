@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from accel_bigmodel import (
     AlignDevicesHook,
@@ -669,3 +670,55 @@ def test_offloading_runs_outside_of_graphs(x):
         for _ in range(2):
             assert torch.equal(compiled(x), expected)
     assert block[2].weight.is_meta
+
+
+# modules that change, and hooks that move on
+
+
+def test_a_tensor_that_somebody_takes_away_is_not_missed(x):
+    block = nn.BatchNorm1d(4).eval()
+    add_hook_to_module(block, AlignDevicesHook("cpu", offload=True, offload_buffers=True))
+    block.bias = None
+    del block.num_batches_tracked
+    assert torch.equal(block(x), nn.BatchNorm1d(4).eval()(x))
+    remove_hook_from_module(block)
+    assert block.bias is None
+    assert where(block) == {"weight": "cpu", "running_mean": "cpu", "running_var": "cpu"}
+
+
+def test_a_hook_that_goes_to_another_module_leaves_the_first_one_its_weights(x):
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    weight, expected = first.weight, (first(x), second(x))
+    hook = AlignDevicesHook("cpu", offload=True)
+    for module in (first, second):
+        add_hook_to_module(module, hook)
+    assert first.weight is weight
+    assert second.weight.is_meta
+    assert all(map(torch.equal, (first(x), second(x)), expected))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        nn.utils.weight_norm,
+        nn.utils.spectral_norm,
+        lambda module: prune.identity(module, "weight"),
+    ],
+)
+def test_weights_that_are_needed_before_forward_are_not_offloaded(normalise, x):
+    # PyTorch multiplies with what is on the meta device without a word.
+    module = nn.Sequential(normalise(nn.Linear(4, 4))).eval()
+    expected = module(x)
+    with pytest.raises(OffloadError, match=r"computes a weight of Linear '0' before its forward"):
+        add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, place_submodules=True))
+    assert torch.equal(module(x), expected)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))  # offloads nothing of it
+    assert torch.equal(module(x), expected)
+
+
+def test_weights_that_are_computed_in_forward_are_offloaded(x):
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+    expected = module(x)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, place_submodules=True))
+    assert torch.equal(module(x), expected)

@@ -6,6 +6,7 @@ from torch import nn
 
 from accel_bigmodel import (
     AlignDevicesHook,
+    DeviceMapError,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -14,6 +15,7 @@ from accel_bigmodel import (
     attach_execution_device_hook,
     remove_hook_from_submodules,
 )
+from accel_ckpt import StateMismatchError
 
 
 class Model(nn.Module):
@@ -200,4 +202,45 @@ def test_block_inside_a_named_module(x):
         model, {"0.1": "cpu", "0.0": "cpu", "1": "cpu"}, {"0.1": True, "0.0": False, "1": False}
     )
     assert on_meta(model) == {"0.1.weight", "0.1.bias"}
+    assert torch.equal(model(x), expected)
+
+
+def test_a_module_at_two_places_is_offloaded_once(model, x):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Sequential(model), nn.Sequential(model, nn.Linear(5, 2))
+
+        def forward(self, x):
+            return self.second(x) + self.first(x).sum()
+
+    twice = Twice().eval()
+    expected = twice(x)
+    attach_align_device_hook(twice, "cpu", offload=True)
+    assert torch.equal(twice(x), expected)
+    remove_hook_from_submodules(twice)
+    assert torch.equal(twice(x), expected)
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model, weights: attach_align_device_hook(model, "cpu", True, weights),
+        lambda model, weights: attach_align_device_hook_on_blocks(
+            model, "cpu", {"linear1": True, "norm": False, "act": False, "linear2": True}, weights
+        ),
+        lambda model, weights: attach_align_device_hook_on_blocks(
+            model, {"linear1": "meta", "linear2": "moon"}, {"linear1": False, "linear2": True}, weights
+        ),
+    ],
+)
+def test_all_hooks_or_none(model, x, attach):
+    before, expected = ModelHook(), model(x)
+    add_hook_to_module(model.linear1, before)
+    weights = {name: value for name, value in model.state_dict().items() if name != "linear2.bias"}
+    with pytest.raises((StateMismatchError, DeviceMapError)):
+        attach(model, weights)
+    assert hooked(model) == {"linear1"}
+    assert model.linear1._hf_hook is before
+    assert not on_meta(model)
     assert torch.equal(model(x), expected)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel import (
+    AlignDevicesHook,
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -310,3 +311,69 @@ def test_sequences_of_hooks_run_outside_of_graphs(model, x):
     for _ in range(3):
         assert torch.equal(compiled(x), expected)
     assert seen == [False] * 4
+
+
+class Wrapper(nn.Module):
+    """Finds what it does not have in the module that it wraps, as the models of PEFT do."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x):
+        return self.inner(x) * 3
+
+
+def test_a_wrapper_does_not_take_the_hook_of_what_it_wraps_for_its_own(model, x):
+    expected = model(x)
+    inner = AddToOutput()
+    add_hook_to_module(model, inner)
+    wrapper = Wrapper(model)
+    add_hook_to_module(wrapper, AddToOutput(), append=True)
+    assert model._hf_hook is inner
+    assert torch.equal(wrapper(x), (expected + 1) * 3 + 1)
+    remove_hook_from_module(wrapper)
+    assert torch.equal(wrapper(x), (expected + 1) * 3)
+
+
+@pytest.mark.parametrize("recurse", [False, True])
+def test_a_compiled_module_is_hooked_itself(model, x, recurse):
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    expected = compiled(x)
+    add_hook_to_module(compiled, AddToOutput())
+    assert torch.equal(compiled(x), expected + 1)
+    assert not hasattr(model, "_hf_hook")
+    remove_hook_from_module(compiled, recurse=recurse)
+    assert torch.equal(compiled(x), expected)
+    assert torch.equal(model(x), expected)
+
+
+class HookWithWeights(nn.Module, ModelHook):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def post_forward(self, module, output):
+        return output + self.weight
+
+
+def test_a_hook_that_is_a_module_does_not_become_a_part_of_the_model(model, x):
+    names, expected = list(model.state_dict()), model(x)
+    add_hook_to_module(model, HookWithWeights())
+    assert list(model.state_dict()) == names
+    assert torch.equal(model(x), expected + 1)
+    remove_hook_from_module(model)
+    assert torch.equal(model(x), expected)
+
+
+def test_a_sequence_says_where_it_computes():
+    align = AlignDevicesHook("meta")
+    assert SequentialHook(ModelHook(), AlignDevicesHook(), align).execution_device == "meta"
+    assert SequentialHook(ModelHook()).execution_device is None

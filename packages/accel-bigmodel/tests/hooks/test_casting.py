@@ -241,3 +241,28 @@ def test_compiled_around(model, x):
         expected = model(x)
         assert torch.equal(torch.compile(model, backend="eager")(x), expected)
     assert model.head.weight.dtype == SMALL
+
+
+def test_one_hook_for_several_layers(x):
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(LARGE)
+    hook = LayerwiseCastingHook(SMALL, LARGE, False)
+    expected = rounded(layers)(x)
+    for layer in layers:
+        add_hook_to_module(layer, hook)
+    assert cast(layers) == both("0", "1")
+    assert torch.equal(layers(x), expected)
+    remove_hook_from_module(layers[0])
+    assert cast(layers) == both("1")
+    assert torch.equal(layers(x), expected)
+
+
+def test_tensors_that_come_and_go(x):
+    layer = nn.Linear(8, 8, bias=False).to(LARGE)
+    expected = rounded(nn.Sequential(layer))(x)
+    add_hook_to_module(layer, LayerwiseCastingHook(SMALL, LARGE, False))
+    layer.bias = nn.Parameter(torch.zeros(8, dtype=SMALL))
+    assert torch.equal(layer(x), expected)
+    layer.bias = None
+    assert torch.equal(layer(x), expected)
+    remove_hook_from_module(layer)
+    assert layer.weight.dtype == LARGE

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import ModelHook, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.parking import Loans, ParkedTensor, Place, park, places_in, stand_in
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_state.trees import find_device, send_to_device
 
-__all__ = ["AlignDevicesHook", "TiedParams", "moved_to"]
+__all__ = ["AlignDevicesHook", "TiedParams", "align_inputs", "moved_to"]
 
 TiedParams = MutableMapping[int, dict[torch.device, Tensor]]
 
@@ -45,6 +46,7 @@ class AlignDevicesHook(ModelHook):
     Raises:
         DeviceMapError: when added, if there is no such device.
         UninitializedTensorError: when added, if a tensor on the meta device has values nowhere.
+        OffloadError: when added, if a hook of PyTorch needs the weights before ``forward`` (old weight normalisation).
         StateMismatchError: when added or called, if ``weights_map`` misses a name or has another shape for it.
     """
 
@@ -67,6 +69,7 @@ class AlignDevicesHook(ModelHook):
         self.place_submodules = place_submodules
         self.skip_keys = skip_keys
         self.tied_params_map = tied_params_map
+        self._leaves_weights = False
         self._made_map = False
         self._resolved_for: Any = ...
         self._device: torch.device | None = None
@@ -88,7 +91,10 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights, or put them aside."""
+        """Place the weights, or put them aside. If they were those of another module, it gets them back."""
+        if self._leaves_weights:
+            return module
+        self._give_back()
         device = self._where()
         places = places_in(module, self.place_submodules)
         aside = [place for place in places if self._offloads(place)]
@@ -96,6 +102,7 @@ class AlignDevicesHook(ModelHook):
         if device is not None and device.type != "meta":
             _refuse_meta(kept)
         if self.offload:
+            _refuse_computed(module, aside)
             self._put_aside(aside, type(module).__name__)
             self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
         if device is not None:
@@ -126,18 +133,21 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give offloaded weights back to the module, where they were. What was only placed stays where it is."""
+        self._give_back()
+        return module
+
+    def _give_back(self) -> None:
         self._loans.end_all()
         self._input_devices.clear()
         for place, parked in self._parked:
-            if parked.device.type != "meta" and place.tensor.is_meta:
+            if parked.device.type != "meta" and not place.is_empty and place.tensor.is_meta:
                 place.put(parked.bring_back(self._value(place.name, parked)))
         for place, original, device in self._moved:
-            if device.type != "meta" and place.leaf in place.table:
+            if device.type != "meta" and not place.is_empty:
                 place.put(original if place.tensor.is_meta else moved_to(place.tensor, device))
         self._parked, self._shadows, self._moved = [], [], []
         if self._made_map:
             self.weights_map, self._made_map = None, False
-        return module
 
     def _where(self) -> torch.device | None:
         if self.execution_device is not self._resolved_for:
@@ -150,8 +160,6 @@ class AlignDevicesHook(ModelHook):
         return self.offload and (place.is_parameter or (self.offload_buffers and place.is_saved))
 
     def _put_aside(self, places: list[Place], kind: str) -> None:
-        if self._made_map:
-            self.weights_map = None
         if self.weights_map is None:
             _refuse_meta(places)
             # What is on the CPU is kept itself, so that the very same object comes back.
@@ -201,7 +209,7 @@ class AlignDevicesHook(ModelHook):
         self._loans.begin()
         try:
             for place, parked in self._parked:
-                if place.tensor.is_meta:
+                if not place.is_empty and place.tensor.is_meta:
                     self._lend(place, parked, device or _home_of(parked))
         except BaseException:
             self._loans.end()
@@ -243,6 +251,21 @@ class AlignDevicesHook(ModelHook):
             return None
         scales = f"{name.removesuffix('weight')}SCB"
         return self.weights_map.get(scales)
+
+
+def align_inputs(
+    device: int | str | torch.device,
+    io_same_device: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+) -> AlignDevicesHook:
+    """A hook that brings inputs to a device, and leaves weights alone: they are there, or come by themselves.
+
+    Of no class of its own, because other libraries build a hook anew by the name that its class has in Accelerate, as
+    PEFT does for modules that are trained beside an adapter.
+    """
+    hook = AlignDevicesHook(device, io_same_device=io_same_device, skip_keys=skip_keys)
+    hook._leaves_weights = True
+    return hook
 
 
 def _taken_back(
@@ -312,6 +335,27 @@ def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.detach().to(device)
     return tensor
+
+
+def _refuse_computed(module: nn.Module, places: list[Place]) -> None:
+    """Refuse to offload weights from which hooks of PyTorch compute another one before ``forward``, thus too early."""
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    tables = {id(place.table) for place in places}
+    for name, owner in module.named_modules():
+        if id(owner._parameters) not in tables:
+            continue
+        for hook in owner._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
+                where = f"{type(owner).__name__} {name!r}" if name else type(owner).__name__
+                raise OffloadError(
+                    f"{type(hook).__name__} of torch.nn.utils computes a weight of {where} before its forward, when "
+                    "the weights that it needs have not come yet: use torch.nn.utils.parametrizations instead, make "
+                    "it permanent (torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove), or do "
+                    "not offload this module"
+                )
 
 
 def _refuse_meta(places: list[Place]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook, moved_to
-from accel_bigmodel.hooks.base import SequentialHook
+from accel_bigmodel.hooks.base import SequentialHook, hook_of
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_ckpt.errors import UninitializedTensorError
 
@@ -114,7 +114,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
             else [hook]
         )
 
-    hook = getattr(module, "_hf_hook", None)
+    hook = hook_of(module)
     return [] if hook is None else flat(hook)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams
-from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
+from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.offload_files import PrefixedDataset
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 
 Device = int | str | torch.device
+_Addition = tuple[nn.Module, AlignDevicesHook, bool]
+"""Module, hook, whether it is appended."""
 
 
 def attach_execution_device_hook(
@@ -35,15 +38,8 @@ def attach_execution_device_hook(
         preload_module_classes: names of classes whose submodules are not called on their own, so need no hook.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
-    if not hasattr(module, "_hf_hook") and _has_state(module):
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if _is_one_of(module, preload_module_classes):
-        return
-    for child in module.children():
-        attach_execution_device_hook(
-            child, execution_device, skip_keys, preload_module_classes, tied_params_map
-        )
+    common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    _add_all(_placing(module, execution_device, preload_module_classes, common))
 
 
 def attach_align_device_hook(
@@ -71,33 +67,14 @@ def attach_align_device_hook(
             their weights are brought before their forward.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
-    whole = offload and _is_one_of(module, preload_module_classes)
-    if whole or _has_own_tensors(module):
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=whole,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if whole:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device,
-            offload,
-            weights_map,
-            offload_buffers,
-            f"{module_name}.{name}" if module_name else name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-        )
+    options = {
+        "execution_device": execution_device,
+        "offload": offload,
+        "offload_buffers": offload_buffers,
+        "skip_keys": skip_keys,
+        "tied_params_map": tied_params_map,
+    }
+    _add_all(_aligning(module, module_name, weights_map, preload_module_classes, options, set()))
 
 
 def attach_align_device_hook_on_blocks(
@@ -128,58 +105,102 @@ def attach_align_device_hook_on_blocks(
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    offloaded: dict[str, Any] = {
-        **common,
-        "offload": True,
-        "weights_map": weights_map,
-        "offload_buffers": offload_buffers,
-    }
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if offload:
-            attach_align_device_hook(
-                module,
-                execution_device,
-                module_name=module_name,
-                preload_module_classes=preload_module_classes,
-                **offloaded,
-            )
-        else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
-            add_hook_to_module(module, hook)
-        return
-    devices, offloads = _by_name(execution_device, offload)
-    for name, block in _blocks(module, module_name):
-        device = devices.get(name)
-        if name not in devices or name not in offloads:
-            if name == "":
-                add_hook_to_module(block, AlignDevicesHook(device, io_same_device=True, **common))
-            continue
-        if offloads[name]:
-            if name == "":
-                add_hook_to_module(
-                    block, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), append=True
+    offloaded: dict[str, Any] = {**common, "offload": True, "offload_buffers": offload_buffers}
+    seen: set[nn.Module] = set()
+
+    def offloading(block: nn.Module, name: str, device: Device | None) -> Iterator[_Addition]:
+        options = {**offloaded, "execution_device": device}
+        return _aligning(block, name, weights_map, preload_module_classes, options, seen)
+
+    def additions() -> Iterator[_Addition]:
+        if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+            if offload:
+                yield from offloading(module, module_name, execution_device)
+            else:
+                hook = AlignDevicesHook(
+                    execution_device, io_same_device=True, place_submodules=True, **common
                 )
-            attach_align_device_hook(
-                block,
-                device,
-                module_name=name,
-                preload_module_classes=preload_module_classes,
-                **offloaded,
+                yield module, hook, False
+            return
+        devices, offloads = _by_name(execution_device, offload)
+        for device in devices.values():
+            if device is not None:
+                concrete_device(device)  # raises before anything has moved
+        for name, block in _blocks(module, module_name):
+            device = devices.get(name)
+            if name not in devices or name not in offloads:
+                if name == "":
+                    yield block, AlignDevicesHook(device, io_same_device=True, **common), False
+                continue
+            if offloads[name]:
+                if name == "":
+                    yield block, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), True
+                yield from offloading(block, name, device)
+                if hook_of(block) is None:
+                    yield block, AlignDevicesHook(device, **common), False
+            else:
+                hook = AlignDevicesHook(
+                    device,
+                    offload_buffers=offload_buffers,
+                    io_same_device=name == "",
+                    place_submodules=True,
+                    **common,
+                )
+                yield block, hook, False
+            if device is not None:
+                yield from _placing(block, device, preload_module_classes if offloads[name] else None, common)
+
+    _add_all(additions())
+
+
+def _placing(
+    module: nn.Module, device: Device, preload_module_classes: Collection[str] | None, common: dict[str, Any]
+) -> Iterator[_Addition]:
+    if hook_of(module) is None and _has_state(module):
+        yield module, AlignDevicesHook(device, **common), False
+    if not _is_one_of(module, preload_module_classes):
+        for child in module.children():
+            yield from _placing(child, device, preload_module_classes, common)
+
+
+def _aligning(
+    module: nn.Module,
+    name: str,
+    weights_map: Mapping[str, Tensor] | None,
+    preload_module_classes: Collection[str] | None,
+    options: dict[str, Any],
+    seen: set[nn.Module],
+) -> Iterator[_Addition]:
+    if module in seen:  # it is at two places of the model
+        return
+    seen.add(module)
+    whole = options["offload"] and _is_one_of(module, preload_module_classes)
+    prefix = f"{name}." if name else ""
+    if whole or _has_own_tensors(module):
+        mine = None if weights_map is None else PrefixedDataset(weights_map, prefix)
+        yield module, AlignDevicesHook(weights_map=mine, place_submodules=whole, **options), True
+    if not whole:
+        for child_name, child in module.named_children():
+            yield from _aligning(
+                child, f"{prefix}{child_name}", weights_map, preload_module_classes, options, seen
             )
-            if not hasattr(block, "_hf_hook"):
-                add_hook_to_module(block, AlignDevicesHook(device, **common))
-        else:
-            hook = AlignDevicesHook(
-                device,
-                offload_buffers=offload_buffers,
-                io_same_device=name == "",
-                place_submodules=True,
-                **common,
-            )
-            add_hook_to_module(block, hook)
-        if device is not None:
-            classes = preload_module_classes if offloads[name] else None
-            attach_execution_device_hook(block, device, preload_module_classes=classes, **common)
+
+
+def _add_all(additions: Iterable[_Addition]) -> None:
+    """Add hooks one after the other, each where those before it have been added; all of them or, on an error, none."""
+    done: list[tuple[nn.Module, AlignDevicesHook, ModelHook | None, bool]] = []
+    try:
+        for module, hook, append in additions:
+            before = hook_of(module)
+            add_hook_to_module(module, hook, append=append)
+            done.append((module, hook, before, append))
+    except BaseException:
+        for module, hook, before, append in reversed(done):
+            hook.detach_hook(module)
+            put_hook(module, before)
+            if before is not None and not append:
+                before.init_hook(module)
+        raise
 
 
 def _by_name(

@@ -18,7 +18,9 @@ __all__ = [
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
+    "hook_of",
     "outside_graphs",
+    "put_hook",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
 ]
@@ -95,6 +97,12 @@ class SequentialHook(ModelHook):
         self.hooks = hooks
         self.no_grad = any(hook.no_grad for hook in hooks)
 
+    @property
+    def execution_device(self) -> Any:
+        """The first one that a hook names: pipelines of diffusers and transformers ask a model's hook where it runs."""
+        named = (getattr(hook, "execution_device", None) for hook in self.hooks)
+        return next((device for device in named if device is not None), None)
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Let each hook begin."""
         for hook in self.hooks:
@@ -157,7 +165,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         TypeError: ``hook`` is no hook of this library.
     """
     _check_hook(hook)
-    present: ModelHook | None = getattr(module, "_hf_hook", None)
+    present = hook_of(module)
     if present is not None and append:
         combined = SequentialHook(present, hook)
         module = hook.init_hook(module)
@@ -166,12 +174,36 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         if present is not None:
             present.detach_hook(module)
         module = hook.init_hook(module)
-    hooked: Any = module
-    if not hasattr(module, "_old_forward"):
-        hooked._old_forward = _own_forward(module)
-    hooked._hf_hook = hook
-    hooked.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), hooked._old_forward)
+    put_hook(module, hook)
     return module
+
+
+# The marks are in the dictionary of the module itself: wrappers, such as those of torch.compile or of adapters, look
+# attributes up in the module that they wrap, and some set them there.
+
+
+def hook_of(module: nn.Module) -> Any:
+    """The hook on this very module, if it has one."""
+    return vars(module).get("_hf_hook")
+
+
+def put_hook(module: nn.Module, hook: ModelHook | None) -> None:
+    """Surround ``forward`` with a hook that has begun already, or with none; the one that is there is not told."""
+    attributes = vars(module)
+    if hook is not None:
+        if "_old_forward" not in attributes:
+            attributes["_old_forward"] = _own_forward(module)
+        attributes["_hf_hook"] = hook
+        hooked = functools.partial(_hooked_forward, module)
+        attributes["forward"] = functools.update_wrapper(hooked, attributes["_old_forward"])
+        return
+    attributes.pop("_hf_hook", None)
+    if "_old_forward" in attributes:
+        old = attributes.pop("_old_forward")
+        if _is_of_class(module, old):
+            attributes.pop("forward", None)
+        else:
+            attributes["forward"] = old
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -196,20 +228,13 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
     remove_hook_from_module(module, recurse=True)
 
 
-def _remove_hook(module: Any) -> None:
-    attributes = vars(module)
-    if "_hf_hook" in attributes:
-        module._hf_hook.detach_hook(module)
-        del module._hf_hook
-    if "_old_forward" in attributes:
-        old = attributes["_old_forward"]
-        if _is_of_class(module, old):
-            attributes.pop("forward", None)
-        else:
-            module.forward = old
-        del module._old_forward
+def _remove_hook(module: nn.Module) -> None:
+    hook = hook_of(module)
+    if hook is not None:
+        hook.detach_hook(module)
+    put_hook(module, None)
     for name in MOVES:
-        attributes.pop(name, None)
+        vars(module).pop(name, None)
 
 
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -43,13 +43,13 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._places: list[tuple[Place, torch.dtype]] = []
+        self._before: list[tuple[Place, torch.dtype]] = []  # of all modules that it is on
         self._loans = Loans()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Convert to the storage dtype; parameters stay the objects that they are."""
-        places = [place for place in places_in(module, True) if place.tensor.is_floating_point()]
-        self._places = [(place, place.tensor.dtype) for place in places]
+        places = _floating(module)
+        self._before += [(place, place.tensor.dtype) for place in places]
         for place in places:
             self._convert(place, self.storage_dtype)
         return module
@@ -61,7 +61,7 @@ class LayerwiseCastingHook(ModelHook):
         """Put copies in the compute dtype in place of the stored tensors."""
         self._loans.begin()
         try:
-            for place, _ in self._places:
+            for place in _floating(module):
                 stored = place.tensor
                 if stored.dtype != self.compute_dtype:
                     copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
@@ -85,10 +85,11 @@ class LayerwiseCastingHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Convert to the dtypes from before."""
         self._loans.end_all()
-        for place, dtype in self._places:
-            if place.leaf in place.table and place.tensor.dtype == self.storage_dtype:
+        tables = {id(table) for owner in module.modules() for table in (owner._parameters, owner._buffers)}
+        for place, dtype in self._before:
+            if id(place.table) in tables and not place.is_empty and place.tensor.dtype == self.storage_dtype:
                 self._convert(place, dtype)
-        self._places = []
+        self._before = [entry for entry in self._before if id(entry[0].table) not in tables]
         return module
 
     def _convert(self, place: Place, dtype: torch.dtype) -> None:
@@ -97,6 +98,10 @@ class LayerwiseCastingHook(ModelHook):
             grad, tensor.grad = tensor.grad, None
             tensor.data = tensor.detach().to(dtype, non_blocking=self.non_blocking)
             tensor.grad = None if grad is None else grad.to(dtype)
+
+
+def _floating(module: nn.Module) -> list[Place]:
+    return [place for place in places_in(module, True) if place.tensor.is_floating_point()]
 
 
 def attach_layerwise_casting_hooks(

@@ -37,6 +37,11 @@ class Place:
         found: Tensor = self.table[self.leaf]
         return found
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether somebody has taken the tensor away, as by ``layer.bias = None``."""
+        return self.table.get(self.leaf) is None
+
     def put(self, tensor: Tensor) -> None:
         """Put another tensor there."""
         if self.keeper is None:
