@@ -533,6 +533,24 @@ def test_a_kernel_without_the_calls(tmp_path, monkeypatch, no_slack, missing):
     reading._can_populate.cache_clear()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_forwards_go_on_without_a_thread_that_failed(tmp_path, monkeypatch, no_slack):
+    def fail(piece):
+        raise MemoryError
+
+    monkeypatch.setattr(reading, "populate", fail)
+    plain, model = mapped(tmp_path)
+    Pager(model, groups_of(model), budget=3 * LAYER).attach()
+    equal = []
+    x = torch.randn(3, 256)
+    forward = threading.Thread(
+        target=lambda: equal.extend(torch.equal(model(x), plain(x)) for _ in range(2)), daemon=True
+    )
+    forward.start()
+    forward.join(30)
+    assert equal == [True, True]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 def test_a_disk_that_does_not_answer_is_left_to_the_forward(tmp_path, monkeypatch):
     """Touching what cannot be read would end the process, perhaps for a group that is not even used."""

@@ -122,7 +122,9 @@ class MappedFile(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with _registering:
             _mappings[address] = self
-            _begins[:] = sorted(_mappings)  # those that are gone may lie within this one
+            # Those that are gone may lie within this one. Going through a weak dictionary fails while other threads
+            # drop values of it.
+            _begins[:] = sorted({begin for begin in (*_begins, address) if begin in _mappings})
         return self
 
     def _look(self) -> tuple[int, int]:
@@ -147,7 +149,11 @@ class MappedFile(mmap.mmap):
 # What is mapped is a fact about the address space, which a process has one of; entries go with their mapping.
 _mappings: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
 _begins: list[int] = []
-_registering = threading.Lock()
+_registering = threading.RLock()  # reentrant, because finalizers run anywhere
+if hasattr(os, "register_at_fork"):  # a fork lacks the thread that may hold it
+    os.register_at_fork(
+        before=_registering.acquire, after_in_parent=_registering.release, after_in_child=_registering.release
+    )
 
 
 # Asked first, because it is asked for every tensor of a model.

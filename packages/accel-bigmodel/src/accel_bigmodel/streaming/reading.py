@@ -74,6 +74,14 @@ class Reader:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        try:
+            self._read()
+        finally:  # forwards read for themselves then, instead of waiting for ever
+            with self._changed:
+                self._stopped, self._busy = True, None
+                self._changed.notify_all()
+
+    def _read(self) -> None:
         while (work := self._take()) is not None:
             extent, number = work
             piece = extent.piece(number)
