@@ -26,6 +26,11 @@ def test_get_module_size_with_ties():
     parts = list(model.named_children())
     assert get_module_size_with_ties([], 80, sizes, parts) == (80, [], [])
     assert get_module_size_with_ties(["b.1.weight"], 80, sizes, parts[1:]) == (80 + 96, ["b"], [model.b])
+    # a part counts once, however many of its parameters are tied
+    model.b[1].bias = model.a.bias
+    sizes = compute_module_sizes(model)
+    both = get_module_size_with_ties(["b.1.weight", "b.1.bias"], 80, sizes, parts[1:])
+    assert both == (80 + 80, ["b", "b"], [model.b, model.b])
     # one that is a part itself, and one that was placed before
     split = [("b.1.weight", model.b[1].weight)]
     assert get_module_size_with_ties(["b.1.weight"], 80, sizes, split)[:2] == (80, ["b.1.weight"])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from accel_bigmodel.budget import HOST_PLACES, DeviceKey
-from accel_bigmodel.outline import Named, Outline, Part, class_names, homes_of, is_within
+from accel_bigmodel.outline import Named, Outline, Part, class_names, home_of, is_within
 from accel_ckpt.plan import convert_file_size_to_int
 
 __all__ = ["Placement", "fallback_allocate", "main_devices", "place_greedily"]
@@ -57,9 +57,13 @@ class _Greedy:
         self.devices = deque(budgets)
         self.main = main_devices(budgets)
         self.used: dict[DeviceKey, float] = dict.fromkeys(budgets, 0)
-        self.queue = deque(outline.roots())
-        self.largest, names = outline.largest(list(self.queue))
-        self.largest_names = set(names)
+        self.queue = OrderedDict(outline.roots())
+        """The parts that are not placed yet."""
+        self.largest_below: dict[str, int] = {}
+        """Bytes of the largest layer of a part, for those that were asked about."""
+        self.largest, self.with_largest = 0, set[str]()
+        """The bytes of the largest layer not placed, and the parts that such a layer is in."""
+        self._find_largest(self.queue)
         self.fallback = fallback
         self.falling_back = False
         self.result = Placement()
@@ -69,65 +73,70 @@ class _Greedy:
             if not self.devices:
                 self.result.complete = False
                 break
-            self._treat(*self.queue.popleft())
+            self._treat(*self.queue.popitem(last=False))
         return self.result
 
     def _treat(self, name: str, part: Part) -> None:
-        self._forget_layers_of(name, part)
+        self.with_largest.discard(name)
+        if self.largest and not self.with_largest:
+            self._find_largest(self._modules())
         device = self.devices[0]
         size = self.outline.sizes.get(name, 0)
-        partners = self.outline.partners(name)
-        tied = homes_of(partners, self.queue)
+        tied = _homes_of_partners(self.outline, name, self.queue)
         total = _with_ties(self.outline, name, tied)
         kept = self.largest if device in self.main else 0
         room = self.budgets[device] - kept - self.used[device]
         if total <= room:
-            self._assign([name, *(other for other, _ in tied)], total)
-        elif partners and size <= room and self._split_one(tied):
-            self.queue.appendleft((name, part))
-            self._find_largest()
+            self._assign([name, *tied], total)
+        elif tied and size <= room and self._split_one(tied):
+            self._put_first([(name, part)])
+            self._find_largest(self._modules())
         elif size >= room and self.outline.can_split(part):
-            self.queue.extendleft(reversed(self.outline.split(name, part)))
-            self._find_largest()
+            self._put_first(self.outline.split(name, part))
+            self._find_largest(self._modules())
         elif not self._fall_back(name, part, total):
             if self.used[device] == 0:
                 self.result.too_small[device] = total + kept
             self.devices.popleft()
             self.falling_back = False
-            self.queue.appendleft((name, part))
+            self._put_first([(name, part)])
 
-    def _forget_layers_of(self, name: str, part: Part) -> None:
-        """Keep ``largest`` the size of the largest layer that is not being treated or placed."""
-        if self.outline.can_split(part):
-            self.largest_names = {layer for layer in self.largest_names if not is_within(layer, name)}
-        else:
-            self.largest_names.discard(name)
-        if not self.largest_names:
-            self._find_largest()
+    def _put_first(self, parts: Sequence[Named]) -> None:
+        for name, part in reversed(parts):
+            self.queue[name] = part
+            self.queue.move_to_end(name, last=False)
 
-    def _find_largest(self) -> None:
-        modules = [(name, part) for name, part in self.queue if isinstance(part, nn.Module)]
-        self.largest, names = self.outline.largest(modules)
-        self.largest_names = set(names)
+    def _modules(self) -> Iterable[str]:
+        return (name for name, part in self.queue.items() if isinstance(part, nn.Module))
+
+    def _find_largest(self, names: Iterable[str]) -> None:
+        sizes = {name: self._largest_below(name) for name in names}
+        self.largest = max(sizes.values(), default=0)
+        self.with_largest = {name for name, size in sizes.items() if size == self.largest}
+
+    def _largest_below(self, name: str) -> int:
+        if name not in self.largest_below:
+            self.largest_below[name], _ = self.outline.largest([(name, self.queue[name])])
+        return self.largest_below[name]
 
     def _assign(self, names: Sequence[str], size: int) -> None:
         device = self.devices[0]
         self.falling_back = False
         self.used[device] += size
         self.result.device_map.update(dict.fromkeys(names, device))
-        if len(names) > 1:
-            self.queue = deque(named for named in self.queue if named[0] not in names)
+        for name in names[1:]:
+            del self.queue[name]
 
-    def _split_one(self, tied: Sequence[Named]) -> bool:
+    def _split_one(self, tied: Sequence[str]) -> bool:
         """Split the first of the tied parts that may be split, where it stands in the queue."""
-        for name, part in tied:
-            if self.outline.can_split(part):
-                place = next(index for index, (other, _) in enumerate(self.queue) if other == name)
-                del self.queue[place]
-                for child in reversed(self.outline.split(name, part)):
-                    self.queue.insert(place, child)
-                return True
-        return False
+        chosen = next((name for name in tied if self.outline.can_split(self.queue[name])), None)
+        if chosen is None:
+            return False
+        parts: list[Named] = []
+        for name, part in self.queue.items():
+            parts += self.outline.split(name, part) if name == chosen else [(name, part)]
+        self.queue = OrderedDict(parts)
+        return True
 
     def _fall_back(self, name: str, part: Part, total: int) -> bool:
         device = self.devices[0]
@@ -136,17 +145,28 @@ class _Greedy:
             return False
         self.falling_back = True
         found, its_part, rest = _find_that_fits(
-            list(self.queue), self.outline, self.budgets[device] - max(self.largest, total)
+            self.queue, self.outline, self.budgets[device] - max(self.largest, total)
         )
         if found is None or its_part is None:
             return False
-        self.queue = deque([(found, its_part), (name, part), *rest])
+        divided = home_of(found, self.queue)
+        self.queue = OrderedDict([(found, its_part), (name, part), *rest])
+        if divided in self.with_largest:
+            self.with_largest.remove(divided)
+            pieces = [piece for piece in self._modules() if is_within(piece, divided)]
+            self.with_largest.update(piece for piece in pieces if self._largest_below(piece) == self.largest)
         return True
 
 
-def _with_ties(outline: Outline, name: str, tied: Iterable[Named]) -> int:
+def _homes_of_partners(outline: Outline, name: str, parts: Collection[str]) -> list[str]:
+    """The parts that hold what is tied to a parameter of a part."""
+    homes = (home_of(partner, parts) for partner in outline.partners(name))
+    return [home for home in dict.fromkeys(homes) if home is not None]
+
+
+def _with_ties(outline: Outline, name: str, tied: Iterable[str]) -> int:
     # A parameter counts in one of the parts only, whichever comes first in the model.
-    return outline.sizes.get(name, 0) + sum(outline.sizes.get(other, 0) for other, _ in tied)
+    return outline.sizes.get(name, 0) + sum(outline.sizes.get(other, 0) for other in tied)
 
 
 def fallback_allocate(
@@ -174,27 +194,28 @@ def fallback_allocate(
     except ValueError:
         return None, None, list(modules)
     outline = Outline(nn.Module(), module_sizes, tied_parameters or (), class_names(no_split_module_classes))
-    return _find_that_fits(list(modules), outline, limit)
+    return _find_that_fits(dict(modules), outline, limit)
 
 
 def _find_that_fits(
-    modules: list[Named], outline: Outline, limit: float
+    modules: Mapping[str, Part], outline: Outline, limit: float
 ) -> tuple[str | None, Part | None, list[Named]]:
-    rest = deque(modules)
+    rest = deque(modules.items())
+    known = set(modules)
     while rest:
         name, part = rest.popleft()
-        # A tied part that was passed by, because it is too large, is still among the modules.
-        total = _with_ties(outline, name, homes_of(outline.partners(name), [*rest, *modules]))
-        if total <= limit:
+        if _with_ties(outline, name, _homes_of_partners(outline, name, known)) <= limit:
             return name, part, _without(modules, name, outline)
-        rest.extendleft(reversed(outline.split(name, part)))
-    return None, None, modules
+        children = outline.split(name, part)
+        rest.extendleft(reversed(children))
+        known.update(child for child, _ in children)
+    return None, None, list(modules.items())
 
 
-def _without(modules: list[Named], name: str, outline: Outline) -> list[Named]:
+def _without(modules: Mapping[str, Part], name: str, outline: Outline) -> list[Named]:
     """The modules less one part, those around it split."""
     remaining: list[Named] = []
-    rest = deque(modules)
+    rest = deque(modules.items())
     while rest:
         other, part = rest.popleft()
         if other == name:

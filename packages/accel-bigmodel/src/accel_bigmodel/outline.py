@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -92,12 +94,25 @@ class Outline:
 
     def partners(self, name: str) -> list[str]:
         """Names outside of a part that are tied to a parameter in it."""
-        found = []
+        groups = self._ties_of.get(name, ())
+        return [member for group in groups for member in group if not is_within(member, name)]
+
+    @cached_property
+    def _ties_of(self) -> Mapping[str, Sequence[Sequence[str]]]:
+        """For each part with tied parameters in it, their groups."""
+        found = defaultdict(list)
         for group in self.ties:
-            outside = [member for member in group if not is_within(member, name)]
-            if len(outside) < len(group):
-                found += outside
+            for part in {part for name in group for part in parts_around(name)}:
+                found[part].append(group)
         return found
+
+
+def parts_around(name: str) -> Iterator[str]:
+    """A name, then those of the modules that it lies in, the model's ``""`` last."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def is_within(name: str, part: str) -> bool:
@@ -143,16 +158,13 @@ def get_module_size_with_ties(
     Returns:
         The bytes, and the names and parts that hold the tied parameters, one for each of those.
     """
-    rest = list(modules_to_treat)
-    for tied in tied_params:
-        for name, _ in homes_of([tied], rest):
-            module_size += module_sizes.get(name, 0) - module_sizes.get(tied, 0)
-    homes = homes_of(tied_params, rest)
-    return module_size, [name for name, _ in homes], [part for _, part in homes]
+    parts = dict(modules_to_treat)
+    home_by_name = {tied: home for tied in tied_params if (home := home_of(tied, parts)) is not None}
+    module_size += sum(module_sizes.get(home, 0) for home in set(home_by_name.values()))
+    module_size -= sum(module_sizes.get(tied, 0) for tied in home_by_name)
+    return module_size, [*home_by_name.values()], [parts[home] for home in home_by_name.values()]
 
 
-def homes_of(tied_params: Sequence[str], parts: Iterable[Named]) -> list[Named]:
-    """The first of the parts that each tied parameter lies in; nothing for one that lies in none."""
-    rest = list(parts) if tied_params else []
-    found = [next(((n, part) for n, part in rest if is_within(tied, n)), None) for tied in tied_params]
-    return [home for home in found if home is not None]
+def home_of(tensor: str, parts: Collection[str]) -> str | None:
+    """The smallest of the parts that a tensor lies in; None if it lies in none."""
+    return next((part for part in parts_around(tensor) if part in parts), None)
