@@ -91,6 +91,9 @@ def test_reserve(two_devices):
     assert get_max_memory({0: 100, "cpu": 30}, reserve={"cpu": "10B", 0: 1}) == {0: 99, "cpu": 20}
     assert get_max_memory({"cpu": 30, "disk": 30}, reserve=10) == {"cpu": 20, "disk": 30}
     assert get_max_memory(reserve="1GiB")[0] == 9 * GIB
+    # Budgets of 0 exclude devices.
+    assert get_max_memory({0: 0, 1: 50}, reserve=20) == {0: 0, 1: 30}
+    assert get_max_memory({0: 0, "cpu": 50}, reserve=20) == {0: 0, "cpu": 30}
     with pytest.raises(DeviceMapError, match="keep 60 bytes free on 1, which has 50"):
         get_max_memory({0: 100, 1: 50}, reserve=60)
     with pytest.raises(DeviceMapError, match="names 7; there is memory on 0"):

@@ -89,9 +89,8 @@ def test_devices_without_an_accelerator(monkeypatch):
 def test_execution_devices(two_devices):
     assert execution_device(1) == execution_device("cuda:1") == torch.device("cuda", 1)
     assert execution_device("cuda") == torch.device("cuda", 0)
-    assert (
-        execution_device("disk") is execution_device("cpu") is execution_device(torch.device("cpu")) is None
-    )
+    for host in ("disk", "cpu", "cpu:0", torch.device("cpu"), torch.device("cpu", 0)):
+        assert execution_device(host) is None
 
 
 def test_split_ties(two_devices):

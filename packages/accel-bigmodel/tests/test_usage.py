@@ -29,6 +29,8 @@ def test_entries():
     assert place_of("b", {"a": 0}) is None
     assert main_device_of({"x": "disk", "y": 1, "z": 0}) == 1
     assert main_device_of({"x": "disk"}) == "cpu"
+    gpu = torch.device("cuda", 1)
+    assert main_device_of({"x": torch.device("cpu"), "y": "disk", "z": gpu}) == gpu
 
 
 def test_tensors_of_a_module_pass_through_together():

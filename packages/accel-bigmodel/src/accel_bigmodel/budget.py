@@ -35,8 +35,8 @@ def get_max_memory(
         max_memory: bytes or sizes such as ``"5GB"`` by device; it is not changed. By default the free memory of
             every accelerator, and of the host what ``available_host_memory`` says, unless accelerator and host
             share one memory.
-        reserve: bytes to leave free, for activations and the KV cache: of every accelerator (of the host, if
-            there is none), or by device.
+        reserve: bytes to leave free, for activations and the KV cache: of every accelerator with a budget (of the
+            host, if there is none), or by device.
 
     Raises:
         DeviceMapError: a key is no device, a size cannot be read or is negative, or a reserve is larger than what
@@ -84,7 +84,8 @@ def _reserves(
     if reserve is None:
         return {}
     if not isinstance(reserve, Mapping):
-        accelerators = [device for device in budgets if device not in HOST_PLACES]
+        # A budget of 0 says that a device is not to be used, so there is nothing to leave free.
+        accelerators = [device for device in budgets if device not in HOST_PLACES and budgets[device] > 0]
         wanted = accelerators or [device for device in budgets if device == "cpu"]
         return {device: _bytes(reserve, "reserve") for device in wanted}
     unknown = [device for device in reserve if device not in budgets]

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_bigmodel.budget import HOST_PLACES
 from accel_bigmodel.errors import DeviceMapError
-from accel_bigmodel.usage import entry_of
+from accel_bigmodel.usage import entry_of, main_device_of, place_of
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
 from accel_state.devices import default_device, device_count
 
@@ -79,7 +79,7 @@ def execution_device(device: AnyDevice) -> torch.device | None:
     Raises:
         DeviceMapError: it is no device.
     """
-    if device in HOST_PLACES or device == torch.device("cpu"):
+    if device in HOST_PLACES:
         return None
     kind = default_device().type
     try:
@@ -90,6 +90,8 @@ def execution_device(device: AnyDevice) -> torch.device | None:
         raise DeviceMapError(
             f"{device!r} is no device; give the index of an accelerator, 'cpu', 'disk', or a device such as 'cuda:1'"
         ) from None
+    if found.type == "cpu":
+        return None
     # PyTorch's stubs say that there always is an index.
     index: int | None = found.index
     return torch.device(found.type, 0) if index is None and found.type != "meta" else found
@@ -153,11 +155,12 @@ def _check_exists(name: str, device: AnyDevice) -> None:
 
 
 def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevice]) -> None:
-    main = next((found for d in device_map.values() if (found := execution_device(d)) is not None), None)
+    places = {name: execution_device(device) or "cpu" for name, device in device_map.items()}
+    main = main_device_of(places)
     for group in tied:
         devices = {name: _device_of(name, device_map) for name in group}
         # Offloaded weights compute on the main device.
-        computing = {main if (found := execution_device(d)) is None else found for d in devices.values()}
+        computing = {main if (place := place_of(name, places)) == "cpu" else place for name in group}
         if len(computing) > 1:
             listed = ", ".join(f"{name} on {device!r}" for name, device in devices.items())
             raise DeviceMapError(

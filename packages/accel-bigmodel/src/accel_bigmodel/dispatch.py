@@ -30,7 +30,7 @@ from accel_bigmodel.streaming.groups import plan_groups
 from accel_bigmodel.streaming.pager import Pager
 from accel_bigmodel.streaming.stats import StreamStats
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
-from accel_bigmodel.usage import entry_of
+from accel_bigmodel.usage import main_device_of, place_of
 from accel_ckpt.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.tensors import (
     check_nothing_on_meta,
@@ -124,7 +124,7 @@ def dispatch_model(
     """
     check_device_map(model, device_map, strict=True)
     places = {name: _device(place) for name, place in device_map.items()}
-    main = _main_device(places, main_device)
+    main = torch.device(main_device_of(places) if main_device is None else _device(main_device))
     undispatch(model)
     _fill(model, state_dict, offload_dir, offload_index)
     plan = _Plan(model, places, main, streams=transfer is not None or main != CPU, buffers=offload_buffers)
@@ -237,12 +237,6 @@ def _device(place: Device) -> torch.device | str:
     return "disk" if place == "disk" else execution_device(place) or CPU
 
 
-def _main_device(places: Mapping[str, torch.device | str], wanted: Device | None) -> torch.device:
-    if wanted is not None:
-        return torch.device(_device(wanted))
-    return next((place for place in places.values() if isinstance(place, torch.device) and place != CPU), CPU)
-
-
 def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
     if wanted is not None:
         return torch.device(_device(wanted))
@@ -299,20 +293,13 @@ class _Plan:
             prefix = f"{path}." if path else ""
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._add(prefix + leaf, parameter, self.place_of(prefix + leaf))
+                    self._add(prefix + leaf, parameter, place_of(prefix + leaf, places) or main)
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
                     waits = buffers and leaf not in module._non_persistent_buffers_set
-                    place = self.place_of(prefix + leaf)
+                    # Buffers that no state dict holds may have no place; they go where most is computed.
+                    place = place_of(prefix + leaf, places) or main
                     self._add(prefix + leaf, buffer, place if waits or place not in ("disk", CPU) else main)
-
-    def place_of(self, name: str) -> torch.device | str:
-        """Where the map puts a name: its own entry, or that of the nearest module above it.
-
-        Only buffers that no state dict holds may have none; they go where most is computed.
-        """
-        entry = entry_of(name, self.places)
-        return self.main if entry is None else self.places[entry]
 
     def _add(self, name: str, tensor: torch.Tensor, place: torch.device | str) -> None:
         key = id(tensor)

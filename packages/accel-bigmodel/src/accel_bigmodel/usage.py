@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from accel_bigmodel.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.greedy import main_devices
@@ -11,6 +12,9 @@ from accel_bigmodel.outline import Outline
 from accel_state.objects import convert_bytes
 
 __all__ = ["Usage", "entry_of", "main_device_of", "place_of"]
+
+Place = TypeVar("Place")
+"""How a map writes places: as keys of budgets, or as devices."""
 
 
 def entry_of(name: str, device_map: Mapping[str, object]) -> str | None:
@@ -20,15 +24,16 @@ def entry_of(name: str, device_map: Mapping[str, object]) -> str | None:
     return name if name in device_map else None
 
 
-def place_of(name: str, device_map: Mapping[str, DeviceKey]) -> DeviceKey | None:
+def place_of(name: str, device_map: Mapping[str, Place]) -> Place | None:
     """The device of that entry."""
     entry = entry_of(name, device_map)
     return None if entry is None else device_map[entry]
 
 
-def main_device_of(device_map: Mapping[str, DeviceKey]) -> DeviceKey:
+def main_device_of(device_map: Mapping[str, Place]) -> Place | str:
     """The device that computes for offloaded weights: the first of the map that is an accelerator, else the CPU."""
-    return next((device for device in device_map.values() if device not in HOST_PLACES), "cpu")
+    # As text, because torch.device("cpu") is no string, and is not equal to one.
+    return next((device for device in device_map.values() if str(device) not in HOST_PLACES), "cpu")
 
 
 @dataclass(frozen=True)
