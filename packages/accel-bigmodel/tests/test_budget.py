@@ -3,6 +3,7 @@ from __future__ import annotations
 import logging
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
@@ -58,6 +59,7 @@ def test_sizes_and_order(two_devices):
     given = {"disk": "2GB", "cpu": "1GiB", 1: 5.5, 0: 100}
     assert list(get_max_memory(given).items()) == [(0, 100), (1, 5), ("cpu", GIB), ("disk", 2 * 10**9)]
     assert given == {"disk": "2GB", "cpu": "1GiB", 1: 5.5, 0: 100}
+    assert get_max_memory({0: np.int64(7), "cpu": np.float32(2.5)}) == {0: 7, "cpu": 2}
 
 
 @pytest.mark.parametrize(

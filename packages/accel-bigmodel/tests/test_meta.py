@@ -61,6 +61,41 @@ def test_persistent_buffers_are_emptied_and_others_keep_their_values():
     check_nothing_on_meta(model)
 
 
+class Derived(nn.Module):
+    """Computes with a buffer of its own, and with one of a child, after other modules have registered theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("angles", torch.arange(4.0))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(2))
+        self.angles *= 2
+        self.register_buffer("doubled", self.angles * 2, persistent=False)
+        self.highest = float(self.angles.max())
+
+
+def test_constructors_compute_with_their_buffers():
+    with init_empty_weights(include_buffers=True):
+        model = nn.Sequential(Derived(), Derived())
+        assert {model[0].angles.device.type, model[1].norms[1].running_mean.device.type} == {"meta"}, (
+            "memory is given back while the model is built"
+        )
+    for part in model:
+        assert part.doubled.tolist() == [0.0, 4.0, 8.0, 12.0]
+        assert part.highest == 6.0
+    assert {kind for name, kind in devices(model).items() if not name.endswith("doubled")} == {"meta"}
+
+
+def test_buffers_that_replace_others():
+    with init_empty_weights(include_buffers=True):
+        model = nn.Sequential(Model())
+        model[0].saved = torch.ones(4)
+        model[0].other = nn.Buffer(torch.ones(2))
+        model[0].hidden = nn.Buffer(torch.ones(2), persistent=False)
+    found = devices(model)
+    assert found["0.saved"] == found["0.other"] == "meta"
+    assert found["0.hidden"] == "cpu"
+
+
 def test_with_torch_device_meta_is_found_out():
     with torch.device("meta"):
         model = Model()

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import compute_module_sizes, get_module_leaves, get_module_size_with_ties
+from accel_bigmodel import DeviceMapError, compute_module_sizes, get_module_leaves, get_module_size_with_ties
 from accel_bigmodel.outline import Outline, is_within
 
 
@@ -58,3 +59,9 @@ def test_layers_are_in_order_and_whole_where_asked():
     assert [name for name, _ in Outline.of(model).layers()] == ["0.scale", "0.first", "0.table", "1"]
     assert [name for name, _ in Outline.of(model, "Block").layers()] == ["0", "1"]
     assert [name for name, _ in Outline.of(nn.Linear(1, 1)).layers()] == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("classes", [[nn.Linear], nn.Linear, ["Block", None], 5])
+def test_classes_are_given_by_name(classes):
+    with pytest.raises(DeviceMapError, match=r"no_split_module_classes has .*; give names of classes"):
+        Outline.of(nn.Linear(1, 1), classes)

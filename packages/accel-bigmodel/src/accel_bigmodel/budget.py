@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,12 @@ def _reserves(
 
 
 def _bytes(size: Size | float, what: str) -> int:
-    # Factors such as 0.9 * free make floats.
-    whole: Any = int(size) if isinstance(size, float) and math.isfinite(size) else size
+    # Factors such as 0.9 * free make floats, and sizes from arrays are NumPy's.
+    given: Any = size
+    if isinstance(given, Real) and math.isfinite(given):
+        given = math.floor(given)
     try:
-        return convert_file_size_to_int(whole)
+        return convert_file_size_to_int(given)
     except ValueError as error:
         raise DeviceMapError(f"{what}: {error}") from None
 

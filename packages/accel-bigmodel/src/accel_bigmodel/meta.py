@@ -1,7 +1,7 @@
 """Building models without memory for their weights.
 
-Registering a parameter or buffer passes through PyTorch's global registration hooks. The pair that this module
-installs acts only inside of its context managers, and there only for the thread that entered them.
+Registering a parameter, buffer or module passes through PyTorch's global registration hooks. The three that this
+module installs act only inside of its context managers, and there only for the thread that entered them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
             yield
     finally:
         _placement.reset(token)
-        placement.empty_buffers()
+        placement.finish_all()
 
 
 class _Placement:
@@ -84,7 +84,8 @@ class _Placement:
         self._include_buffers = include_buffers
         # Tensor as it was registered → what stands for it, so that ties stay ties.
         self._moved = WeakIdKeyDictionary()
-        self._last: nn.Module | None = None
+        # Modules with buffers that will move to the meta device, by id.
+        self._unfinished: dict[int, nn.Module] = {}
 
     def parameter(self, parameter: nn.Parameter) -> nn.Parameter | None:
         if parameter.device == self._device:
@@ -106,22 +107,25 @@ class _Placement:
             return None
         if self._device.type != "meta":
             return None if buffer is None else self._move_buffer(buffer)
-        # Whether a buffer is persistent is only known after its registration, so the buffers of a module are
-        # emptied when the next module registers one. Until then their values are there for the constructor.
-        if module is not self._last:
-            self.empty_buffers()
-            self._last = module
+        # The constructor may still compute with the values, and only after this registration the module knows
+        # whether the buffer is persistent. So it is emptied when the module is given to another one, as it is when
+        # it is complete.
+        self._unfinished[id(module)] = module
         return None
 
-    def empty_buffers(self) -> None:
-        """Move the persistent buffers of the module that registered last to the meta device."""
-        if self._last is None:
+    def finish(self, module: nn.Module | None) -> None:
+        """Move the persistent buffers of a module to the meta device."""
+        if module is None or self._unfinished.pop(id(module), None) is None:
             return
-        for name, buffer in self._last._buffers.items():
-            hidden = name in self._last._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            hidden = name in module._non_persistent_buffers_set
             if not (buffer is None or hidden or is_lazy(buffer)):
-                self._last._buffers[name] = self._move_buffer(buffer)
-        self._last = None
+                module._buffers[name] = self._move_buffer(buffer)
+
+    def finish_all(self) -> None:
+        """Do this for all modules that were given to no other one."""
+        for module in list(self._unfinished.values()):
+            self.finish(module)
 
     def _move_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         if buffer not in self._moved:
@@ -145,8 +149,14 @@ def _buffer_hook(module: nn.Module, name: str, buffer: torch.Tensor | None) -> t
     return None if placement is None else placement.buffer(module, buffer)
 
 
+def _module_hook(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    placement = _placement.get()
+    if placement is not None:
+        placement.finish(child)
+
+
 def _install() -> None:
-    """Install the two hooks, once per process.
+    """Install the hooks, once per process.
 
     They stay, and do nothing outside of a context: PyTorch iterates over its hooks while it registers, and
     removing one would fail a registration that another thread is in the midst of.
@@ -156,3 +166,4 @@ def _install() -> None:
             # PyTorch declares hooks that return None, and documents ones that return a replacement.
             hooks_of_torch.register_module_parameter_registration_hook(_parameter_hook)  # type: ignore[arg-type]
             hooks_of_torch.register_module_buffer_registration_hook(_buffer_hook)  # type: ignore[arg-type]
+            hooks_of_torch.register_module_module_registration_hook(_module_hook)

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType, compute_module_sizes, get_max_layer_size
 from accel_ckpt.modules.ties import find_tied_parameters
 
@@ -20,10 +21,20 @@ Named = tuple[str, Part]
 
 
 def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
-    """The classes that are not to be split, from any of the forms in which users give them."""
+    """The names of the classes that are not to be split, from any of the forms in which users give them.
+
+    Raises:
+        DeviceMapError: they are no names. (A class itself would equal no name, and be split.)
+    """
     if classes is None:
         return frozenset()
-    return frozenset([classes] if isinstance(classes, str) else classes)
+    names = [classes] if isinstance(classes, str) or not isinstance(classes, Iterable) else list(classes)
+    if wrong := [name for name in names if not isinstance(name, str)]:
+        raise DeviceMapError(
+            f"no_split_module_classes has {', '.join(map(repr, wrong))}; give names of classes, as "
+            "'TransformerEncoderLayer'"
+        )
+    return frozenset(names)
 
 
 @dataclass(frozen=True)
