@@ -20,7 +20,7 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.streaming.pager import Pager
 from accel_bigmodel.streaming.transfer import HostTransfer
-from accel_ckpt import save_model
+from accel_ckpt import StateMismatchError, save_model
 from testkit.models import ZOO
 
 transformers = pytest.importorskip("transformers")
@@ -269,8 +269,15 @@ def test_saving_over_the_files_that_a_model_views(saved, tmp_path):
 def test_from_pretrained_and_then_dispatched(saved, tmp_path):
     """The way for checkpoints whose names transformers converts: it loads, and the placing follows."""
     ZOO["mixtral"].build().save_pretrained(tmp_path / "published", max_shard_size=SHARD)
+    with pytest.raises(
+        StateMismatchError, match=r"MixtralForCausalLM\.from_pretrained.*dispatch_model.*save_model"
+    ):
+        load_checkpoint_and_dispatch(empty("mixtral"), tmp_path / "published", {"": "disk"})
     expected = answer(plain("mixtral", saved("mixtral")), "mixtral")
     model = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "published").eval()
+    save_model(model, tmp_path / "renamed")
+    again = load_checkpoint_and_dispatch(empty("mixtral"), tmp_path / "renamed", {"": "disk"})
+    same(answer(again, "mixtral"), expected)
     dispatch_model(model, {"": "disk"}, offload_dir=tmp_path / "offload", transfer=HostTransfer())
     same(answer(model, "mixtral"), expected)
     same(story(model, "mixtral"), story(plain("mixtral", saved("mixtral")), "mixtral"))

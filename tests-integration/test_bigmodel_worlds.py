@@ -132,14 +132,20 @@ def test_what_no_rank_needs_is_not_sent(tmp_path):
     worlds.run(work, 2, str(tmp_path), build().state_dict())
 
 
-@pytest.mark.parametrize("mistake", ["map", "no folder", "file", "full"])
+@pytest.mark.parametrize("mistake", ["map", "word", "no folder", "file", "full"])
 def test_a_mistake_of_one_rank_fails_on_all_and_changes_nothing(tmp_path, mistake):
     from accel_ckpt import save_model
 
     save_model(build(), tmp_path / "m")
 
     def work(folder, mistake):
-        from accel_bigmodel import DeviceMapError, OffloadError, init_empty_weights, load_checkpoint_in_model
+        from accel_bigmodel import (
+            DeviceMapError,
+            OffloadError,
+            init_empty_weights,
+            load_checkpoint_and_dispatch,
+            load_checkpoint_in_model,
+        )
         from accel_ckpt import CheckpointError
         from accel_ckpt.disk import LOCAL
         from accel_state import PartialState
@@ -148,8 +154,11 @@ def test_a_mistake_of_one_rank_fails_on_all_and_changes_nothing(tmp_path, mistak
         with init_empty_weights():
             model = build()
         device_map, offload = {"head": "disk", "": "cpu"}, f"{folder}/o{rank}"
-        kind = DeviceMapError if mistake == "map" else OffloadError
-        if rank == 1 and mistake == "map":
+        kind = DeviceMapError if mistake in ("map", "word") else OffloadError
+        load = load_checkpoint_and_dispatch if mistake == "word" else load_checkpoint_in_model
+        if rank == 1 and mistake == "word":
+            device_map = "anywhere"
+        elif rank == 1 and mistake == "map":
             device_map = {"head": "disk"}
         elif rank == 1 and mistake == "no folder":
             offload = None
@@ -163,7 +172,13 @@ def test_a_mistake_of_one_rank_fails_on_all_and_changes_nothing(tmp_path, mistak
             LOCAL.write = write
         wrong = (kind, None) if rank == 1 else (CheckpointError, f"rank 1: {kind.__name__}")
         with pytest.raises(wrong[0], match=wrong[1]):
-            load_checkpoint_in_model(model, f"{folder}/m", device_map, offload, broadcast_from_rank0=True)
+            load(
+                model,
+                f"{folder}/m",
+                device_map=device_map,
+                offload_folder=offload,
+                broadcast_from_rank0=True,
+            )
         if rank == 1:
             assert all(parameter.device.type == "meta" for parameter in model.parameters())
         if offload is not None and os.path.isdir(offload):

@@ -27,47 +27,12 @@ from accel_ckpt import (
 )
 from accel_ckpt.memory import mapped_file_of
 from accel_state.errors import NotAvailableError
-
-
-class Net(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
-        self.head = nn.Linear(width, 2)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-
-class Untied(Tied):
-    def __init__(self):
-        super().__init__()
-        self.head.weight = nn.Parameter(self.embed.weight.detach().clone())
-
-
-class WithTable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
+from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
 
 
 def empty(build=Net):
     with init_empty_weights():
         return build()
-
-
-def same(a, b):
-    mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def file_of(tensor):
@@ -380,16 +345,16 @@ def test_a_report_of_missing_unexpected_and_mismatched(tmp_path):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         report = load_checkpoint_in_model(again, tmp_path, {"": "cpu"}, strict=False)
+        load_checkpoint_and_dispatch(again, tmp_path, {"": "cpu"}, strict=False)
     assert report == LoadReport(("head.bias",), ("ghost",), ("head.weight: (2, 9) instead of (2, 4)",))
-    assert [os.path.basename(w.filename) for w in caught] == ["test_load.py"] * 3
+    assert [os.path.basename(w.filename) for w in caught] == ["test_load.py"] * 6
     with pytest.raises(StateMismatchError, match="ghost"):
         load_checkpoint_in_model(again, tmp_path, {"": "cpu"}, strict=True)
 
 
 def test_a_buffer_that_nothing_fills(tmp_path):
     save_model(WithTable(), tmp_path)
-    with torch.device("meta"):
-        again = WithTable()
+    again = on_meta(WithTable)
     with pytest.raises(UninitializedTensorError, match="No checkpoint holds table"):
         load_checkpoint_in_model(again, tmp_path, {"": "cpu"})
     assert is_untouched(again)

@@ -27,38 +27,7 @@ from accel_ckpt import (
     save_training_state,
 )
 from accel_state.errors import NotAvailableError
-
-
-class Net(nn.Module):
-    def __init__(self, width=4):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
-        self.head = nn.Linear(width, 2)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(6, 4)
-        self.head = nn.Linear(4, 6, bias=False)
-        self.head.weight = self.embed.weight
-
-
-class WithTable(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-
-def on_meta(build):
-    with torch.device("meta"):
-        return build()
-
-
-def same(a, b):
-    mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
 
 
 @pytest.mark.parametrize("meta", [False, True])
@@ -240,6 +209,18 @@ def test_names_that_nothing_takes_are_told_with_those_that_are_missing(tmp_path)
         load_checkpoint_in_model(Net(), tmp_path)
 
 
+def test_a_model_of_transformers_is_told_who_knows_other_names(tmp_path):
+    base = type("PreTrainedModel", (Net,), {"__module__": "transformers.modeling_utils"})
+    model = type("Example", (base,), {})()
+    lacking(tmp_path)
+    # Nothing is left there that could be it.
+    with pytest.raises(StateMismatchError, match=r"reports the rest$"):
+        load_checkpoint_in_model(model, tmp_path)
+    lacking(tmp_path, {"tail.bias": torch.ones(2)})
+    with pytest.raises(StateMismatchError, match=r"Example\.from_pretrained.*dispatch_model.*save_model"):
+        load_checkpoint_in_model(model, tmp_path)
+
+
 def test_other_shapes(tmp_path):
     save_model(Net(width=5), tmp_path)
     with pytest.raises(StateMismatchError, match=r"head\.weight: \(2, 5\) instead of \(2, 4\)"):
@@ -280,14 +261,9 @@ def test_t32_a_name_tied_to_a_present_one_is_not_missing(tmp_path, name, meta):
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("meta", [False, True])
 def test_t32_tied_checkpoint_into_an_untied_model(tmp_path, safe, meta):
-    def untied():
-        model = Tied()
-        model.head.weight = nn.Parameter(torch.zeros(6, 4))
-        return model
-
     model = Tied()
     save_model(model, tmp_path, safe_serialization=safe)
-    again = on_meta(untied) if meta else untied()
+    again = on_meta(Untied) if meta else Untied()
     assert load_checkpoint_in_model(again, tmp_path, strict=True) == LoadReport()
     assert torch.equal(again.head.weight, model.head.weight)
     with torch.no_grad():

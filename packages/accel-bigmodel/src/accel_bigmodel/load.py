@@ -15,8 +15,8 @@ from accel_bigmodel.device_map import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.stores import CacheFile, OffloadCache
-from accel_ckpt.coordination import SingleProcess, default_coordinator, do_together
-from accel_ckpt.loading import LoadReport, Placer, Step, Target, assign, converted, load_weights
+from accel_ckpt.coordination import do_together
+from accel_ckpt.loading import LoadReport, Placer, Request, Step, Target, assign, converted, load_weights
 from accel_ckpt.weights import WeightSource
 from accel_state import environment
 from accel_state.errors import NotAvailableError
@@ -53,9 +53,9 @@ def load_checkpoint_in_model(
     """Load weights into a model, each tensor to the place that a device map gives it.
 
     The map, the names, shapes and dtypes are checked before a tensor is read or the model changed. Tensors on the host
-    become private views of the mapped files: nothing is copied, and pages are read when they are touched. What is on
-    ``"disk"`` stays there: in the safetensors file that it is in, or, if that is none or has another dtype, in a file
-    that is written to ``offload_folder`` once and found there by the next load.
+    become private views of mapped safetensors files: nothing is copied, and pages are read when they are touched. Those
+    of ``.bin`` files are read. What is on ``"disk"`` stays there: in the safetensors file that it is in, or, if that is
+    none or has another dtype, in a file that is written to ``offload_folder`` once and found there by the next load.
 
     Args:
         model: changed in place; parameters that have values keep their identity.
@@ -102,23 +102,16 @@ def load_checkpoint_in_model(
             "offload_8bit_bnb=True: plain loading does not quantise; load_and_quantize_model loads, quantises and "
             "offloads in one call"
         )
-    if not full_state_dict:
-        raise NotAvailableError(
-            "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
-        )
-
-    def make_placer() -> Placer:
-        if device_map is None:
-            return Placer(None, dtype, keep_in_fp32_modules or ())
-        places = _places(model, device_map)
-        cache = None if offload_folder is None else OffloadCache(offload_folder)
-        return MapPlacer(places, cache, offload_buffers, dtype, keep_in_fp32_modules or ())
-
-    ranks = default_coordinator() if broadcast_from_rank0 else SingleProcess()
-    placer = do_together(make_placer, ranks, doing=f"placing {checkpoint}")
-    show = Progress() if progress else iter
-    return load_weights(
-        model, checkpoint, placer, strict, broadcast_from_rank0, revision, token, progress=show
+    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
+    return _load(
+        model,
+        request,
+        device_map,
+        offload_folder,
+        offload_buffers,
+        dtype,
+        keep_in_fp32_modules or (),
+        progress,
     )
 
 
@@ -180,27 +173,53 @@ def load_checkpoint_and_dispatch(
         DeviceMapError: ``device_map`` is a word that is not listed above; no accelerator of ``max_memory`` has room for
             the part that would go to it; or as there.
     """
-    if device_map is not None:
-        device_map = resolve_device_map(
+    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
+
+    def make_map() -> Mapping[str, Device] | None:
+        if device_map is None:
+            return None
+        places = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype,
             offload_buffers=offload_buffers, reserve=reserve, strict=True,
         )  # fmt: skip
-        if unread := [name for name, place in device_map.items() if str(place) == "meta"]:
+        if unread := [name for name, place in places.items() if str(place) == "meta"]:
             raise DeviceMapError(
                 f"the device map leaves {', '.join(map(repr, unread))} without values ('meta'), so that the model "
                 "cannot run; load_checkpoint_in_model loads parts of a model"
             )
-    load_checkpoint_in_model(
-        model, checkpoint, device_map, offload_folder, dtype, offload_state_dict, offload_buffers, None, False, strict,
-        full_state_dict, broadcast_from_rank0, revision=revision, token=token, progress=progress,
-    )  # fmt: skip
-    if device_map is None:
+        return places
+
+    places = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
+    _load(model, request, places, offload_folder, offload_buffers, dtype, (), progress)
+    if places is None:
         return model
     return dispatch_model(
-        model, device_map, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        model, places, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks, device_memory=device_memory,
         host_memory=host_memory,
     )  # fmt: skip
+
+
+def _load(
+    model: nn.Module,
+    request: Request,
+    device_map: Mapping[str, Device] | None,
+    offload_folder: str | os.PathLike[str] | None,
+    offload_buffers: bool,
+    dtype: str | torch.dtype | None,
+    keep_in_fp32: Collection[str],
+    progress: bool,
+) -> LoadReport:
+    """What both functions do; they are the only ones to call it, which warnings rely on."""
+
+    def make_placer() -> Placer:
+        if device_map is None:
+            return Placer(None, dtype, keep_in_fp32)
+        cache = None if offload_folder is None else OffloadCache(offload_folder)
+        return MapPlacer(_places(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
+
+    placer = do_together(make_placer, request.ranks(), doing=f"placing {request.checkpoint}")
+    return load_weights(model, request, placer, progress=Progress() if progress else iter, stacklevel=3)
 
 
 def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Place]:

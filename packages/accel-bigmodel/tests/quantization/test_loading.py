@@ -198,6 +198,19 @@ def test_a_shared_module_stays_shared(engine, tmp_path):
     assert model["a"] is model["c"]
     assert isinstance(model["a"], Rounded)
     assert torch.equal(model["a"].codes, (plain["a"].weight * 8).round().to(torch.int8))
+    save_model(model, tmp_path / "quantised")
+    with init_empty_weights():
+        empty = build()
+    again = load_and_quantize_model(empty, config, tmp_path / "quantised", strict=True)
+    assert again["a"] is again["c"]
+    assert torch.equal(again["a"].codes, model["a"].codes)
+    codes = {f"{name}.weight.codes": torch.ones(4, 4, dtype=torch.int8) for name in "abc"}
+    codes["c.weight.codes"][0] = 0
+    save_model({**codes, "a.bias": torch.ones(4), "b.bias": torch.ones(4)}, tmp_path / "quantised")
+    with init_empty_weights():
+        empty = build()
+    with pytest.raises(StateMismatchError, match=r"c\.weight: other values than a\.weight"):
+        load_and_quantize_model(empty, config, tmp_path / "quantised")
 
 
 def unchanged(model):
@@ -258,6 +271,10 @@ def test_what_is_missing_can_be_let_pass(engine, trained, tmp_path):
         (lambda s: s.update({"down.SCB": s.pop("down.weight.codes")}), r"down\.weight\.codes is missing"),
         (
             lambda s: s.update({"lm_head.SCB": torch.zeros(2)}),
+            "lm_head is quantised there, and not to be quantised",
+        ),
+        (
+            lambda s: s.update({"lm_head.weight.codes": torch.zeros(10, 8, dtype=torch.int8)}),
             "lm_head is quantised there, and not to be quantised",
         ),
     ],

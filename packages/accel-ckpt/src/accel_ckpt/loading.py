@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_ckpt.coordination import SingleProcess, default_coordinator, do_together
+from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import refuse_without_values, rewrap
@@ -26,6 +26,7 @@ from accel_state.errors import NotAvailableError
 __all__ = [
     "LoadReport",
     "Placer",
+    "Request",
     "Step",
     "Target",
     "assign",
@@ -162,6 +163,7 @@ def load_checkpoint_in_model(
         FileChangedError: a file was changed while it was read.
         NotAvailableError: an option that needs several devices; names the package that has it.
     """
+    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
     device = _single_device(device_map)
     offload = {
         "offload_folder": offload_folder,
@@ -173,13 +175,8 @@ def load_checkpoint_in_model(
         raise NotAvailableError(
             f"{', '.join(used)}: offloading needs load_checkpoint_in_model of accel-bigmodel"
         )
-    if not full_state_dict:
-        raise NotAvailableError(
-            "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it "
-            "at True"
-        )
     placer = Placer(device, dtype, keep_in_fp32_modules or ())
-    return load_weights(model, checkpoint, placer, strict, broadcast_from_rank0, revision, token)
+    return load_weights(model, request, placer)
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
@@ -193,6 +190,33 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
             '{"": device}'
         )
     return torch.device(device_map[""])
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which weights to load, and how: what all functions that load to a model are asked in the same words.
+
+    Raises:
+        NotAvailableError: for ``full_state_dict=False``.
+    """
+
+    checkpoint: str | os.PathLike[str]
+    strict: bool | None = None
+    full_state_dict: bool = True
+    broadcast_from_rank0: bool = False
+    revision: str | None = None
+    token: str | bool | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what there is not."""
+        if not self.full_state_dict:
+            raise NotAvailableError(
+                "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
+            )
+
+    def ranks(self) -> Coordinator:
+        """Those that load together."""
+        return default_coordinator() if self.broadcast_from_rank0 else SingleProcess()
 
 
 @dataclass(slots=True, eq=False)
@@ -317,14 +341,11 @@ def assign(target: Target, value: torch.Tensor) -> None:
 
 def load_weights(
     model: nn.Module,
-    checkpoint: str | os.PathLike[str],
+    request: Request,
     placer: Placer,
-    strict: bool | None = None,
-    broadcast_from_rank0: bool = False,
-    revision: str | None = None,
-    token: str | bool | None = None,
     *,
     progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
+    stacklevel: int = 2,
 ) -> LoadReport:
     """Load weights into a model, wherever a placer puts them.
 
@@ -332,21 +353,18 @@ def load_weights(
 
     Args:
         model: changed in place.
-        checkpoint: as in :func:`load_checkpoint_in_model`, and so the others.
+        request: which weights.
         placer: where tensors go.
-        strict: what is an error.
-        broadcast_from_rank0: rank 0 reads and sends.
-        revision: of a repository.
-        token: for a repository.
         progress: what iterates over the steps, to show how far it is.
+        stacklevel: whom warnings point at: 1 is the caller of this function, 2 the caller of that.
     """
-    coordinator = default_coordinator() if broadcast_from_rank0 else SingleProcess()
+    coordinator, checkpoint, strict = request.ranks(), request.checkpoint, request.strict
     doing = f"loading {checkpoint}"
     source: WeightSource
     if coordinator.world_size > 1:
-        source = BroadcastWeights(checkpoint, coordinator, revision, token)
+        source = BroadcastWeights(checkpoint, coordinator, request.revision, request.token)
     else:
-        source = open_weights(checkpoint, revision=revision, token=token)
+        source = open_weights(checkpoint, revision=request.revision, token=request.token)
     source = placer.view(source)
     plan = do_together(lambda: _compare(source, model, placer), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
@@ -354,7 +372,7 @@ def load_weights(
     def judge() -> tuple[LoadReport, Sequence[Step]]:
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
         report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
-        _judge(report, checkpoint, strict)
+        _judge(report, model, checkpoint, strict)
         if strict is not False:
             refuse_without_values(empty, [target.names[0] for target in plan.hidden])
         return report, placer.prepare(source, plan.steps)
@@ -363,7 +381,7 @@ def load_weights(
     rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
     empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
     report, steps_to_do = do_together(judge, coordinator, doing=doing)
-    _warn(report, checkpoint)
+    _warn(report, checkpoint, stacklevel + 2)
     source.begin([step.source for step in steps_to_do])
     is_soon_over = sum(step.nbytes for step in steps_to_do) < _SMALL_LOAD
 
@@ -505,7 +523,7 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
     return names
 
 
-def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
+def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: bool | None) -> None:
     fatal = {True: {*_PROBLEMS}, None: {"missing", "mismatched"}, False: set[str]()}[strict]
     errors = [
         f"{what}: {', '.join(getattr(report, kind))}"
@@ -519,7 +537,19 @@ def _judge(report: LoadReport, checkpoint: object, strict: bool | None) -> None:
             f"{checkpoint} does not fit the model; "
             + "; ".join(errors)
             + ". Nothing was changed; strict=False loads what matches and reports the rest"
+            + (_advice_on_names(model) if report.missing and report.unexpected else "")
         )
+
+
+def _advice_on_names(model: nn.Module) -> str:
+    """Since transformers 5, files of some models have names that only its own loading translates."""
+    if not any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__):
+        return ""
+    return (
+        f". If these are other names for the same weights, {type(model).__name__}.from_pretrained of transformers "
+        "translates them: dispatch_model of accel-bigmodel takes the model that it gives, and what save_model writes "
+        "of that model is loaded here as it is"
+    )
 
 
 _PROBLEMS = {
@@ -529,8 +559,7 @@ _PROBLEMS = {
 }
 
 
-def _warn(report: LoadReport, checkpoint: object) -> None:
-    level = 4  # whoever called load_checkpoint_in_model
+def _warn(report: LoadReport, checkpoint: object, level: int) -> None:
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
             warnings.warn(

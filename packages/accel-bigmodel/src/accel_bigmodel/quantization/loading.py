@@ -22,7 +22,7 @@ from accel_bigmodel.quantization.selection import (
     warn_of_unknown,
 )
 from accel_ckpt.errors import UninitializedTensorError
-from accel_ckpt.loading import Placer, Step, Target, load_weights
+from accel_ckpt.loading import Placer, Request, Step, Target, load_weights
 from accel_ckpt.memory import trim_heap
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers
 from accel_ckpt.weights import WeightSource
@@ -98,7 +98,7 @@ def load_and_quantize_model(
         _check_has_values(model)
         placer.finish(())
     else:
-        load_weights(model, weights_location, placer, strict, revision=revision, token=token)
+        load_weights(model, Request(weights_location, strict, revision=revision, token=token), placer)
     for name, value in {**engine.flags, "hf_device_map": places.device_map}.items():
         setattr(model, name, value)
     return (

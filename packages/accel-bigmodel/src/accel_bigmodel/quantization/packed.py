@@ -81,8 +81,20 @@ class PackedWeights:
         return torch.empty(0) if self._is_packed(name) else self.opened.tensor(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal."""
-        return self.opened.differing(pairs)
+        """Those pairs of names whose values are not equal: of two quantised weights one of the pieces.
+
+        Of a quantised and a plain one nothing can be said; `check` refuses the first.
+        """
+        asked: dict[Pair, Pair] = {}
+        for pair in pairs:
+            layers = [name.removesuffix(".weight") for name in pair if self._is_packed(name)]
+            if not layers:
+                asked[pair] = pair
+            elif len(layers) == 2:
+                first, second = layers
+                common = self.pieces[first] & self.pieces[second]
+                asked |= {(f"{first}.{piece}", f"{second}.{piece}"): pair for piece in common}
+        return {asked[found] for found in self.opened.differing([*asked])}
 
     def begin(self, names: Collection[str]) -> None:
         """Say which tensors will be asked for."""
