@@ -23,12 +23,14 @@ from accel_bigmodel import (
     offload_stats,
     undispatch,
 )
+from accel_bigmodel.dispatch import _Plan
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
     FileChangedError,
     StateMismatchError,
     UninitializedTensorError,
     load_checkpoint_in_model,
+    load_state_dict,
     save_model,
 )
 from accel_ckpt.memory import mapped_file_of
@@ -318,6 +320,139 @@ def test_a_model_bigger_than_the_memory_it_may_have_is_paged(saved, expected):
     model = dispatch_model(load(saved), {"": "disk"}, host_memory="20KB")
     assert model._accel_dispatch.mover is not None
     assert torch.equal(answer(model), expected)
+
+
+def where(model):
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        name: (id(tensor), tensor.device, tensor.is_meta or tensor.data_ptr()) for name, tensor in tensors
+    }
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"device_memory": "1KB"}, DeviceMapError, "budget of 1,000 bytes"),
+        ({"device_memory": "lots"}, ValueError, "lots"),
+        ({"device_map": {"": "disk"}}, OffloadError, "pass offload_dir"),
+        ({"device_map": {"embed": "cpu"}}, DeviceMapError, "blocks"),
+        ({"main_device": 99}, DeviceMapError, "99"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_changed(expected, dispatched, options, error, match):
+    model = build()
+    if dispatched:
+        cpu_offload(model, transfer=HostTransfer(), device_memory="12KB")
+    attached, before = model.__dict__.get("_accel_dispatch"), where(model)
+    with pytest.raises(error, match=match):
+        dispatch_model(model, **{"device_map": {"": "cpu"}, "transfer": HostTransfer(), **options})
+    assert model.__dict__.get("_accel_dispatch") is attached
+    assert where(model) == before
+    assert torch.equal(answer(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "error", "match"),
+    [
+        (
+            lambda: {"embed.weight": torch.zeros(40, 16)},
+            {},
+            UninitializedTensorError,
+            r"blocks\.0\.up\.weight",
+        ),
+        (
+            lambda: Net(width=8).state_dict(),
+            {},
+            StateMismatchError,
+            r"'embed\.weight' has the shape \(40, 16\)",
+        ),
+        (lambda: build().state_dict(), {"device_memory": "1KB"}, DeviceMapError, "budget of 1,000 bytes"),
+    ],
+)
+def test_no_tensor_is_filled_before_all_is_known_to_be_right(values, options, error, match):
+    with init_empty_weights():
+        model = Net()
+    before = where(model)
+    with pytest.raises(error, match=match):
+        cpu_offload(model, state_dict=values(), transfer=HostTransfer(), **options)
+    assert where(model) == before
+
+
+def test_values_that_are_mapped_need_no_folder_to_wait_on_disk(saved, expected):
+    save_model(build(), saved)
+    values = load_state_dict(saved / "model.safetensors")
+    with init_empty_weights():
+        model = Net().eval()
+    dispatch_model(model, {"": "disk"}, state_dict=values, transfer=HostTransfer())
+    assert torch.equal(answer(model), expected)
+    assert all(mapped_file_of(parameter) for parameter in model.parameters())
+
+
+def test_weights_that_stay_on_the_device_are_known_to_be_in_files(saved, expected):
+    model = disk_offload(load(saved), None, transfer=HostTransfer(), device_memory="24KB")
+    assert offload_stats(model).resident_bytes
+    disk_offload(model, None, transfer=HostTransfer())
+    assert torch.equal(answer(model), expected)
+    assert all(mapped_file_of(parameter) for parameter in model.parameters())
+
+
+def test_values_under_either_name_of_tied_weights(expected):
+    state = build().state_dict()
+    for name in ("embed.weight", "head.weight"):
+        with init_empty_weights():
+            model = Net().eval()
+            model.head.weight = model.embed.weight
+        cpu_offload(model, state_dict={key: value for key, value in state.items() if key != name})
+        assert torch.equal(answer(model), expected)
+        assert model.head.weight is model.embed.weight
+
+
+def test_taking_back_while_a_forward_runs_leaves_the_model_dispatched(expected):
+    model = cpu_offload(build(), transfer=HostTransfer())
+    handle = model.blocks[1].register_forward_pre_hook(lambda *_: undispatch(model))
+    with pytest.raises(OffloadError, match="while a forward"):
+        answer(model)
+    handle.remove()
+    assert torch.equal(answer(model), expected)
+
+
+class Full(HostTransfer):
+    """A device without memory."""
+
+    def allocate(self, nbytes):
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_a_device_without_memory_for_what_stays_leaves_the_model_as_it_was(expected):
+    model = build()
+    before = where(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        cpu_offload(model, transfer=Full(), device_memory="1MB")
+    assert where(model) == before
+    assert not hasattr(model, "hf_device_map")
+    assert torch.equal(answer(model), expected)
+
+
+def test_a_move_that_fails_in_the_middle_is_undone(monkeypatch):
+    plan = _Plan(build(), {"": torch.device("meta")}, torch.device("meta"), streams=False, buffers=False)
+    before = where(plan.model)
+    plan.homes[id(plan.model.blocks[2].up.weight)] = torch.device("cuda:99")  # here there is none
+    with pytest.raises((RuntimeError, AssertionError)):
+        plan.move()
+    assert where(plan.model) == before
+
+
+def test_what_waits_in_host_memory_is_gathered_and_what_waits_on_disk_stays_there(saved, expected):
+    model = dispatch_model(load(saved), MAPS["mixed"], transfer=HostTransfer())
+    names = [name for name, parameter in model.named_parameters() if mapped_file_of(parameter) is None]
+    assert {name.rpartition(".")[0] for name in names} == {
+        "embed", "blocks.1.up", "blocks.1.norm", "blocks.1.down",
+    }  # fmt: skip
+    assert torch.equal(answer(model), expected)
+    assert offload_stats(model).page_locked_bytes == sum(
+        parameter.nbytes for name, parameter in model.named_parameters() if name in names
+    )
 
 
 @pytest.fixture

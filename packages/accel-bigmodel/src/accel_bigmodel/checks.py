@@ -16,7 +16,7 @@ from accel_bigmodel.usage import entry_of, main_device_of, place_of
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
 from accel_state.devices import default_device, device_count
 
-__all__ = ["check_device_map", "check_tied_parameters_on_same_device", "execution_device"]
+__all__ = ["check_device_map", "check_exists", "check_tied_parameters_on_same_device", "execution_device"]
 
 AnyDevice = int | str | torch.device
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
         )
     if strict:
         for name, device in device_map.items():
-            _check_exists(name, device)
+            check_exists(device, f"the device_map puts {name!r} on")
         if len(set(device_map.values())) > 1:
             _check_ties(find_tied_parameters(model), device_map)
 
@@ -97,6 +97,28 @@ def execution_device(device: AnyDevice) -> torch.device | None:
     return torch.device(found.type, 0) if index is None and found.type != "meta" else found
 
 
+def check_exists(device: AnyDevice, said: str) -> None:
+    """Refuse a device that this machine does not have.
+
+    Args:
+        device: as in a device map.
+        said: the beginning of the message: what somebody said of it.
+
+    Raises:
+        DeviceMapError: it is not there.
+    """
+    found = execution_device(device)
+    if found is None or found.type == "meta":
+        return
+    count = device_count(found.type)
+    if found.index >= count:
+        here = f"only {count} of that kind here" if count else f"no {found.type} device here"
+        raise DeviceMapError(
+            f"{said} {device!r}, but there is {here}; use 'cpu' or 'disk', or a device that "
+            "torch.accelerator finds"
+        )
+
+
 def _has(model: nn.Module, name: str) -> bool:
     """Whether a module, parameter or buffer has this name."""
     if not name:
@@ -139,19 +161,6 @@ def _device_of(name: str, device_map: Mapping[str, AnyDevice]) -> AnyDevice:
     if entry is None:
         raise DeviceMapError(f"the device_map gives no device for {name!r}, nor for a module that holds it")
     return device_map[entry]
-
-
-def _check_exists(name: str, device: AnyDevice) -> None:
-    found = execution_device(device)
-    if found is None or found.type == "meta":
-        return
-    count = device_count(found.type)
-    if found.index >= count:
-        here = f"only {count} of that kind here" if count else f"no {found.type} device here"
-        raise DeviceMapError(
-            f"the device_map puts {name!r} on {device!r}, but there is {here}; use 'cpu' or 'disk', or a device that "
-            "torch.accelerator finds"
-        )
 
 
 def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevice]) -> None:

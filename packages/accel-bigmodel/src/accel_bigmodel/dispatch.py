@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budget import available_host_memory
-from accel_bigmodel.checks import check_device_map, execution_device
+from accel_bigmodel.checks import check_device_map, check_exists, execution_device
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.base import (
@@ -26,14 +25,17 @@ from accel_bigmodel.hooks.base import (
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
 from accel_bigmodel.stores import OffloadCache
 from accel_bigmodel.streaming.engine import Streamer
-from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.pager import Pager
 from accel_bigmodel.streaming.stats import StreamStats
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
 from accel_bigmodel.usage import main_device_of, place_of
+from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.tensors import (
     check_nothing_on_meta,
+    get_non_persistent_buffers,
+    refuse_without_values,
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
@@ -64,10 +66,6 @@ class Dispatch:
         """Where modules compute whose weights wait elsewhere."""
         self.mover = mover
         """What brings weights, if something has to: to a device, or from the disk to memory ahead of their use."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatch:
-        mover = copy.deepcopy(self.mover, memo) if isinstance(self.mover, Streamer) else None
-        return Dispatch(self.device_map, self.main_device, mover)
 
 
 def dispatch_model(
@@ -121,17 +119,43 @@ def dispatch_model(
         DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
         OffloadError: weights are to wait on disk and are in no file, and there is no ``offload_dir``.
         UninitializedTensorError: tensors on the meta device, with no values for them.
+        StateMismatchError: the values have other shapes.
     """
     check_device_map(model, device_map, strict=True)
     places = {name: _device(place) for name, place in device_map.items()}
     main = torch.device(main_device_of(places) if main_device is None else _device(main_device))
+    check_exists(main, "main_device is")
+    device_budget, host_budget = _size(device_memory), _size(host_memory)
+    values = _values(model, state_dict, offload_dir, offload_index)
+
+    def plan_it() -> tuple[_Plan, Streamer | None]:
+        plan = _Plan(
+            model, places, main, streams=transfer is not None or main != CPU, buffers=offload_buffers
+        )
+        return plan, _streamer(plan, preload_module_classes, device_budget, transfer)
+
+    plan, streamer = plan_it()
+    attached: Dispatch | None = model.__dict__.get("_accel_dispatch")
+    before = attached.mover if attached is not None and isinstance(attached.mover, Streamer) else None
+    if streamer is not None:
+        streamer.check(replacing=before)
+    if offload_dir is None:
+        _check_files(plan, {} if before is None else before.homes(), values)
     undispatch(model)
-    _fill(model, state_dict, offload_dir, offload_index)
-    plan = _Plan(model, places, main, streams=transfer is not None or main != CPU, buffers=offload_buffers)
-    if "disk" in places.values():
+    if values:
+        _fill(model, values)
+        plan, streamer = plan_it()  # for the tensors in the place of those without values
+    if offload_dir is not None:
         _keep_on_disk(plan, offload_dir)
+    mover = streamer or _pager(plan, preload_module_classes, host_budget)
     plan.move()
-    mover = _mover(plan, preload_module_classes, _size(device_memory), _size(host_memory), transfer)
+    if mover is not None:
+        try:
+            mover.attach()
+        except BaseException:
+            plan.put_back()
+            raise
+    plan.moved.clear()
     _attach(plan, skip_keys, force_hooks, mover)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
@@ -205,11 +229,12 @@ def undispatch(model: Model) -> Model:
     Args:
         model: a model, dispatched or not.
     """
-    dispatch: Dispatch | None = model.__dict__.pop("_accel_dispatch", None)
+    dispatch: Dispatch | None = model.__dict__.get("_accel_dispatch")
     if dispatch is None:
         return model
     if dispatch.mover is not None:
         dispatch.mover.detach()
+    del model.__dict__["_accel_dispatch"]
     remove_hook_from_submodules(model)
     del model.hf_device_map
     return model
@@ -248,25 +273,47 @@ def _size(memory: int | str | None) -> int | None:
     return None if memory is None else convert_file_size_to_int(memory)
 
 
-def _fill(
+def _values(
     model: nn.Module,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
-) -> None:
-    """Give tensors on the meta device their values."""
-    if state_dict is not None or offload_index is not None:
-        values = OffloadedWeightsLoader(
-            state_dict=dict(state_dict or {}),
-            save_folder=None if offload_index is None else offload_dir,
-            index=offload_index,
-        )
-        ties = find_tied_parameters(model)
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if tensor.device.type == "meta" and name in values:
-                set_module_tensor_to_device(model, name, CPU, value=values[name])
-        retie_parameters(model, ties)
-    check_nothing_on_meta(model)
+) -> dict[str, torch.Tensor]:
+    """Values for the tensors on the meta device."""
+    if state_dict is None and offload_index is None:
+        check_nothing_on_meta(model)
+        return {}
+    given = OffloadedWeightsLoader(
+        state_dict=dict(state_dict or {}),
+        save_folder=None if offload_index is None else offload_dir,
+        index=offload_index,
+    )
+    empty = {
+        name: tensor
+        for name, tensor in [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
+        if tensor.is_meta
+    }
+    values = {name: given[name] for name in empty if name in given}
+    known = {id(empty[name]) for name in values}
+    hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    refuse_without_values([name for name, tensor in empty.items() if id(tensor) not in known], hidden)
+    for name, value in values.items():
+        if value.shape != empty[name].shape:
+            raise StateMismatchError(
+                f"{name!r} has the shape {tuple(empty[name].shape)}, but its value has the shape {tuple(value.shape)}"
+            )
+    return values
+
+
+def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
+    """Put values in place of tensors on the meta device; the first name of a tied one has the say."""
+    ties = find_tied_parameters(model)
+    for name, value in values.items():
+        set_module_tensor_to_device(model, name, CPU, value=value)
+    retie_parameters(model, ties)
 
 
 class _Plan:
@@ -286,6 +333,8 @@ class _Plan:
         self.streams = streams
         """Whether weights that wait are brought to another place to compute with them."""
         self.offload_buffers = buffers
+        self.moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
+        """Tensors that ``move`` moved, and what they were, or where: what was on a device would fill it."""
         self.tensors: dict[int, torch.Tensor] = {}
         self.homes: dict[int, torch.device | str] = {}
         self.names: dict[int, str] = {}
@@ -318,64 +367,98 @@ class _Plan:
         return [name for name, place in self.places.items() if place in ("disk", CPU)]
 
     def move(self) -> None:
-        """Put tensors of devices there; what waits is on the host."""
-        for key, tensor in self.tensors.items():
-            home = self.homes[key]
-            target = CPU if home == "disk" else torch.device(home)
-            if tensor.device != target:
-                tensor.data = tensor.data.to(target)
+        """Put tensors of devices there; what waits is on the host. All are where they were if one cannot be moved."""
+        try:
+            for key, tensor in self.tensors.items():
+                home = self.homes[key]
+                target = CPU if home == "disk" else torch.device(home)
+                if tensor.device != target:
+                    old = tensor.data
+                    tensor.data = old.to(target)
+                    self.moved.append((tensor, old if old.is_cpu else old.device))
+        except BaseException:
+            self.put_back()
+            raise
+
+    def put_back(self) -> None:
+        """Undo ``move``."""
+        while self.moved:
+            tensor, old = self.moved.pop()
+            tensor.data = old if isinstance(old, torch.Tensor) else tensor.data.to(old)
 
 
 def _slowness(place: torch.device | str) -> int:
     return 2 if place == "disk" else int(place == CPU)
 
 
-def _keep_on_disk(plan: _Plan, folder: str | os.PathLike[str] | None) -> None:
-    """Make every parameter that waits on disk a view of a file. Buffers, which forwards may change, are in memory."""
-    loose = {
+def _loose(plan: _Plan) -> dict[str, nn.Parameter]:
+    """Parameters that are to wait on disk and are in no file. Buffers, which forwards may change, are in memory."""
+    return {
         name: tensor
         for name, tensor in plan.at("disk").items()
         if isinstance(tensor, nn.Parameter) and tensor.numel() and mapped_file_of(tensor) is None
     }
-    if not loose:
-        return
-    if folder is None:
+
+
+def _check_files(plan: _Plan, homes: Mapping[int, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+    """Refuse parameters that are to wait on disk and will be in no file.
+
+    Args:
+        plan: where they are to wait.
+        homes: what those will be again that a mover has on a device now, by their identity.
+        values: what those will be that have no values now, by name.
+    """
+    loose = []
+    for name, tensor in _loose(plan).items():
+        later = values.get(name) if tensor.is_meta else homes.get(id(tensor))
+        if later is None or later.dtype != tensor.dtype or mapped_file_of(later) is None:
+            loose.append(name)
+    if loose:
         raise OffloadError(
             f"{', '.join(sorted(loose))} should wait on disk, and are in no safetensors file that is mapped; "
             "load them with load_checkpoint_and_dispatch from one, or pass offload_dir, a folder to write them to"
         )
-    views = OffloadCache(folder).keep(loose)
-    for name, tensor in loose.items():
-        tensor.data = views[name]
 
 
-def _mover(
-    plan: _Plan,
-    preload: Sequence[str] | None,
-    device_memory: int | None,
-    host_memory: int | None,
-    transfer: Transfer | None,
-) -> Streamer | Pager | None:
-    waiting = plan.waiting()
-    if not waiting:
-        return None
-    budget = 0
-    if not plan.streams:
-        budget = int(_MAPPED_SHARE * available_host_memory()) if host_memory is None else host_memory
-        tensors = plan.tensors.values()
-        fits = sum(t.nbytes for t in tensors) <= budget  # the quicker question, which most models answer
-        if fits or sum(t.nbytes for t in tensors if mapped_file_of(t) is not None) <= budget:
-            return None
-    groups = plan_groups(
-        plan.model, waiting, preload_module_classes=preload, offload_buffers=plan.offload_buffers
+def _keep_on_disk(plan: _Plan, folder: str | os.PathLike[str]) -> None:
+    """Make every parameter that waits on disk a view of a file."""
+    if loose := _loose(plan):
+        views = OffloadCache(folder).keep(loose)
+        for name, tensor in loose.items():
+            tensor.data = views[name]
+
+
+def _groups(plan: _Plan, preload: Sequence[str] | None) -> list[Group]:
+    return plan_groups(
+        plan.model, plan.waiting(), preload_module_classes=preload, offload_buffers=plan.offload_buffers
     )
-    mover: Streamer | Pager
-    if plan.streams:
-        mover = Streamer(plan.model, groups, transfer or AcceleratorTransfer(plan.main), budget=device_memory)
-    else:
-        mover = Pager(plan.model, groups, budget=budget)
-    mover.attach()
-    return mover
+
+
+def _streamer(
+    plan: _Plan, preload: Sequence[str] | None, budget: int | None, transfer: Transfer | None
+) -> Streamer | None:
+    """What brings weights to the device that computes, if some wait elsewhere."""
+    if not plan.streams or not plan.waiting():
+        return None
+    groups = _groups(plan, preload)
+    in_memory = [
+        group.name for group in groups if all(plan.homes[id(t)] == CPU for t in group.tensors.values())
+    ]
+    transfer = transfer or AcceleratorTransfer(plan.main)
+    return Streamer(plan.model, groups, transfer, budget=budget, in_memory=in_memory)
+
+
+def _pager(plan: _Plan, preload: Sequence[str] | None, budget: int | None) -> Pager | None:
+    """What reads mapped files ahead of their use, if they exceed the memory they may fill."""
+    if plan.streams or not plan.waiting():
+        return None
+    if budget is None:
+        budget = int(_MAPPED_SHARE * available_host_memory())
+    tensors = plan.tensors.values()
+    fits = sum(t.nbytes for t in tensors) <= budget  # the quicker question, which most models answer
+    if fits or sum(t.nbytes for t in tensors if mapped_file_of(t) is not None) <= budget:
+        return None
+    return Pager(plan.model, _groups(plan, preload), budget=budget)
 
 
 class FilesUnchanged(ModelHook):

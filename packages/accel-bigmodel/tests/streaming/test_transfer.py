@@ -157,7 +157,7 @@ class Fake(AcceleratorTransfer):
 
     def __init__(self, pinned=False):
         super().__init__("cpu")
-        self.log, self.events, self.pins = [], [], []
+        self.log, self.events, self.pins, self.kept = [], [], [], []
         self.all_pinned = pinned
         self.compute = Stream(self.log, "compute")
         self.clock = iter(range(1000))
@@ -178,6 +178,9 @@ class Fake(AcceleratorTransfer):
 
     def _is_pinned(self, tensor):
         return self.all_pinned
+
+    def _keep_for(self, stream, memory):
+        self.kept.append((stream.name, memory.data_ptr()))
 
 
 def test_a_copy_is_ordered_against_the_computation():
@@ -239,6 +242,32 @@ def test_pinned_weights_are_sent_as_they_are():
     transfer.copy("a", tensors, layout, slot).wait()
     assert transfer.pins == []
     assert [view[0].item() for view in slot.views(layout)] == [3, 4]
+    transfer.close()
+
+
+def test_weights_in_host_blocks_are_sent_as_they_lie():
+    transfer = Fake()
+    memory = transfer.host_block(1024)
+    tensors = [torch.frombuffer(memory, dtype=torch.float32, count=100, offset=at) for at in (0, 512)]
+    for value, tensor in enumerate(tensors):
+        tensor.fill_(value)
+    layout = Layout(tensors)
+    slot = slot_for(transfer, layout)
+    transfer.copy("a", tensors, layout, slot).wait()
+    assert len(transfer.pins) == 1  # the block, and no staging buffer
+    assert [view[0].item() for view in slot.views(layout)] == [0, 1]
+    transfer.close()
+    transfer.copy("a", tensors, layout, slot).wait()  # closing does not forget the blocks
+    assert len(transfer.pins) == 1
+    transfer.close()
+
+
+def test_slots_are_kept_from_others_until_their_copies_are_done():
+    transfer = Fake()
+    tensors, layout = group(1)
+    slot = slot_for(transfer, layout)
+    transfer.copy("a", tensors, layout, slot).wait()
+    assert transfer.kept == [("copies", slot.address)]
     transfer.close()
 
 
@@ -324,13 +353,17 @@ def test_the_calls_that_the_fake_replaces_exist():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("pinned", [True, False])
-def test_on_an_accelerator(pinned):
+@pytest.mark.parametrize("memory", ["plain", "pinned", "block"])
+def test_on_an_accelerator(memory):
     transfer = AcceleratorTransfer(torch.accelerator.current_accelerator())
     for value in range(6):
         tensors, layout = group(value, value + 1, size=1 << 20)
-        if pinned:
+        if memory == "pinned":
             tensors = [tensor.pin_memory() for tensor in tensors]
+        if memory == "block":
+            block = torch.frombuffer(transfer.host_block(1 << 23), dtype=torch.float32)
+            tensors = [part.copy_(tensor) for part, tensor in zip(block.chunk(2), tensors, strict=True)]
+            assert transfer.host_blocks.runs(tensors, layout) is not None
         slot = slot_for(transfer, layout)
         transfer.copy("a", tensors, layout, slot).wait()
         for view, tensor in zip(slot.views(layout), tensors, strict=True):

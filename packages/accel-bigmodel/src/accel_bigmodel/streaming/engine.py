@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from accel_bigmodel.hooks.base import outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
 from accel_bigmodel.streaming.gates import Gate
 from accel_bigmodel.streaming.groups import Group
+from accel_bigmodel.streaming.host_blocks import gather
 from accel_bigmodel.streaming.members import Load, Member, TiedUses
 from accel_bigmodel.streaming.residency import choose_resident, window_bytes
 from accel_bigmodel.streaming.resident import Resident
@@ -47,6 +48,8 @@ class Streamer:
         budget: bytes on the device for slots and resident groups; ``None``: room for the groups that are moved
             ahead, and nothing resident but what is too small to be worth moving, or needed around others.
         prefetch: how many groups are moved ahead.
+        in_memory: names of groups whose weights are to wait in host memory for good. They are gathered in host blocks
+            of the transfer when the engine takes hold of them, and stay there when it lets go.
 
     Raises:
         ValueError: ``prefetch`` is negative.
@@ -60,14 +63,17 @@ class Streamer:
         *,
         budget: int | None = None,
         prefetch: int = 2,
+        in_memory: Collection[str] = (),
     ) -> None:
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} must be 0 or more: the number of groups to move ahead")
-        self._arguments = (model, list(groups), transfer, budget, prefetch)
+        self._arguments = (model, list(groups), transfer, budget, prefetch, frozenset(in_memory))
         self._begin()
 
     def _begin(self) -> None:
-        self._model, self._groups, self._transfer, self._budget, self._prefetch = self._arguments
+        self._model, self._groups, self._transfer, self._budget, self._prefetch, self._in_memory = (
+            self._arguments
+        )
         self.lock = threading.RLock()
         self._gates: list[Gate] = []
         self._ready = False
@@ -79,7 +85,7 @@ class Streamer:
         self._resident: list[Resident] = []
         self._pool = SlotPool(self._transfer, 0)
         self._saving = Saving(self._transfer.device)
-        self._moved = self._hits = self._misses = 0
+        self._moved = self._hits = self._misses = self._gathered = 0
         self._waited = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +114,7 @@ class Streamer:
             OffloadError: the engine is attached, or a tensor cannot be streamed.
         """
         with self.lock:
-            self._check_free()
+            self._check_free(None)
             self._prepare()
             try:
                 for module, group, below in self._places():
@@ -117,11 +123,23 @@ class Streamer:
                 self.detach()
                 raise
 
-    def _check_free(self) -> None:
+    def check(self, replacing: Streamer | None = None) -> None:
+        """Refuse what ``attach`` refuses, but for weights that have no values yet. Nothing is changed.
+
+        Args:
+            replacing: an engine that will have been detached by then.
+        """
+        self._check_free(replacing)
+        members = self._new_members()
+        for member in members:
+            member.check()
+        self._choose(members)
+
+    def _check_free(self, replacing: Streamer | None) -> None:
         for group in self._groups:
             for module in group.module.modules():
                 gate = module.__dict__.get("forward")
-                if isinstance(gate, Gate) and gate.is_open():
+                if isinstance(gate, Gate) and gate.is_open() and not gate.belongs_to(replacing):
                     raise OffloadError(
                         f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
                     )
@@ -143,6 +161,10 @@ class Streamer:
             self._transfer.close()
             self._ready = False
 
+    def homes(self) -> dict[int, torch.Tensor]:
+        """The tensors in host memory behind those that stay on the device, by the identity of the latter."""
+        return {key: host for resident in self._resident for key, host in resident.homes()}
+
     def _copied_gates(self) -> list[Gate]:
         """Those that came with a copied model."""
         forwards = [module.__dict__.get("forward") for module in self._model.modules()]
@@ -162,28 +184,39 @@ class Streamer:
 
     def _prepare(self) -> None:
         """Decide what stays on the device, move that there, and make the slots for the rest."""
-        members = [Member(self._model, number, group) for number, group in enumerate(self._groups)]
+        members = self._new_members()
         for member in members:
             member.check()
-        sizes = [member.layout.nbytes for member in members]
-        names = [member.name for member in members]
-        stay = choose_resident(names, sizes, self._around(), self._budget, self._prefetch)
+            member.check_values()
+        for member in members:
+            member.take_home()
+        stay = self._choose(members)
         here: set[int] = set()
         try:
             for member in members:
                 if member.index in stay and member.leave_out(here):
                     self._resident.append(Resident(member, self._transfer))
                     here.update(id(item.tensor) for item in member.items)
+            moving = [member for member in members if member.index not in stay and member.leave_out(here)]
+            waiting = [member for member in moving if member.name in self._in_memory]
+            self._gathered = gather(self._model, waiting, self._transfer) if waiting else 0
         except BaseException:
             self._let_residents_go()
             raise
-        moving = [member for member in members if member.index not in stay and member.leave_out(here)]
         self._members = {member.index: member for member in moving}
         self._tied = TiedUses(moving)
         used = sum(resident.nbytes for resident in self._resident)
         window = window_bytes([member.layout.nbytes for member in moving], self._prefetch)
         self._pool = SlotPool(self._transfer, window if self._budget is None else self._budget - used, used)
         self._ready = True
+
+    def _new_members(self) -> list[Member]:
+        return [Member(self._model, number, group) for number, group in enumerate(self._groups)]
+
+    def _choose(self, members: Sequence[Member]) -> set[int]:
+        sizes = [member.layout.nbytes for member in members]
+        names = [member.name for member in members]
+        return choose_resident(names, sizes, self._around(), self._budget, self._prefetch)
 
     def _let_residents_go(self) -> None:
         while self._resident:
@@ -397,6 +430,7 @@ class Streamer:
             slot_bytes=self._pool.nbytes,
             resident_bytes=sum(resident.nbytes for resident in self._resident),
             peak_bytes=self._pool.peak,
+            page_locked_bytes=self._gathered,
         )
 
 

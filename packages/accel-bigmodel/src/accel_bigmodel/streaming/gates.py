@@ -115,7 +115,7 @@ class Gate:
         """Whether it tells any engine."""
         return self._streamer is not None
 
-    def belongs_to(self, streamer: Streamer) -> bool:
+    def belongs_to(self, streamer: Streamer | None) -> bool:
         """Whether it tells this engine."""
         return self._streamer is streamer
 

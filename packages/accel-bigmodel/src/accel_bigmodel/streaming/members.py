@@ -89,23 +89,37 @@ class Member:
         self.load: Load | None = None
 
     def check(self) -> None:
-        """Refuse tensors that cannot be packed, and take those that are elsewhere to host memory.
+        """Refuse tensors that cannot be packed.
 
         Raises:
-            OffloadError: names them.
+            OffloadError: names one.
         """
         for item in self.items:
             tensor = item.tensor
-            plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
-            if not plain or tensor.device.type == "meta":
-                what = "has no values (meta device)" if plain else f"is a {type(tensor.data).__name__}"
+            if type(tensor.data) is not torch.Tensor or tensor.layout is not torch.strided:
                 raise OffloadError(
-                    f"{item.name!r} {what}, so it cannot be streamed; "
-                    f"{'load it first' if plain else 'place its module on the device'}"
+                    f"{item.name!r} is a {type(tensor.data).__name__}, so it cannot be streamed; "
+                    "place its module on the device"
                 )
-            if tensor.device.type != "cpu":  # a copy of a model whose weights were resident
-                tensor.data = tensor.data.cpu()
         self.layout = Layout([item.tensor for item in self.items])
+
+    def check_values(self) -> None:
+        """Refuse tensors that have none.
+
+        Raises:
+            OffloadError: names one.
+        """
+        for item in self.items:
+            if item.tensor.device.type == "meta":
+                raise OffloadError(
+                    f"{item.name!r} has no values (meta device), so it cannot be streamed; load it first"
+                )
+
+    def take_home(self) -> None:
+        """Take tensors that are elsewhere to host memory: those of a copied model may be where it kept residents."""
+        for item in self.items:
+            if item.tensor.device.type != "cpu":
+                item.tensor.data = item.tensor.data.cpu()
 
     def leave_out(self, elsewhere: Set[int]) -> bool:
         """Forget the tensors of these identities; false if there is nothing left to stream."""

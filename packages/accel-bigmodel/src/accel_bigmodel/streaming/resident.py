@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from accel_bigmodel.streaming.members import Member
@@ -27,6 +29,10 @@ class Resident:
         transfer.copy(member.name, self._hosts, member.layout, self._slot).wait()
         for tensor, view in zip(self._tensors, self._slot.views(member.layout), strict=True):
             tensor.data = view
+
+    def homes(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Identities of the tensors, and what stands for them in host memory."""
+        return ((id(tensor), host) for tensor, host in zip(self._tensors, self._hosts, strict=True))
 
     def restore(self) -> None:
         """Back to host memory, with the values they have on the device."""

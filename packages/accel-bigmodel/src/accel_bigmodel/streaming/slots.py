@@ -12,13 +12,14 @@ import torch
 if TYPE_CHECKING:
     from accel_bigmodel.streaming.transfer import Pending, Transfer
 
-__all__ = ["Layout", "Slot", "SlotPool", "address_of"]
+__all__ = ["Layout", "Slot", "SlotPool", "address_of", "aligned"]
 
 # Bytes; as the allocators of devices align what they give.
 _ALIGNMENT = 512
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor of so many takes with what aligns the next one."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -62,7 +63,7 @@ class Layout:
             stride = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor's is
             kind = tensor.shape, stride, tensor.dtype, tensor.is_inference()
             self.pieces.append(_Piece(*kind, self.nbytes, tensor.nbytes))
-            self.nbytes += _aligned(tensor.nbytes)
+            self.nbytes += aligned(tensor.nbytes)
         self._begins = [piece.begin for piece in self.pieces]
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -131,7 +132,7 @@ class SlotPool:
             nbytes: bytes that it needs.
             beyond: the limit may be exceeded if it must.
         """
-        nbytes = max(_ALIGNMENT, _aligned(nbytes))
+        nbytes = max(_ALIGNMENT, aligned(nbytes))
         fitting = min(
             (slot for slot in self._free if slot.buffer.nbytes >= nbytes),
             key=lambda slot: slot.buffer.nbytes,

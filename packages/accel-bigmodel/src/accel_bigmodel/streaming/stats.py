@@ -21,6 +21,8 @@ class StreamStats:
         slot_bytes: bytes on the device for weights that come and go, now.
         resident_bytes: bytes on the device of weights that stay.
         peak_bytes: most bytes on the device at one time, of both kinds.
+        page_locked_bytes: bytes of weights that come and go, and wait in page-locked host memory. What comes from
+            elsewhere is packed by a thread first, which is slower than the link.
     """
 
     bytes_moved: int
@@ -31,6 +33,7 @@ class StreamStats:
     slot_bytes: int
     resident_bytes: int
     peak_bytes: int
+    page_locked_bytes: int = 0
 
     @property
     def rate(self) -> float:

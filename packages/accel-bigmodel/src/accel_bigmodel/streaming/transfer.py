@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from accel_bigmodel.streaming.host_blocks import HostBlocks, Run
 from accel_bigmodel.streaming.slots import Layout, Slot
 
 __all__ = ["AcceleratorTransfer", "HostTransfer", "Pending", "Transfer"]
@@ -48,6 +49,16 @@ class Transfer(Protocol):
 
     device: torch.device
 
+    host_blocks: HostBlocks
+    """Where sources may lie, that came from ``host_block``: these are copied without being packed."""
+
+    def host_block(self, nbytes: int) -> memoryview:
+        """New host memory from which the device copies fastest.
+
+        Raises:
+            RuntimeError: there is none; copies from other memory work.
+        """
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory on the device, as 1-D uint8."""
 
@@ -81,12 +92,17 @@ class HostTransfer:
 
     def __init__(self, before_copy: Callable[[str], None] | None = None) -> None:
         self.device = torch.device("cpu")
+        self.host_blocks = HostBlocks()
         self._before_copy = before_copy
         self._seconds = 0.0
         self._thread = _CopyThread()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._before_copy,)
+
+    def host_block(self, nbytes: int) -> memoryview:
+        """New memory."""
+        return self.host_blocks.add(self.allocate(nbytes))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory."""
@@ -95,13 +111,17 @@ class HostTransfer:
 
     def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
         """Ask the thread for a copy; see ``Transfer``."""
-        return _HostCopy(self._thread.submit(self._copy, name, sources, slot.views(layout)))
+        runs = self.host_blocks.runs(sources, layout)
+        return _HostCopy(self._thread.submit(self._copy, name, sources, runs, layout, slot))
 
-    def _copy(self, name: str, sources: Sources, targets: list[torch.Tensor]) -> None:
+    def _copy(self, name: str, sources: Sources, runs: list[Run] | None, layout: Layout, slot: Slot) -> None:
         begin = time.perf_counter()
         if self._before_copy is not None:
             self._before_copy(name)
-        _copy_all(sources, targets)
+        if runs is None:
+            _copy_all(sources, slot.views(layout))
+        else:
+            _copy_runs(runs, slot)
         self._seconds += time.perf_counter() - begin
 
     def mark(self, previous: Any) -> None:
@@ -121,6 +141,11 @@ def _copy_all(sources: Sources, targets: list[torch.Tensor], *, non_blocking: bo
         for source, target in zip(sources, targets, strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=non_blocking)
+
+
+def _copy_runs(runs: list[Run], slot: Slot, *, non_blocking: bool = False) -> None:
+    for source, begin in runs:
+        slot.buffer[begin : begin + source.nbytes].copy_(source, non_blocking=non_blocking)
 
 
 class _Job:
@@ -218,8 +243,9 @@ class _HostCopy:
 class AcceleratorTransfer:
     """Copies to an accelerator on a stream of their own, ordered against the computation by events.
 
-    Weights that are pinned are sent as they are. Others are packed into one of two pinned buffers by a thread, and
-    sent by one copy per group; meanwhile the next group is packed into the other one.
+    Weights in page-locked memory ("pinned") are sent as they are: those in a host block by one copy per group, or few.
+    Others are packed into one of two pinned buffers by a thread, and sent by one copy; meanwhile the next group is
+    packed into the other one.
 
     Args:
         device: of any backend that ``torch.accelerator`` knows.
@@ -227,6 +253,7 @@ class AcceleratorTransfer:
 
     def __init__(self, device: torch.device | str | int) -> None:
         self.device = torch.device(device)
+        self.host_blocks = HostBlocks()
         self._stream: Any = None
         self._thread = _CopyThread()
         self._staging: deque[_Staging] = deque()
@@ -253,6 +280,18 @@ class AcceleratorTransfer:
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
 
+    def _keep_for(self, stream: Any, memory: torch.Tensor) -> None:
+        memory.record_stream(stream)
+
+    def host_block(self, nbytes: int) -> memoryview:
+        """New page-locked memory.
+
+        Raises:
+            RuntimeError: the system locks no more.
+        """
+        with torch.inference_mode(False):
+            return self.host_blocks.add(self._pinned(nbytes))
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory on the device, of the allocator of the computing stream."""
         with torch.inference_mode(False):
@@ -263,21 +302,31 @@ class AcceleratorTransfer:
         if self._stream is None:
             self._stream = self._new_stream()
         done = self._new_event(timed=True)
-        targets = slot.views(layout)
-        job = self._thread.submit(self._send, sources, layout, slot, targets, done)
+        runs = self.host_blocks.runs(sources, layout)
+        job = self._thread.submit(self._send, sources, runs, layout, slot, slot.views(layout), done)
         return _DeviceCopy(job, done, self._compute_stream)
 
     def _send(
-        self, sources: Sources, layout: Layout, slot: Slot, targets: list[torch.Tensor], done: Any
+        self,
+        sources: Sources,
+        runs: list[Run] | None,
+        layout: Layout,
+        slot: Slot,
+        targets: list[torch.Tensor],
+        done: Any,
     ) -> None:
         begun = self._new_event(timed=True)
-        pinned = all(source is None or self._is_pinned(source) for source in sources)
+        pinned = runs is not None or all(source is None or self._is_pinned(source) for source in sources)
         staging = None if pinned else self._pack(sources, layout)
+        # A model may be forgotten while its last copies run; the memory must not go to others before.
+        self._keep_for(self._stream, slot.buffer)
         with self._stream:
             if slot.used_until is not None:
                 self._stream.wait_event(slot.used_until)
             begun.record(self._stream)
-            if staging is None:
+            if runs is not None:
+                _copy_runs(runs, slot, non_blocking=True)
+            elif staging is None:
                 _copy_all(sources, targets, non_blocking=True)
             else:
                 count = layout.nbytes
