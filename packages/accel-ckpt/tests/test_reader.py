@@ -55,6 +55,17 @@ def test_mapped_tensors_are_private_views(file):
     assert file.read_bytes() == before
 
 
+def test_mapped_tensors_are_saved_without_the_rest_of_the_file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors.torch.save_file({"large": torch.zeros(100_000), "small": torch.ones(3)}, path)
+    shard = MappedShard(path)
+    torch.save(shard.tensor("small"), tmp_path / "small.bin")
+    assert (tmp_path / "small.bin").stat().st_size < 3000
+    layer = torch.nn.Linear(3, 1)
+    layer.weight.data, layer.bias.data = shard.tensor("small")[None], shard.tensor("small")[:1].clone()
+    safetensors.torch.save_model(layer, str(tmp_path / "layer"))  # refuses parts of larger storages
+
+
 def test_read_tensors_have_memory_of_their_own(file):
     _, tensors = read_tensors(file)
     for name, tensor in TENSORS.items():

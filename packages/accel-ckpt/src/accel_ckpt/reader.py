@@ -26,7 +26,7 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
-from accel_ckpt.memory import Arena, map_file, populate
+from accel_ckpt.memory import Arena, MappedFile, populate
 from accel_ckpt.tensors import (
     DTYPES,
     METADATA_KEYS,
@@ -201,15 +201,15 @@ class MappedShard:
 
     def __init__(self, path: Path, xxh3: str | None = None) -> None:
         self.header = read_header(path)
-        self._bytes: torch.Tensor | None = None
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._file: MappedFile | None = None
         if xxh3 is not None:
-            check_digest(path, _mapped_digest(self._map()) or file_digest(path), xxh3)
+            content = torch.frombuffer(self._map(), dtype=torch.uint8)
+            check_digest(path, _mapped_digest(content) or file_digest(path), xxh3)
 
     def again(self) -> MappedShard:
         """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
         other = copy(self)
-        other._bytes, other._typed = None, {}
+        other._file = None
         return other
 
     def is_view(self, name: str) -> bool:
@@ -220,40 +220,29 @@ class MappedShard:
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
         it.
+
+        It has a storage of just its bytes: who saves or copies its storage does not take the file along.
         """
         entry = self.header.entries[name]
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
         size = entry.dtype.itemsize
         if entry.offset % size:
-            return (
-                self._map().narrow(0, entry.offset, entry.nbytes).clone().view(entry.dtype).view(entry.shape)
-            )
-        typed = self._typed.get(entry.dtype)
-        if typed is None:
-            whole = self._map()
-            typed = self._typed[entry.dtype] = whole[: len(whole) // size * size].view(entry.dtype)
-        # One call instead of two; with ten thousand tensors it is the largest part of a load.
-        return typed.as_strided(entry.shape, _strides(entry.shape), entry.offset // size)
+            loose = torch.frombuffer(self._map(), dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+            return loose.clone().view(entry.dtype).view(entry.shape)
+        count = entry.nbytes // size
+        found = torch.frombuffer(self._map(), dtype=entry.dtype, count=count, offset=entry.offset)
+        return found.view(entry.shape)
 
-    def _map(self) -> torch.Tensor:
-        if self._bytes is None:
+    def _map(self) -> MappedFile:
+        if self._file is None:
             try:
-                self._bytes = map_file(self.header.file, self.header.size)
+                self._file = MappedFile(self.header.file, self.header.size)
             except ValueError as error:
                 raise CorruptCheckpointError(
                     f"{self.header.file} has become shorter; another process is changing it"
                 ) from error
-        return self._bytes
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
-    """Those of a contiguous tensor."""
-    strides, step = [1] * len(shape), 1
-    for dimension in range(len(shape) - 1, 0, -1):
-        step *= shape[dimension]
-        strides[dimension - 1] = step
-    return strides
+        return self._file
 
 
 def _mapped_digest(content: torch.Tensor) -> str | None:

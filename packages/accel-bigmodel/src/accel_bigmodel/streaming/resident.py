@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from accel_bigmodel.streaming.members import Member
-from accel_bigmodel.streaming.slots import Slot
+from accel_bigmodel.streaming.slots import Layout, Slot
 from accel_bigmodel.streaming.transfer import Transfer
 
 __all__ = ["Resident"]
@@ -25,10 +25,19 @@ class Resident:
         self._tensors = [item.tensor for item in member.items]
         self.nbytes = member.layout.nbytes
         self._hosts = [tensor.data for tensor in self._tensors]
-        self._slot = Slot(transfer.allocate(self.nbytes), transfer.mark(None))
-        transfer.copy(member.name, self._hosts, member.layout, self._slot).wait()
-        for tensor, view in zip(self._tensors, self._slot.views(member.layout), strict=True):
-            tensor.data = view
+        # Each in memory of its own, for who saves one saves its storage.
+        layouts = [Layout([host]) for host in self._hosts]
+        self._slots = [
+            Slot(transfer.allocate(layout.pieces[0].nbytes), transfer.mark(None)) for layout in layouts
+        ]
+        copies = [
+            transfer.copy(member.name, [host], layout, slot)
+            for host, layout, slot in zip(self._hosts, layouts, self._slots, strict=True)
+        ]
+        for copy in copies:
+            copy.wait()
+        for tensor, layout, slot in zip(self._tensors, layouts, self._slots, strict=True):
+            tensor.data = slot.views(layout)[0]
 
     def homes(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Identities of the tensors, and what stands for them in host memory."""
