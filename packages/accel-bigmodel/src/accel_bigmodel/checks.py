@@ -14,6 +14,7 @@ from accel_bigmodel.budget import HOST_PLACES
 from accel_bigmodel.errors import DeviceMapError
 from accel_bigmodel.usage import entry_of, main_device_of, place_of
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
+from accel_ckpt.names import listed
 from accel_state.devices import default_device, device_count
 
 __all__ = ["check_device_map", "check_exists", "check_tied_parameters_on_same_device", "execution_device"]
@@ -46,7 +47,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
     if uncovered:
         raise DeviceMapError(
             "The device_map provided does not give any device for the following parameters: "
-            f"{', '.join(uncovered)}. Name them or the modules that hold them; the name '' stands for the whole model"
+            f"{listed(uncovered)}. Name them or the modules that hold them; the name '' stands for the whole model"
         )
     if strict:
         for name, device in device_map.items():

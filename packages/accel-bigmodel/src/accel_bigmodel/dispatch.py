@@ -39,6 +39,7 @@ from accel_ckpt.modules.tensors import (
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_ckpt.names import listed
 from accel_ckpt.plan import convert_file_size_to_int
 
 __all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
@@ -415,7 +416,7 @@ def _check_files(plan: _Plan, homes: Mapping[int, torch.Tensor], values: Mapping
             loose.append(name)
     if loose:
         raise OffloadError(
-            f"{', '.join(sorted(loose))} should wait on disk, and are in no safetensors file that is mapped; "
+            f"{listed(sorted(loose))} should wait on disk, and are in no safetensors file that is mapped; "
             "load them with load_checkpoint_and_dispatch from one, or pass offload_dir, a folder to write them to"
         )
 

@@ -17,6 +17,7 @@ from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.stores import CacheFile, OffloadCache
 from accel_ckpt.coordination import do_together
 from accel_ckpt.loading import LoadReport, Placer, Request, Step, Target, assign, converted, load_weights
+from accel_ckpt.names import listed
 from accel_ckpt.weights import WeightSource
 from accel_state import environment
 from accel_state.errors import NotAvailableError
@@ -288,8 +289,8 @@ class MapPlacer(Placer):
             self._stored = {step.source: step for step in steps if self._has_to_be_stored(source, step)}
         if not self._stored:
             return steps
-        names = ", ".join(step.target.names[0] for step in self._stored.values())
         if self._cache is None:
+            names = listed([step.target.names[0] for step in self._stored.values()])
             raise OffloadError(
                 f"the device map puts {names} on disk, and the checkpoint does not hold them as safetensors of the "
                 "dtype that they get; pass offload_folder, a folder to write them to once"

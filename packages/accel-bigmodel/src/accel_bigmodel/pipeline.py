@@ -14,6 +14,7 @@ from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.stages import check_split_points, choose_split_points, generate_device_map
 from accel_bigmodel.tracing import Inputs, Program
 from accel_ckpt.coordination import default_coordinator, run_together
+from accel_ckpt.names import listed
 from accel_state.collectives import broadcast, broadcast_object_list
 from accel_state.process import PartialState
 from accel_state.trees import (
@@ -299,8 +300,8 @@ def _check_model(model: nn.Module) -> None:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise PipelineError(
-            f"these weights have no values yet (meta device): {', '.join(meta[:5])}"
-            f"{', …' if len(meta) > 5 else ''}; load them before cutting the model into stages"
+            f"these weights have no values yet (meta device): {listed(meta)}; load them before "
+            "cutting the model into stages"
         )
 
 

@@ -664,3 +664,43 @@ def test_tables_that_are_looked_up_in_are_not_read_as_a_whole(tmp_path, monkeypa
             assert torch.equal(model(rows), plain(rows))
     pager.detach()
     assert 500 * 16 * 4 <= sum(read) < MB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
+def test_a_row_of_a_table_is_read_alone(tmp_path):
+    """By default the kernel reads up to 8 MB around every place that is touched."""
+
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 64)
+            self.head = nn.Linear(64, 1000)
+
+        def forward(self, rows):
+            return self.head(self.table(rows))
+
+    model = Lookup()
+    save_file(dict(model.state_dict()), tmp_path / "file.safetensors", {"format": "pt"})
+    for name, value in load_state_dict(tmp_path / "file.safetensors").items():
+        model.get_parameter(name).data = value
+
+    def alone(tensor):
+        """What the kernel has noted for the middle of a tensor."""
+        place = tensor.data_ptr() + tensor.nbytes // 2
+        inside = False
+        with open("/proc/self/smaps") as maps:
+            for line in maps:
+                first = line.split()[0]
+                if not first.endswith(":"):
+                    begin, end = (int(part, 16) for part in first.split("-"))
+                    inside = begin <= place < end
+                elif inside and first == "VmFlags:":
+                    return "rr" in line.split()
+        raise AssertionError
+
+    pager = Pager(model, plan_groups(model, [""]), budget=0)
+    pager.attach()
+    assert alone(model.table.weight)
+    assert not alone(model.head.weight)
+    pager.detach()
+    assert not alone(model.table.weight)

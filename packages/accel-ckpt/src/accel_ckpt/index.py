@@ -130,7 +130,10 @@ def find_weights(checkpoint: Path) -> WeightFiles:
     if checkpoint.is_file():
         return read_index(checkpoint) if checkpoint.suffix == ".json" else WeightFiles((checkpoint,))
     if not checkpoint.is_dir():
-        raise CheckpointNotFoundError(f"there is no file or folder {checkpoint}")
+        raise CheckpointNotFoundError(
+            f"there is no file or folder {checkpoint}; give the folder, "
+            "file or index of a checkpoint, or the name of a repository of the hub as 'owner/name'"
+        )
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         found = [checkpoint / name for name in (single, index) if (checkpoint / name).is_file()]
         if len(found) == 2:

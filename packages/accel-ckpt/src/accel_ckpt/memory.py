@@ -33,6 +33,7 @@ __all__ = [
     "mapped_file_of",
     "new_bytes",
     "populate",
+    "read_around",
     "trim_heap",
 ]
 
@@ -44,7 +45,9 @@ _ARENA = 1 << 26
 
 _ALIGNMENT = 64  # bytes; as torch's allocator
 
-# mmap has no names for these.
+# mmap has no names for most of these, and on some systems for none.
+_MADV_NORMAL = 0
+_MADV_RANDOM = 1
 _MADV_COLD = 20  # Linux 5.4
 _MADV_PAGEOUT = 21  # Linux 5.4
 _MADV_POPULATE_READ = 22  # Linux 5.14
@@ -210,6 +213,25 @@ def evict(mapped: torch.Tensor) -> bool:
     call = _madvise()
     return call is not None and all(
         call(mapped.data_ptr(), mapped.numel(), advice) == 0 for advice in (_MADV_COLD, _MADV_PAGEOUT)
+    )
+
+
+def read_around(mapped: torch.Tensor, wanted: bool) -> bool:
+    """Say whether touching a part of a mapped file is to bring what lies around it, too, as the kernel does by default.
+
+    That is up to 8 MB on large disks, which is lost on a table of which single rows are used.
+
+    Args:
+        mapped: begins at a page.
+        wanted: false for single pages.
+
+    Returns:
+        False if the kernel cannot be told.
+    """
+    call = _madvise()
+    return (
+        call is not None
+        and call(mapped.data_ptr(), mapped.numel(), _MADV_NORMAL if wanted else _MADV_RANDOM) == 0
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,7 @@ __all__ = [
     "canonical_name",
     "canonical_names",
     "canonical_state_dict",
+    "listed",
     "misfits",
     "refuse_collisions",
     "under_own_names",
@@ -26,6 +27,12 @@ T = TypeVar("T")
 WRAPPER_SEGMENTS = frozenset(
     {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"}
 )
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def canonical_name(name: str) -> str:

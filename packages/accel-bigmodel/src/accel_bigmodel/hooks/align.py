@@ -15,6 +15,7 @@ from accel_bigmodel.hooks.base import ModelHook, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.parking import Loans, ParkedTensor, Place, park, places_in, stand_in
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
+from accel_ckpt.names import listed
 from accel_state.trees import find_device, send_to_device
 
 __all__ = ["AlignDevicesHook", "TiedParams", "align_inputs", "moved_to"]
@@ -362,6 +363,6 @@ def _refuse_meta(places: list[Place]) -> None:
     names = [place.name for place in places if place.tensor.is_meta]
     if names:
         raise UninitializedTensorError(
-            f"these tensors have no values (meta device): {', '.join(names)}. Load them before the hook is added, or "
+            f"these tensors have no values (meta device): {listed(names)}. Load them before the hook is added, or "
             "pass a weights_map that has them"
         )

@@ -19,7 +19,7 @@ from accel_bigmodel.streaming.pages import PIECE, Extent, extents_of, keep_resid
 from accel_bigmodel.streaming.reading import Reader
 from accel_bigmodel.streaming.schedule import Schedule
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_ckpt.memory import evict
+from accel_ckpt.memory import evict, read_around
 
 if TYPE_CHECKING:
     from accel_bigmodel.streaming.groups import Group
@@ -56,6 +56,9 @@ class Pager:
         self._modules = [weakref.ref(group.module) for group in groups]
         tables = _tables(model)
         read = [[t for t in group.tensors.values() if id(t) not in tables] for group in groups]
+        self._tables = extents_of(
+            [[t for group in groups for t in group.tensors.values() if id(t) in tables]]
+        )[0]
         self._paging = _Paging(extents_of(read), budget)
         self._handles: list[Any] = []
 
@@ -64,6 +67,7 @@ class Pager:
         model = self._model()
         if self._handles or model is None:
             return
+        self._read_around_rows(False)
         numbers = {reference(): index for index, reference in enumerate(self._modules)}
         paging = self._paging
         for name, module in model.named_modules():
@@ -80,9 +84,14 @@ class Pager:
 
     def detach(self) -> None:
         """Take the hooks away and end the thread. What is in memory stays there until the kernel needs the room."""
+        self._read_around_rows(True)
         while self._handles:
             self._handles.pop().remove()
         self._paging.stop()
+
+    def _read_around_rows(self, wanted: bool) -> None:
+        for table in self._tables:
+            read_around(table.pages, wanted)
 
     def stats(self) -> StreamStats:
         """What was read since the pager was made, and what is in memory; the device is host memory here."""

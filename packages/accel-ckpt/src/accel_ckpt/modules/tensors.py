@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_ckpt.modules.ties import parent_and_leaf
+from accel_ckpt.names import listed
 from accel_ckpt.tensors import parse_dtype
 
 __all__ = [
@@ -181,10 +182,12 @@ def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
     if not left:
         return
     buffers = [name for name in left if name in hidden]
-    message = f"these tensors have no values yet (meta device): {', '.join(left)}"
+    message = f"these tensors have no values yet (meta device): {listed(left)}"
+    if len(buffers) < len(left):
+        message += "; load their checkpoint first"
     if buffers:
         message += (
-            f". No checkpoint holds {', '.join(buffers)}, because non-persistent buffers are not saved: "
+            f". No checkpoint holds {listed(buffers)}, because non-persistent buffers are not saved: "
             f"build the model "
             "with real buffers (init_empty_weights(include_buffers=False)), or assign them before loading"
         )
