@@ -6,6 +6,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from accel_ckpt import NameCollisionError, canonical_name, canonical_names, canonical_state_dict
+from accel_ckpt.errors import UninitializedTensorError
+from accel_ckpt.modules.tensors import check_nothing_on_meta
+from accel_ckpt.names import listed
 
 
 class Net(nn.Module):
@@ -74,3 +77,14 @@ def test_names_that_are_no_module_s_keep_their_rest():
 def test_two_names_that_become_one_are_an_error():
     with pytest.raises(NameCollisionError, match=r"'_orig_mod\.w' and 'w' both"):
         canonical_state_dict({"_orig_mod.w": 1, "w": 2})
+
+
+def test_messages_name_the_first_of_many():
+    many = [f"layers.{number}.weight" for number in range(1000)]
+    assert listed(many[:2]) == "layers.0.weight, layers.1.weight"
+    assert listed(many[:12]).endswith("layers.11.weight")
+    assert listed(many).endswith("layers.11.weight and 988 more")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
+    with pytest.raises(UninitializedTensorError, match=r"5\.bias and 28 more; load their checkpoint first"):
+        check_nothing_on_meta(model)
