@@ -341,14 +341,15 @@ class _Plan:
         self.names: dict[int, str] = {}
         for path, module in model.named_modules(remove_duplicate=False):
             prefix = f"{path}." if path else ""
+            # Buffers that no state dict holds may have no place; they go where most is computed.
+            around = place_of(path, places) or main
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
-                    self._add(prefix + leaf, parameter, place_of(prefix + leaf, places) or main)
+                    self._add(prefix + leaf, parameter, places.get(prefix + leaf, around))
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
                     waits = buffers and leaf not in module._non_persistent_buffers_set
-                    # Buffers that no state dict holds may have no place; they go where most is computed.
-                    place = place_of(prefix + leaf, places) or main
+                    place = places.get(prefix + leaf, around)
                     self._add(prefix + leaf, buffer, place if waits or place not in ("disk", CPU) else main)
 
     def _add(self, name: str, tensor: torch.Tensor, place: torch.device | str) -> None:

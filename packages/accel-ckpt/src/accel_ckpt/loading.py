@@ -419,16 +419,19 @@ def _tensors_of(model: nn.Module) -> _ModelTensors:
     own_names: dict[str, str] = {}
     for kind in ("_parameters", "_buffers"):
         for prefix, module in modules:
-            canonical, left_out = prefixes.get(prefix, prefix), module._non_persistent_buffers_set
             tensors: dict[str, Any] = getattr(module, kind)
+            if not tensors:
+                continue
+            canonical, left_out = prefixes.get(prefix, prefix), module._non_persistent_buffers_set
             for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
                 target = found.get(id(tensor))
                 if target is None:
-                    target = found[id(tensor)] = Target(tensor, [], [])
-                target.names.append(prefix + leaf)
-                target.owners.append(tensors)
+                    target = found[id(tensor)] = Target(tensor, [prefix + leaf], [tensors])
+                else:
+                    target.names.append(prefix + leaf)
+                    target.owners.append(tensors)
                 if leaf not in left_out:
                     name, own = canonical + leaf, prefix + leaf
                     if own_names.setdefault(name, own) != own:

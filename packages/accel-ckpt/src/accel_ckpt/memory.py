@@ -168,7 +168,7 @@ def mapped_file_of(tensor: torch.Tensor) -> MappedFile | None:
     wraps: bool = type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor)
     if wraps or not tensor.is_cpu or tensor.numel() == 0:
         return None
-    address = tensor.untyped_storage().data_ptr()
+    address = tensor.data_ptr()
     # A copy, for threads that map files meanwhile. Mappings do not overlap.
     begins = _begins.copy()
     at = bisect_right(begins, address) - 1

@@ -165,8 +165,12 @@ def check_nothing_on_meta(model: nn.Module) -> None:
     Raises:
         UninitializedTensorError: names them, and says what fills them.
     """
-    left = [name for name, tensor in _all_tensors(model) if tensor.is_meta]
-    refuse_without_values(left, get_non_persistent_buffers(model, recurse=True, fqns=True) if left else ())
+    # Names are made for those models only that are refused.
+    holders = (tensors for module in model.modules() for tensors in (module._parameters, module._buffers))
+    if any(tensor is not None and tensor.is_meta for tensors in holders for tensor in tensors.values()):
+        everything = (*model.named_parameters(), *model.named_buffers())
+        left = [name for name, tensor in everything if tensor.is_meta]
+        refuse_without_values(left, get_non_persistent_buffers(model, recurse=True, fqns=True))
 
 
 def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
@@ -192,8 +196,3 @@ def refuse_without_values(left: Sequence[str], hidden: Collection[str]) -> None:
             "with real buffers (init_empty_weights(include_buffers=False)), or assign them before loading"
         )
     raise UninitializedTensorError(message)
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
