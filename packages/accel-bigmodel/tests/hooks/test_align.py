@@ -585,12 +585,13 @@ def test_a_shared_map_of_tied_weights_is_filled_during_calls_only(x):
     assert tied[value.data_ptr()][CPU] is resident
 
 
+@pytest.mark.parametrize("offloaded", [[0, 1], [0], [1]])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_copies_of_offloaded_modules_are_independent(x, copied):
+def test_copies_of_offloaded_modules_are_independent(x, copied, offloaded):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     expected = model(x)
-    for module in model:
+    for module in (model[index] for index in offloaded):
         add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))
     other = copied(model)
     assert torch.equal(other(x), expected)

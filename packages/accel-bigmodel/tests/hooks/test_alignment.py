@@ -164,6 +164,15 @@ def test_weights_that_an_engine_moves_come_back_as_the_very_same_memory(model):
     assert model.linear.weight.data_ptr() == address
 
 
+def test_weights_that_only_the_hook_of_a_parent_brings_cannot_be_borrowed_here(model):
+    add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, place_submodules=True))
+    error = pytest.raises(UninitializedTensorError, match="weight, bias of this Linear have no values here")
+    with error, align_module_device(model.linear, "cpu"):
+        pass
+    with align_module_device(model, "cpu"):
+        assert not model.linear.weight.is_meta
+
+
 def test_the_state_dict_of_an_offloaded_model_has_all_values(model):
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     attach_align_device_hook(model, "cpu", offload=True)

@@ -148,6 +148,12 @@ def _brought(
 def _moved(module: nn.Module, device: torch.device, *, keep_changes: bool) -> Iterator[None]:
     table: Any = module._parameters
     own = {name: (tensor, tensor.data) for name, tensor in table.items() if tensor is not None}
+    empty = [name for name, (tensor, _) in own.items() if tensor.is_meta and device.type != "meta"]
+    if empty:
+        raise UninitializedTensorError(
+            f"{', '.join(empty)} of this {type(module).__name__} have no values here (meta device): load them, or, if "
+            "the hook of a module that contains this one brings them, align that module instead"
+        )
     for name, (tensor, _) in own.items():
         table[name] = moved_to(tensor, device)
     try:

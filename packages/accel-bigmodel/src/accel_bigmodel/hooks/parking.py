@@ -86,13 +86,17 @@ class ParkedTensor:
         self._lent: dict[_Kind, tuple[Tensor, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy brings back a tensor of its own, and has lent nothing."""
-        return {"device": self.device, "placeholder": self.placeholder}
+        """A copy has lent nothing. It brings back the copy of the tensor, where a tied module or the map copied it."""
+        return {"device": self.device, "placeholder": self.placeholder, "original": self._original()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["placeholder"])  # type: ignore[misc]
         self.device = state["device"]
         _parked[id(self.placeholder)] = self
+        original = state["original"]
+        if original is not None:
+            self._original = weakref.ref(original)
+            _parked[id(original)] = self
 
     def stands_for(self, tensor: Tensor) -> bool:
         """Whether this is the tensor that was parked."""
