@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -285,6 +287,20 @@ def two_linears():
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
 
 
+def another_model_on_rank_1():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + int(os.environ["RANK"]))).eval()
+
+
+@dataclass
+class Answer:
+    y: torch.Tensor
+
+
+class InDataclass(Opaque):
+    def forward(self, x):
+        return Answer(self.second(self.first(x)))
+
+
 REFUSED = [
     (Net, {"example_args": (ids(2),)}, "training mode; call model.eval()"),
     (lambda: nn.Sequential(nn.Linear(4, 4)).eval(), {"example_args": (X,)}, "only 1 parts"),
@@ -294,12 +310,19 @@ REFUSED = [
     (net, {"example_args": (ids(2),), "num_chunks": 0}, "num_chunks must be 1 or more"),
     (net, {}, "no batch to cut"),
     (net, {"example_args": (ids(2),), "example_kwargs": {"typo": 1}}, "typo"),
-    (net, {"example_args": (object(),), "example_kwargs": {"ids": ids(2)}}, "is a object"),
+    (net, {"example_args": (object(),), "example_kwargs": {"ids": ids(2)}}, "[0][0] is of type object"),
     (net, {"example_args": (ids(2),), "example_kwargs": {"kind": "loss"}}, "['loss']"),
     (lambda: Branches().eval(), {"example_args": (X,)}, "control flow"),
     (lambda: Twice().eval(), {"example_args": (X,), "split_points": "never"}, "into 1 stages"),
     (lambda: Twice().eval(), {"example_args": (X,), "split_points": "second"}, "into 3 stages"),
     (lambda: Opaque().eval(), {"example_args": (X,)}, "use_cache=False"),
+    (
+        lambda: InDataclass().eval(),
+        {"example_args": (X,)},
+        "output of InDataclass is of type Answer, which cannot be put together from micro-batches: let torch look into "
+        "it, by torch.export.register_dataclass(Answer)",
+    ),
+    (another_model_on_rank_1, {"example_args": (X,)}, "1.weight is (4, 4) of torch.float32 on rank 0 and (5, 4)"),
     (net, lambda rank: {"example_args": (ids(2 + rank),)}, "different inputs"),
     (net, lambda rank: {"example_args": (ids(2),), "num_chunks": 2 + rank}, "different split points"),
     (
@@ -329,6 +352,113 @@ def test_all_ranks_refuse():
     for messages in worlds.run(refusals, 2):
         for message, words in zip(messages, expected, strict=True):
             assert words in message
+
+
+class Lookups(nn.Module):
+    """Either stage fails for numbers that it does not know."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Embedding(5, 4)
+        self.second = nn.Embedding(9, 4)
+
+    def forward(self, first, second):
+        return self.first(first) + self.second(second)
+
+
+def failing_stages():
+    from accel_bigmodel import prepare_pippy
+
+    good, plain = torch.tensor([1, 2, 3]), Lookups()
+    model = prepare_pippy(Lookups().eval(), example_args=(good[:2], good[:2]), gather_output=True)
+    errors = []
+    for first, second in ((good + 3, good), (good, good * 3)):
+        try:
+            model(first, second)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}"[:120])
+        same(model(good, good), plain(good, good).detach())  # the next call finds everything in order
+    return errors
+
+
+def test_a_stage_that_fails_keeps_no_rank_waiting():
+    told = "PipelineError: running the stages of the pipeline failed on another rank, and was given up on all. rank"
+    first, second = worlds.run(failing_stages, 2, timeout=60)
+    for own, of_another in ((first[0], second[0]), (second[1], first[1])):
+        assert own.startswith("IndexError: index out of range")
+        assert of_another.startswith(told)
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(4)))
+        self.register_buffer("shift", torch.ones(4), persistent=False)
+
+    def forward(self, x):
+        return self.layers(x) + self.shift
+
+
+def new_weights(model):
+    """Ways in which a model comes to other weights than those that it was traced with."""
+    yield model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
+    yield model.load_state_dict(
+        {
+            name: value - 2 if value.is_floating_point() else value
+            for name, value in model.state_dict().items()
+        },
+        assign=True,
+    )
+    model.layers[2][1].running_mean = torch.full((4,), 3.0)
+    model.shift = torch.zeros(4)
+    yield None
+    model.layers[3][1] = nn.Identity()
+    yield model.double()
+
+
+def changed_weights():
+    from accel_bigmodel import PipelineError, prepare_pippy
+
+    plain, model = Normed().eval(), Normed().eval()
+    prepare_pippy(model, example_args=(X,), gather_output=True)
+    x = torch.arange(12.0).view(3, 4)
+    with torch.no_grad():
+        for _ in zip(new_weights(plain), new_weights(model), strict=True):
+            same(model(x.to(model.shift.dtype)), plain(x.to(model.shift.dtype)))
+    with pytest.raises(PipelineError, match="cannot be copied or pickled"):
+        copy.deepcopy(model)
+    return True
+
+
+def test_a_model_may_get_other_weights():
+    assert worlds.run(changed_weights, 2) == [True, True]
+
+
+def under_autocast():
+    from accel_bigmodel import PipelineError, prepare_pippy
+
+    plain, model = two_linears(), two_linears()
+    model.load_state_dict(plain.state_dict())
+    prepare_pippy(model, example_args=(X,), gather_output=True)
+    x, rank = torch.arange(16.0).view(4, 4), torch.distributed.get_rank()
+    for rows in (4, 2):  # traced without autocast before, and not yet
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            output = model(x[:rows])
+            assert output.dtype == torch.bfloat16
+            assert output.shape == (rows, 4)
+        assert model(x[:rows]).dtype == torch.float32
+    with (
+        torch.autocast("cpu", torch.bfloat16, enabled=rank == 0),
+        pytest.raises(PipelineError, match="of autocast"),
+    ):
+        model(x)
+    return True
+
+
+def test_autocast_around_a_pipeline():
+    assert worlds.run(under_autocast, 2) == [True, True]
 
 
 def twice():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.stages import check_split_points, choose_split_points, generate_device_map
-from accel_bigmodel.tracing import Inputs, Program
+from accel_bigmodel.tracing import Inputs, Program, tensors_of
 from accel_ckpt.coordination import default_coordinator, run_together
 from accel_ckpt.names import listed
 from accel_state.collectives import broadcast, broadcast_object_list
@@ -80,8 +80,12 @@ def prepare_pippy(
     chunks = size if num_chunks is None else num_chunks
     auto = split_points == "auto"
 
-    def plan() -> tuple[list[str], int, bool]:
+    def describe() -> dict[str, str]:
         _check_model(model)
+        tensors = tensors_of(model).items()
+        return {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors}
+
+    def plan() -> tuple[list[str], int, bool]:
         if chunks < 1:
             raise PipelineError(f"num_chunks must be 1 or more, got {chunks}")
         if auto:
@@ -90,6 +94,7 @@ def prepare_pippy(
         check_split_points(model, points, size)
         return points, chunks, gather_output
 
+    _require_same_model(_together(describe, "looking at the model"))
     plans = _together(plan, "planning the pipeline")
     _require_same("split points, num_chunks and gather_output", plans)
     points = plans[0][0]
@@ -140,7 +145,8 @@ class Pipeline:
             the output on the last rank, None on the others.
 
         Raises:
-            PipelineError: on all ranks, before anything is computed.
+            PipelineError: on all ranks, before anything is computed, or because the stage of another rank failed.
+            Exception: on the rank whose stage failed.
         """
 
         def describe() -> Inputs | None:
@@ -155,7 +161,10 @@ class Pipeline:
                 )
             return Inputs.of(args, kwargs, rows, self.num_chunks)
 
-        return self._program(describe).run(args, kwargs)
+        program = self._program(describe)
+        outputs: list[Any] = []
+        _together(lambda: outputs.append(program.run(args, kwargs)), "running the stages of the pipeline")
+        return outputs[0]
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace the model for micro-batches like this one. Collective.
@@ -166,22 +175,38 @@ class Pipeline:
         self._program(lambda: Inputs.of(args, kwargs, _batch_size(args, kwargs), 1))
 
     def _program(self, describe: Callable[[], Inputs | None]) -> Program:
-        """The program for the shapes of rank 0's inputs; every rank comes to the same one."""
-        first, *others = _together(describe, "looking at the inputs of the pipeline")
-        assert first is not None
-        _require_same(
-            "inputs", [first, *(each for each in others if each is not None)], lambda each: each.tree
+        """The program for the shapes of rank 0's inputs, under autocast or not; every rank comes to the same one."""
+        calls = _together(
+            lambda: (describe(), _autocast(), self._is_stale()), "looking at the inputs of the pipeline"
         )
-        if first.key not in self._programs:
-            _together(lambda: self._trace(first), "cutting the model into stages")
+        inputs = [each for each, _, _ in calls if each is not None]
+        modes = [mode for _, mode, _ in calls]
+        _require_same("inputs", inputs, lambda each: each.tree)
+        _require_same("modes of autocast", modes)
+        if any(stale for *_, stale in calls):
+            self._programs.clear()
+        key = f"{modes[0]} {inputs[0].key}"
+        if key not in self._programs:
+            _together(lambda: self._trace(key, inputs[0]), "cutting the model into stages")
             if len(self._programs) > _KEPT_PROGRAMS:
                 self._programs.popitem(last=False)
-        self._programs.move_to_end(first.key)
-        return self._programs[first.key]
+        self._programs.move_to_end(key)
+        return self._programs[key]
 
-    def _trace(self, inputs: Inputs) -> None:
+    def _is_stale(self) -> bool:
+        """Whether somebody has given the model other weights than those of the programs."""
+        now = tensors_of(self._model)
+        return not all(program.is_made_of(now) for program in self._programs.values())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise PipelineError(
+            "a model that is cut into stages is bound to its processes, so it cannot be copied or pickled; copy the "
+            "model before prepare_pippy, or save its state_dict()"
+        )
+
+    def _trace(self, key: str, inputs: Inputs) -> None:
         state = PartialState()
-        self._programs[inputs.key] = Program(
+        self._programs[key] = Program(
             self._model,
             self._forward,
             inputs,
@@ -225,21 +250,23 @@ def pippy_forward(
         the output of the rows that were given, on the last rank or on all.
 
     Raises:
-        PipelineError: on all ranks, before anything is computed.
+        PipelineError: on all ranks, as :meth:`Pipeline.step`.
     """
     state = PartialState()
     if state.num_processes == 1:
         return forward(*args, **kwargs)
     needed = state.process_index == 0
-    sizes = _together(
-        lambda: _batch_size(args, kwargs) if needed or args or kwargs else None, "looking for the batch size"
-    )
-    rows = sizes[0]
+
+    def pad() -> int | None:
+        nonlocal args, kwargs
+        if not (needed or args or kwargs):
+            return None
+        rows = _batch_size(args, kwargs)
+        args, kwargs = recursively_apply(lambda tensor: _padded(tensor, rows, num_chunks), (args, kwargs))
+        return rows
+
+    rows = _together(pad, "padding the batch")[0]
     assert rows is not None
-    mine = sizes[state.process_index]
-    if mine is not None:
-        missing = -mine % num_chunks
-        args, kwargs = recursively_apply(lambda tensor: _padded(tensor, mine, missing), (args, kwargs))
     output = forward(*args, **kwargs)
     padded = rows + -rows % num_chunks
     if state.is_last_process and padded > rows:
@@ -268,7 +295,8 @@ def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return size
 
 
-def _padded(tensor: Tensor, rows: int, missing: int) -> Tensor:
+def _padded(tensor: Tensor, rows: int, num_chunks: int) -> Tensor:
+    missing = -rows % num_chunks
     if not missing or tensor.dim() == 0 or tensor.shape[0] != rows:
         return tensor
     return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
@@ -303,6 +331,23 @@ def _check_model(model: nn.Module) -> None:
             f"these weights have no values yet (meta device): {listed(meta)}; load them before "
             "cutting the model into stages"
         )
+
+
+def _autocast() -> str:
+    """What autocast does here; a trace knows the dtypes of only one of its modes."""
+    device = PartialState().device.type
+    return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "no autocast"
+
+
+def _require_same_model(models: Sequence[dict[str, str]]) -> None:
+    for rank, model in enumerate(models):
+        for name in (*models[0], *model):
+            here, there = models[0].get(name, "missing"), model.get(name, "missing")
+            if here != there:
+                raise PipelineError(
+                    f"ranks were given different models: {name} is {here} on rank 0 and {there} on rank {rank}. Build "
+                    "the same one on all ranks"
+                )
 
 
 def _check_mode(model: nn.Module) -> None:

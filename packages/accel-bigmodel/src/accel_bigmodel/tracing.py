@@ -11,9 +11,9 @@ the model of which the graph is made:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from accel_bigmodel.errors import PipelineError
 
-__all__ = ["Inputs", "Program"]
+__all__ = ["Inputs", "Program", "tensors_of"]
 
 _Output = tuple[list[tuple[Any, Any]], pytree.TreeSpec]
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -66,9 +66,10 @@ class Inputs:
             elif isinstance(leaf, _PLAIN):
                 described.append(leaf)
             else:
+                hint = _hint(leaf, "give tensors, plain numbers and strings, and trees of them")
                 raise PipelineError(
-                    f"the input {pytree.keystr(path)} is a {type(leaf).__name__}, which cannot be cut into "
-                    "micro-batches; give tensors, plain numbers and strings, and trees of them"
+                    f"the input{_at(path)} is of type {type(leaf).__name__}, which cannot be cut into micro-batches: "
+                    f"{hint}"
                 )
         return cls(pytree.tree_unflatten(described, spec))
 
@@ -80,6 +81,16 @@ class Inputs:
     def flatten(self) -> tuple[list[Any], pytree.TreeSpec]:
         """The leaves and the structure."""
         return pytree.tree_flatten(self.tree)
+
+
+def _at(path: Any) -> str:
+    return f" {pytree.keystr(path)}" if path else ""
+
+
+def _hint(leaf: Any, otherwise: str) -> str:
+    if is_dataclass(leaf):
+        return f"let torch look into it, by torch.export.register_dataclass({type(leaf).__name__})"
+    return otherwise
 
 
 class _Flat(nn.Module):
@@ -105,9 +116,13 @@ class _Flat(nn.Module):
         found, spec = pytree.tree_flatten_with_path(self.model(*args, **kwargs))
         for path, leaf in found:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
-                hint = "pass use_cache=False" if "Cache" in type(leaf).__name__ else "return tensors"
+                hint = (
+                    "pass use_cache=False"
+                    if "Cache" in type(leaf).__name__
+                    else _hint(leaf, "return tensors")
+                )
                 raise PipelineError(
-                    f"the output {pytree.keystr(path)} of {type(self.model).__name__} is a {type(leaf).__name__}, "
+                    f"the output{_at(path)} of {type(self.model).__name__} is of type {type(leaf).__name__}, "
                     f"which cannot be put together from micro-batches: {hint}"
                 )
         self._record((found, spec))
@@ -165,9 +180,11 @@ class Program:
         self._used = [int(node.name.rpartition("_")[2]) for node in _first_stage(pipe).args]  # type: ignore[union-attr]
         self._order = _order_of_outputs(pipe)
         module = pipe.get_stage_module(stage)
-        _share_weights(module, model, device)
+        self._weights = _share_weights(module, model, device)
         _exchange_contiguous_tensors(module)
         _receive_in_the_order_of_sending(pipe, stage)
+        self._failure: Exception | None = None
+        self._go_on_after_failure(module, device)
         self._stage = pipe.build_stage(stage, device)
         self._device = device
         # Inputs that are not cut go to every micro-batch as they are. torch's annotation leaves that kind out.
@@ -176,6 +193,13 @@ class Program:
         )
         self._schedule = _Schedule(
             self._stage, num_chunks, args_chunk_spec=specs if self._stage.is_first else None
+        )
+
+    def is_made_of(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether this rank's stage computes with these parameters and buffers of the model, as they are now."""
+        return all(
+            name in tensors and _identity(tensors[name], self._device) == identity
+            for name, (_, identity) in self._weights.items()
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,16 +211,41 @@ class Program:
 
         Returns:
             the model's output on the last rank, None on the others.
+
+        Raises:
+            Exception: this rank's stage failed; it has sent zeros instead, so that no other rank waits for it.
         """
+        self._failure = None
         tensors: list[Tensor] = []
         if self._stage.is_first:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             tensors = [given[index].to(self._device) for index in self._used]
         with torch.no_grad():
             chunks = self._schedule.step(*tensors)
-            output = self._merged(chunks) if self._stage.is_last else None
-        self._stage.clear_runtime_states()  # it would keep the activations until the next call
-        return output
+            self._stage.clear_runtime_states()  # it would keep the activations until the next call
+            failure, self._failure = self._failure, None
+            if failure is not None:
+                raise failure
+            return self._merged(chunks) if self._stage.is_last else None
+
+    def _go_on_after_failure(self, module: nn.Module, device: torch.device) -> None:
+        """Let a stage that fails take part until the end of the call: the next one waits for what it sends."""
+        assert isinstance(module, fx.GraphModule)
+        forward, (output,) = module.forward, module.graph.output_node().args
+
+        def zeros(node: fx.Node) -> Any:
+            like = node.meta["val"]
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
+
+        def guarded(*tensors: Tensor) -> Any:
+            if self._failure is None:
+                try:
+                    return forward(*tensors)
+                except Exception as error:  # raised when the call ends
+                    self._failure = error
+            return fx.node.map_arg(output, zeros)
+
+        module.forward = guarded
 
     def _merged(self, chunks: list[Any]) -> Any:
         flat = [list(chunk) if isinstance(chunk, tuple | list) else [chunk] for chunk in chunks]
@@ -277,11 +326,17 @@ def _order_of_outputs(pipe: Pipe) -> list[int]:
     return [0 if node.op == "call_module" else node.args[1] for node in nodes]
 
 
-def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> None:
+_Weights = dict[str, tuple[Tensor, tuple[Any, ...]]]
+
+
+def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> _Weights:
     """Let a stage's weights be those of the model, or copies on its device.
 
     Building a stage moves the parameters that it shares with the model, and tracing has copied those that several
     stages use: both would leave a model that cannot be traced for another shape.
+
+    Returns:
+        the parameters and buffers of the model that the stage uses, and what tells that they are still these.
     """
     original = dict(model.named_parameters(remove_duplicate=False))
     placed: dict[int, nn.Parameter] = {}
@@ -292,10 +347,32 @@ def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> 
             placed[id(weight)] = nn.Parameter(weight.detach().to(device), weight.requires_grad)
         parent, _, leaf = name.rpartition(".")
         stage.get_submodule(parent)._parameters[leaf] = placed[id(weight)]
+    held = tensors_of(model)
+    used = [*stage.named_parameters(remove_duplicate=False), *stage.named_buffers(remove_duplicate=False)]
+    names = {name.removeprefix("model.") for name, _ in used} & held.keys()
+    return {name: (held[name], _identity(held[name], device)) for name in names}
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers, by all their names."""
+    return {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+
+
+def _identity(tensor: Tensor, device: torch.device) -> tuple[Any, ...]:
+    # A stage on another device has copies, which changes in place do not reach.
+    is_copied = tensor.device != device and not tensor.is_inference()
+    version = tensor._version if is_copied else None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device, version
 
 
 def _exchange_contiguous_tensors(stage: nn.Module) -> None:
-    """Send and receive contiguous tensors: process groups can do no other, and torch keeps the strides of the trace."""
+    """Send and receive contiguous tensors of the traced dtype.
+
+    Process groups can send no others, and what is received has the strides and the dtype of the trace.
+    """
     assert isinstance(stage, fx.GraphModule)
     graph = stage.graph
     for node in graph.nodes:
@@ -304,7 +381,7 @@ def _exchange_contiguous_tensors(stage: nn.Module) -> None:
     output = graph.output_node()
 
     def contiguous(node: fx.Node) -> fx.Node:
-        new = graph.call_method("contiguous", (node,))
+        new = graph.call_method("contiguous", (graph.call_method("to", (node, node.meta["val"].dtype)),))
         new.meta["val"] = node.meta["val"].contiguous()
         return new
 
