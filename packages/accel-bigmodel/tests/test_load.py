@@ -401,6 +401,15 @@ def test_a_budget_that_nothing_fits(saved):
     assert model.head.weight.is_meta
 
 
+@pytest.mark.parametrize("option", ["device_memory", "host_memory"])
+def test_a_size_that_is_none_is_refused_before_the_load(saved, option):
+    _, path = saved
+    again = empty()
+    with pytest.raises(ValueError, match=f"{option}: 'lots' is not a size"):
+        load_checkpoint_and_dispatch(again, path, {"": "cpu"}, **{option: "lots"})
+    assert is_untouched(again)
+
+
 def test_parts_without_values_cannot_run(saved):
     _, path = saved
     again = empty()

@@ -222,6 +222,11 @@ def test_a_model_of_transformers_is_told_who_knows_other_names(tmp_path):
         load_checkpoint_in_model(model, tmp_path)
 
 
+def test_another_strictness_than_there_is(tmp_path):
+    with pytest.raises(ValueError, match="strict is 'yes'; give True"):
+        load_checkpoint_in_model(Net(), tmp_path, strict="yes")
+
+
 def test_other_shapes(tmp_path):
     save_model(Net(width=5), tmp_path)
     with pytest.raises(StateMismatchError, match=r"head\.weight: \(2, 5\) instead of \(2, 4\)"):
@@ -353,7 +358,12 @@ def test_a_truncated_shard_changes_nothing(tmp_path):
 
 def test_files_that_hold_no_weights(tmp_path):
     torch.save([1, 2], tmp_path / "x.bin")
-    with pytest.raises(CorruptCheckpointError, match="does not hold a dictionary of tensors"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"does not hold a dictionary of tensors by name, but one list"
+    ):
+        open_weights(tmp_path / "x.bin")
+    torch.save({"w": torch.ones(1), "epoch": 3}, tmp_path / "x.bin")
+    with pytest.raises(CorruptCheckpointError, match=r"under 'epoch' is one int.*Save the tensors alone"):
         open_weights(tmp_path / "x.bin")
     (tmp_path / "x.index.json").write_text('{"w": "../x.bin"}')
     with pytest.raises(UnsafeCheckpointError):

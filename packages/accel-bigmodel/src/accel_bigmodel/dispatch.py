@@ -121,12 +121,13 @@ def dispatch_model(
         OffloadError: weights are to wait on disk and are in no file, and there is no ``offload_dir``.
         UninitializedTensorError: tensors on the meta device, with no values for them.
         StateMismatchError: the values have other shapes.
+        ValueError: ``device_memory`` or ``host_memory`` is no size.
     """
+    device_budget, host_budget = memory_sizes(device_memory, host_memory)
     check_device_map(model, device_map, strict=True)
     places = {name: _device(place) for name, place in device_map.items()}
     main = torch.device(main_device_of(places) if main_device is None else _device(main_device))
     check_exists(main, "main_device is")
-    device_budget, host_budget = _size(device_memory), _size(host_memory)
     values = _values(model, state_dict, offload_dir, offload_index)
 
     def plan_it() -> tuple[_Plan, Streamer | None]:
@@ -270,8 +271,21 @@ def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
     return CPU if first is None or first.device.type == "meta" else first.device
 
 
-def _size(memory: int | str | None) -> int | None:
-    return None if memory is None else convert_file_size_to_int(memory)
+def memory_sizes(
+    device_memory: int | str | None, host_memory: int | str | None
+) -> tuple[int | None, int | None]:
+    """What :func:`dispatch_model` is told of memory, in bytes.
+
+    Raises:
+        ValueError: one is no size; says which.
+    """
+    found: dict[str, int | None] = {}
+    for name, size in (("device_memory", device_memory), ("host_memory", host_memory)):
+        try:
+            found[name] = None if size is None else convert_file_size_to_int(size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+    return found["device_memory"], found["host_memory"]
 
 
 def _values(

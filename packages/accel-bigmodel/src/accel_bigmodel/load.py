@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_bigmodel.checks import check_device_map, execution_device
 from accel_bigmodel.device_map import resolve_device_map
-from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.stores import CacheFile, OffloadCache
 from accel_ckpt.coordination import do_together
@@ -179,6 +179,7 @@ def load_checkpoint_and_dispatch(
     def make_map() -> Mapping[str, Device] | None:
         if device_map is None:
             return None
+        memory_sizes(device_memory, host_memory)  # dispatch_model would find out after the load
         places = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype,
             offload_buffers=offload_buffers, reserve=reserve, strict=True,

@@ -44,6 +44,18 @@ CPU = torch.device("cpu")
 # Bytes. Whatever is done with them, it does not take long.
 _SMALL_LOAD = 1 << 30
 
+_PROBLEMS = {
+    "missing": "is not in the checkpoint",
+    "mismatched": "has another shape, kind of dtype or value",
+    "unexpected": "is not in the model",
+}
+_FATAL: Mapping[bool | None, frozenset[str]] = {
+    True: frozenset(_PROBLEMS),
+    None: frozenset({"missing", "mismatched"}),
+    False: frozenset(),
+}
+"""What of it is an error, by ``strict``."""
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -198,6 +210,7 @@ class Request:
 
     Raises:
         NotAvailableError: for ``full_state_dict=False``.
+        ValueError: ``strict`` is none of its three values.
     """
 
     checkpoint: str | os.PathLike[str]
@@ -209,6 +222,11 @@ class Request:
 
     def __post_init__(self) -> None:
         """Refuse what there is not."""
+        if self.strict not in _FATAL:
+            raise ValueError(
+                f"strict is {self.strict!r}; give True (every mismatch is an error), False (none is), or None, for "
+                "which unexpected names are none"
+            )
         if not self.full_state_dict:
             raise NotAvailableError(
                 "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
@@ -527,7 +545,7 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
 
 
 def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: bool | None) -> None:
-    fatal = {True: {*_PROBLEMS}, None: {"missing", "mismatched"}, False: set[str]()}[strict]
+    fatal = _FATAL[strict]
     errors = [
         f"{what}: {', '.join(getattr(report, kind))}"
         for kind, what in _PROBLEMS.items()
@@ -553,13 +571,6 @@ def _advice_on_names(model: nn.Module) -> str:
         "translates them: dispatch_model of accel-bigmodel takes the model that it gives, and what save_model writes "
         "of that model is loaded here as it is"
     )
-
-
-_PROBLEMS = {
-    "missing": "is not in the checkpoint",
-    "mismatched": "has another shape, kind of dtype or value",
-    "unexpected": "is not in the model",
-}
 
 
 def _warn(report: LoadReport, checkpoint: object, level: int) -> None:

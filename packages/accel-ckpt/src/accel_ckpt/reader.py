@@ -408,10 +408,16 @@ def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
     content = read_pickled(path)
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    if not isinstance(content, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, torch.Tensor) for name, value in content.items()
-    ):
-        raise CorruptCheckpointError(f"{path} does not hold a dictionary of tensors by name")
+    if not isinstance(content, Mapping):
+        raise CorruptCheckpointError(
+            f"{path} does not hold a dictionary of tensors by name, but one {type(content).__qualname__}"
+        )
+    for name, value in content.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+            raise CorruptCheckpointError(
+                f"{path} does not hold a dictionary of tensors by name: under {name!r} is one "
+                f"{type(value).__qualname__}. Save the tensors alone, as torch.save(model.state_dict(), path) does"
+            )
     same: dict[Any, torch.Tensor] = {}
     used = set()
     for name, tensor in content.items():
