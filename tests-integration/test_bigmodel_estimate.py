@@ -34,6 +34,15 @@ TEXT = {
     "mixtral": lambda: transformers.MixtralConfig(
         **TINY, num_key_value_heads=2, num_local_experts=2, sliding_window=None
     ),
+    "falcon, one head": lambda: transformers.FalconConfig(**TINY, multi_query=True),
+    "falcon, heads repeated": lambda: transformers.FalconConfig(
+        **TINY, num_kv_heads=2, multi_query=True, new_decoder_architecture=True
+    ),
+    "deepseek, latent": lambda: transformers.DeepseekV3Config(
+        **TINY, num_key_value_heads=4, kv_lora_rank=6, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=8,
+        v_head_dim=8, n_routed_experts=2, moe_intermediate_size=8, n_group=1, topk_group=1, num_experts_per_tok=1,
+        first_k_dense_replace=1,
+    ),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8),
 }  # fmt: skip
 

@@ -224,6 +224,23 @@ def test_sizes_count_half_bytes_up():
     assert compute_module_sizes(model, special_dtypes={"weight": Kind.INT2})[""] == 1
 
 
+def test_a_parameter_over_a_tensor_subclass_is_placed():
+    class Tagged(torch.Tensor):
+        """As quantised tensors are: of a class that takes other arguments than a parameter does."""
+
+        def __new__(cls, data, *, tag):
+            return data.as_subclass(cls)
+
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(Tagged(torch.ones(2, 2), tag=1), requires_grad=False)
+    assert type(model.weight) is Tagged
+    set_module_tensor_to_device(model, "weight", "meta")
+    assert type(model.weight) is Tagged
+    assert isinstance(model.weight, nn.Parameter)
+    assert model.weight.is_meta
+    assert not model.weight.requires_grad
+
+
 def test_sizes_count_what_a_wrapper_holds():
     class Packed(torch.Tensor):  # as quantised tensors are: says bfloat16, holds bytes
         @staticmethod

@@ -29,7 +29,8 @@ def estimate_kv_cache(
 
     Sum over layers of ``2 x batch x heads of keys and values x tokens x head size x bytes per number``. A layer with a
     sliding window keeps at most as many tokens as the window has. A decoder that looks at an encoder also keeps the
-    keys and values of the encoder's tokens.
+    keys and values of the encoder's tokens. Latent attention keeps ``kv_lora_rank + qk_rope_head_dim`` numbers of a
+    token in each layer, as in transformers 5; version 4 kept what they decompress to.
 
     Args:
         config: the configuration of a transformers model.
@@ -43,12 +44,11 @@ def estimate_kv_cache(
     """
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     number = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
-    key_size, value_size = _head_sizes(text)
     tokens = sum(min(sequence_length, window) for window in _windows(text, sequence_length))
     if getattr(config, "is_encoder_decoder", False):
         length = sequence_length if encoder_sequence_length is None else encoder_sequence_length
         tokens += _layers(text) * length
-    return batch_size * tokens * _kv_heads(text) * (key_size + value_size) * number.itemsize
+    return batch_size * tokens * _numbers_per_token(text) * number.itemsize
 
 
 def _windows(config: Any, unlimited: int) -> Iterator[int]:
@@ -82,18 +82,22 @@ def _heads(config: Any) -> int:
 
 
 def _kv_heads(config: Any) -> int:
+    # Falcon's word for a single head. Its later architecture has it, too, and repeats the heads that it caches.
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return 1
     found = getattr(config, "num_key_value_heads", None)
     return _heads(config) if found is None else int(found)
 
 
-def _head_sizes(config: Any) -> tuple[int, int]:
-    """Numbers that one head keeps of a token as its key, and as its value."""
-    if getattr(config, "kv_lora_rank", None):  # keys and values are cached as they are when decompressed
-        return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+def _numbers_per_token(config: Any) -> int:
+    """How many numbers one layer keeps of a token."""
+    if getattr(config, "kv_lora_rank", None):
+        # What all heads decompress, and one rotary key.
+        return int(config.kv_lora_rank + config.qk_rope_head_dim)
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     if size is None:
         size = _first(config, ("hidden_size", "d_model"), "the hidden size") // _heads(config)
-    return size, size
+    return 2 * _kv_heads(config) * int(size)
 
 
 def _first(config: Any, names: Sequence[str], what: str) -> int:

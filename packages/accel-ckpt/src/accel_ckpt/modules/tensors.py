@@ -153,7 +153,8 @@ def _shared(
 def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     """A parameter over ``data`` with the class, attributes and ``requires_grad`` of another one."""
     grad = bool(old.requires_grad) and (data.dtype.is_floating_point or data.dtype.is_complex)
-    kind = type(old)
+    # A parameter over a tensor subclass, such as a quantised one, is of that class: isinstance() would say so, too.
+    kind = type(old) if issubclass(type(old), nn.Parameter) else nn.Parameter
     new: nn.Parameter = kind(data, requires_grad=grad)
     new.__dict__.update(old.__dict__)
     return new
