@@ -126,6 +126,8 @@ def under_limit(command: list[str], limit: int) -> int:
             join = f'echo $$ > {group}/cgroup.procs && exec "$@"'
             return subprocess.run(["sh", "-c", join, "sh", *command], check=False).returncode
         finally:
+            while (group / "cgroup.procs").read_text():  # after Ctrl-C it takes a moment to end
+                time.sleep(0.01)
             group.rmdir()
     sys.exit(
         "no control group can be made here (that takes root); use: systemd-run --user --scope -p MemoryMax=350M …"
