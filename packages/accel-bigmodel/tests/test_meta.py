@@ -247,3 +247,21 @@ def test_init_on_an_accelerator():
 def test_unknown_device():
     with pytest.raises(RuntimeError, match="nowhere"), init_on_device("nowhere"):
         pass
+
+
+def test_forwards_that_make_modules_compile_to_one_graph():
+    class Sliced(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+        def forward(self, x):
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return x
+
+    with init_empty_weights():
+        Sliced()
+    model = Sliced()
+    x = torch.ones(1, 2)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), model(x))

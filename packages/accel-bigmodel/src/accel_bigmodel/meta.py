@@ -139,18 +139,23 @@ _placement: ContextVar[_Placement | None] = ContextVar("accel_bigmodel_placement
 _installing = threading.Lock()
 
 
+def _active() -> _Placement | None:
+    # A forward may make modules, as a slice of a ModuleList is one; torch.compile knows no context variables.
+    return None if torch.compiler.is_compiling() else _placement.get()
+
+
 def _parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    placement = _placement.get()
+    placement = _active()
     return None if placement is None else placement.parameter(parameter)
 
 
 def _buffer_hook(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-    placement = _placement.get()
+    placement = _active()
     return None if placement is None else placement.buffer(module, buffer)
 
 
 def _module_hook(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    placement = _placement.get()
+    placement = _active()
     if placement is not None:
         placement.finish(child)
 
