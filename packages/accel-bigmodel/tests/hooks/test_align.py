@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -723,3 +724,37 @@ def test_weights_that_are_computed_in_forward_are_offloaded(x):
     expected = module(x)
     add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, place_submodules=True))
     assert torch.equal(module(x), expected)
+
+
+def test_a_call_of_another_thread_in_the_middle_of_loading(x):
+    loading, other_runs, first_runs = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(dict):
+        def __getitem__(self, name):
+            if name == "bias" and not loading.is_set():
+                loading.set()
+                other_runs.wait(0.1)
+            return super().__getitem__(name)
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            if threading.current_thread() is other:
+                other_runs.set()
+                first_runs.wait(0.1)
+            else:
+                first_runs.set()
+            return super().forward(x)
+
+    def call_too():
+        loading.wait(5)
+        found.append(layer(x))
+
+    layer, found, other = Layer(4, 4), [], threading.Thread(target=call_too)
+    expected = nn.functional.linear(x, layer.weight, layer.bias)
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=Slow(layer.state_dict())))
+    other.start()
+    found.append(layer(x))
+    other.join()
+    assert len(found) == 2
+    assert all(torch.equal(each, expected) for each in found)
+    assert where(layer) == {"weight": "meta", "bias": "meta"}

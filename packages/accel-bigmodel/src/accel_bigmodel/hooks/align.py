@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import ModelHook, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_bigmodel.hooks.parking import Loans, ParkedTensor, Place, park, places_in, stand_in
+from accel_bigmodel.hooks.parking import LENDING, Loans, ParkedTensor, Place, park, places_in, stand_in
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_ckpt.names import listed
 from accel_state.trees import find_device, send_to_device
@@ -207,14 +207,15 @@ class AlignDevicesHook(ModelHook):
         return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
     def _load(self, device: torch.device | None) -> None:
-        self._loans.begin()
-        try:
-            for place, parked in self._parked:
-                if not place.is_empty and place.tensor.is_meta:
-                    self._lend(place, parked, device or _home_of(parked))
-        except BaseException:
-            self._loans.end()
-            raise
+        with LENDING:
+            self._loans.begin()
+            try:
+                for place, parked in self._parked:
+                    if not place.is_empty and place.tensor.is_meta:
+                        self._lend(place, parked, device or _home_of(parked))
+            except BaseException:
+                self._loans.end()
+                raise
 
     def _lend(self, place: Place, parked: ParkedTensor, device: torch.device) -> None:
         own, tied = place.tensor, list[dict[torch.device, Tensor]]()

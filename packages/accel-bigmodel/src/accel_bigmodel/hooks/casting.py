@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs
-from accel_bigmodel.hooks.parking import Loans, Place, places_in, stand_in
+from accel_bigmodel.hooks.parking import LENDING, Loans, Place, places_in, stand_in
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -59,16 +59,17 @@ class LayerwiseCastingHook(ModelHook):
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put copies in the compute dtype in place of the stored tensors."""
-        self._loans.begin()
-        try:
-            for place in _floating(module):
-                stored = place.tensor
-                if stored.dtype != self.compute_dtype:
-                    copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
-                    self._loans.put(place, stand_in(stored, copy))
-        except BaseException:
-            self._loans.end()
-            raise
+        with LENDING:
+            self._loans.begin()
+            try:
+                for place in _floating(module):
+                    stored = place.tensor
+                    if stored.dtype != self.compute_dtype:
+                        copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
+                        self._loans.put(place, stand_in(stored, copy))
+            except BaseException:
+                self._loans.end()
+                raise
         return args, kwargs
 
     @outside_graphs

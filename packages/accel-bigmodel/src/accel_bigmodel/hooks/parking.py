@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from accel_bigmodel.errors import OffloadError
 from accel_ckpt.modules.tensors import rewrap
 
-__all__ = ["Loans", "ParkedTensor", "Place", "park", "places_in", "stand_in"]
+__all__ = ["LENDING", "Loans", "ParkedTensor", "Place", "park", "places_in", "stand_in"]
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,10 @@ def places_in(module: nn.Module, recurse: bool) -> list[Place]:
 
 
 _Kind = tuple[torch.device, torch.dtype]
+
+# Held while the tensors of a call are put in place or taken away: threads may call a model at the same time, and
+# modules may share tensors. A second call finds them in place, and the last one takes them away.
+LENDING = threading.RLock()
 
 
 class ParkedTensor:
@@ -187,14 +192,13 @@ class Loans:
 
     def end(self) -> None:
         """The call that began last ends; what ``forward`` itself put in place of a lent tensor stays."""
-        if not self._calls:
-            return
-        for place, own, tensor, ended in reversed(self._calls.pop()):
-            if place.table.get(place.leaf) is tensor:
-                place.put(_beneath(own))
-            else:  # another hook's tensor may stand over it, and be given back later
-                tensor._was_over = own  # type: ignore[attr-defined]
-            ended()
+        with LENDING:
+            for place, own, tensor, ended in reversed(self._calls.pop() if self._calls else ()):
+                if place.table.get(place.leaf) is tensor:
+                    place.put(_beneath(own))
+                else:  # another hook's tensor may stand over it, and be given back later
+                    tensor._was_over = own  # type: ignore[attr-defined]
+                ended()
 
     def end_all(self) -> None:
         """Every call ends."""
