@@ -147,9 +147,12 @@ def _cut(entries: list[_Entry], parts: int) -> list[int]:
         best: list[float] = [float("inf")] * len(before)
         choice = [0] * len(before)
         for end in range(part + 1, len(before)):
-            for start in range(part, end):
-                cost = max(largest[start], before[end] - before[start])
-                if cost < best[end]:
+            for start in reversed(range(part, end)):
+                last = before[end] - before[start]
+                if last > best[end]:  # and it only grows from here
+                    break
+                cost = max(largest[start], last)
+                if cost <= best[end]:
                     best[end], choice[end] = cost, start
         largest = best
         choices.append(choice)
