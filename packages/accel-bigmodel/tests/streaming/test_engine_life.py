@@ -242,7 +242,7 @@ def test_graphs_of_fx(attach):
     assert attached.stats.bytes_moved > 0
 
 
-def test_a_compiled_model_has_no_part_of_the_engine_in_its_graphs(attach):
+def test_a_compiled_model_has_no_part_of_the_engine_in_its_graphs(attach, monkeypatch):
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -259,6 +259,7 @@ def test_a_compiled_model_has_no_part_of_the_engine_in_its_graphs(attach):
 
     attached = attach(nn.Sequential(*(Plain() for _ in range(4))))
     compiled = torch.compile(attached.model, backend=backend)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     with torch.no_grad():
         for _ in range(3):
             assert torch.equal(compiled(x()), attached.plain(x()))
@@ -274,6 +275,21 @@ def test_vectorised_by_torch_func(attach):
         found = torch.func.vmap(attached.model)(inputs)
         assert torch.equal(found, torch.func.vmap(attached.plain)(inputs))
     attached.check_home()
+
+
+@pytest.mark.parametrize("first", ["transform", "plain"])
+def test_derivatives_forwards_and_what_comes_after_them(attach, first):
+    attached = attach(Model().requires_grad_(False))
+    if first == "plain":
+        attached.check(x())
+    found, expected = (
+        torch.func.jvp(model, (x(),), (torch.ones_like(x()),)) for model in (attached.model, attached.plain)
+    )
+    same(found, expected)
+    attached.check(x())
+    with pytest.raises(RuntimeError, match="saved tensor hooks"):  # PyTorch's, so far
+        torch.func.grad(lambda x: attached.model(x).sum())(x())
+    attached.check(x())
 
 
 def test_parametrised_weights(attach):

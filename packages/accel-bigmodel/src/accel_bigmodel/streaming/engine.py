@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -27,6 +28,20 @@ from accel_bigmodel.streaming.transfer import Transfer
 
 __all__ = ["Streamer"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a part of the engine run as if no transform of ``torch.func`` were at work: what it makes outlives that."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return call
+
 
 class Streamer:
     """Streams the weights of a model's groups to the device of a transfer.
@@ -38,7 +53,8 @@ class Streamer:
     time.
 
     Copies are asked for ahead within one call of the outermost module that contains groups, in the order of the call
-    before. One thread at a time runs the model; others wait. ``copy.deepcopy`` and pickling of an attached model give
+    before. One thread at a time runs the model; others wait, so a forward must not wait for another thread that runs a
+    part of the model. ``copy.deepcopy`` and pickling of an attached model give
     a model with an engine of its own.
 
     Args:
@@ -240,6 +256,7 @@ class Streamer:
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     @outside_graphs
+    @_outside_transforms
     def open(self, gate: Gate, outermost: bool) -> None:
         """A module that is a group's or contains groups begins its forward."""
         if not outermost:
@@ -254,6 +271,7 @@ class Streamer:
         self._ahead()
 
     @outside_graphs
+    @_outside_transforms
     def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
         """It ended; after the outermost one nothing that was copied counts any more, for users may change weights.
 
@@ -283,6 +301,7 @@ class Streamer:
         self._interrupted = False
 
     @outside_graphs
+    @_outside_transforms
     def enter(self, group: int) -> None:
         """A group's module needs its weights now.
 
@@ -312,6 +331,7 @@ class Streamer:
             self._saving.refuse_gradients(member)
 
     @outside_graphs
+    @_outside_transforms
     def leave(self, group: int) -> None:
         """A group's module has run."""
         member = self._members[group]
