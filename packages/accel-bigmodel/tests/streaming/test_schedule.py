@@ -81,3 +81,24 @@ def test_the_same_forward_again():
     schedule.saw(2)
     assert schedule.upcoming(2, again=True) == [0, 1]
     assert schedule.upcoming(2) == []
+
+
+def test_an_assumed_order_that_was_wrong_has_to_prove_itself():
+    schedule = Schedule()
+    for _ in range(2):  # an order that an error cut short leaves it assumed
+        schedule.assume("model", range(10))
+        schedule.begin("model")
+        assert schedule.upcoming(2) == [0, 1]
+        found = []
+        for group in (0, 4, 5, 6, 7, 2):
+            schedule.saw(group)
+            found.append(schedule.upcoming(2))
+        assert found == [[1, 2], [], [], [7], [8, 9], []]
+        schedule.end(complete=False)
+    schedule.begin("model")
+    for group in (0, 4, 2):
+        schedule.saw(group)
+    schedule.end(complete=True)
+    schedule.begin("model")
+    schedule.saw(4)
+    assert schedule.upcoming(2) == [2]  # one that was seen is believed

@@ -11,7 +11,9 @@ class Schedule:
     """Predicts which groups come next, from what came in the last forward that began at the same module.
 
     A prediction that fails costs time, never results: after a group that was not expected, what came after it the last
-    time is expected, and the new order replaces the old one.
+    time is expected, and the new order replaces the old one. An order that is only assumed
+    is worth less: after a group that it did not expect, nothing is expected until it was right twice in a row, and then
+    one group more each time.
 
     Args:
         assumed: what is expected until a forward was seen.
@@ -24,11 +26,14 @@ class Schedule:
         self._expected = self._assumed
         self._seen: list[int] = []
         self._next = 0
+        self._doubted: set[Hashable] = set()
+        self._run = 0  # how many uses in a row were as expected
 
     def assume(self, key: Hashable, order: Sequence[int]) -> None:
         """Expect an order of forwards that begin at ``key``, if none was seen."""
         if key not in self._known:
             self._known[key] = list(order)
+            self._doubted.add(key)
 
     def begin(self, key: Hashable) -> None:
         """A forward begins at the module that ``key`` stands for."""
@@ -36,6 +41,7 @@ class Schedule:
         self._expected = self._known.get(key, self._assumed)
         self._seen = []
         self._next = 0
+        self._run = len(self._expected)
 
     def saw(self, group: int) -> None:
         """A group is used."""
@@ -43,7 +49,10 @@ class Schedule:
         expected = self._expected
         if self._next < len(expected) and expected[self._next] == group:
             self._next += 1
-        elif group in expected:
+            self._run += 1
+            return
+        self._run = 0
+        if group in expected:
             ahead = group in expected[self._next :]
             self._next = expected.index(group, self._next if ahead else 0) + 1
 
@@ -54,6 +63,8 @@ class Schedule:
             count: at most so many.
             again: expect the same forward once more after this one.
         """
+        if self._key in self._doubted:
+            count = min(count, max(0, self._run - 1))
         following = self._expected[self._next : self._next + count]
         return following + self._expected[: min(self._next, count - len(following))] if again else following
 
@@ -61,3 +72,4 @@ class Schedule:
         """The forward is over; an order that an error cut short is not learnt."""
         if complete:
             self._known[self._key] = self._seen
+            self._doubted.discard(self._key)
