@@ -104,6 +104,8 @@ def test_layers_of_other_kinds_are_refused():
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(EstimateError, match="'linear_attention'"):
         estimate_kv_cache(config, 1, 1)
+    with pytest.raises(EstimateError, match="batch_size is -1"):
+        estimate_kv_cache(transformers.LlamaConfig(**TINY), -1, 1)
     with pytest.raises(EstimateError, match="does not say the hidden size"):
         estimate_kv_cache(object(), 1, 1)
 

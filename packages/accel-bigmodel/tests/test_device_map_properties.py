@@ -163,7 +163,7 @@ KINDS = ["leaf", "leaf", "leaf", "branch", "branch", "whole", "parameter", "buff
 ROWS = st.lists(
     st.tuples(st.integers(0, 3), st.sampled_from(KINDS), st.integers(1, 60)), min_size=2, max_size=16
 )
-TIES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=3)
+TIES = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), min_size=1, max_size=3)
 HOSTS = st.sampled_from([[], ["cpu"], ["cpu"], ["disk"], ["cpu", "disk"]])
 
 
@@ -175,11 +175,11 @@ def cases(draw, max_layers=8):
         rows.pop()
     case = Case(tree_of(rows), [])
     names = [name for layer in case.layers for name in layer.weights]
-    if len(names) > 1:
-        wanted = [(first % len(names), (first + step) % len(names)) for first, step in draw(TIES)]
+    if len(names) > 1 and draw(st.booleans()):
+        pairs = [sorted([first % len(names), (first + step) % len(names)]) for first, step in draw(TIES)]
         # In this order, and with no name second in two, all names of a chain become one parameter.
         chained = sorted(
-            {second: first for first, second in wanted if first < second}.items(), key=itemgetter(1)
+            {second: first for first, second in pairs if first < second}.items(), key=itemgetter(1)
         )
         case.ties = [(names[first], names[second]) for second, first in chained]
     sizes = [sum(case.counted[layer.name] for layer in unit) for unit in case.units]

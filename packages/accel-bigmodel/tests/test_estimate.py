@@ -138,6 +138,23 @@ def test_activations_of_a_model_that_looks_at_values_are_refused():
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.parametrize("device", ["xpu", "nowhere", 1.5])
+def test_devices_that_pytorch_knows_nothing_of_are_refused(device):
+    with pytest.raises(EstimateError, match=r"device is .*, and PyTorch knows here what kernels save on"):
+        estimate_activations(nn.Linear(2, 2), (torch.ones(1, 2),), device=device)
+
+
+def test_a_tensor_is_no_sequence_of_inputs():
+    for estimate in (
+        lambda: estimate_activations(nn.Linear(2, 2), torch.ones(1, 2)),
+        lambda: estimate_memory(nn.Linear(2, 2), example_args=torch.ones(2, 2)),
+    ):
+        with pytest.raises(
+            EstimateError, match=r"args is a tensor; give a sequence of inputs, as \(tensor,\)"
+        ):
+            estimate()
+
+
 def test_a_dispatched_model_is_left_alone():
     model = Mlp().eval()
     given = ids()

@@ -28,8 +28,9 @@ def estimate_activations(
     """Bytes that autograd keeps from a training forward until its backward.
 
     Exact for eager execution, as far as PyTorch knows the shapes and dtypes of what its kernels save. (It takes the
-    statistics that batch norm saves under autocast for 16-bit numbers; they have 32. And a model that looks whether it
-    is being traced, as those of transformers do before they leave out an attention mask, may keep a little less.)
+    statistics that batch norm saves under autocast for 16-bit numbers; they have 32. It does not know the workspaces of
+    recurrent layers: of LSTMs on the CPU, and of all in cuDNN. And a model that looks whether it is being traced, as
+    those of transformers do before they leave out an attention mask, may keep a little less.)
 
     The forward runs in training mode on tensors without values, and the memory of everything that autograd saves is
     added, each piece once. Weights and inputs are not counted; copies of weights that autocast makes are.
@@ -39,18 +40,22 @@ def estimate_activations(
         args: inputs, of which only shapes and dtypes matter.
         kwargs: keyword inputs.
         autocast: the dtype of autocast that training uses.
-        device: where it will run, since kernels save different things on different devices.
+        device: where it will run, since kernels save different things on different devices: ``"cpu"``, or a kind that
+            this build of PyTorch supports.
 
     Raises:
-        EstimateError: the model is dispatched; the forward needs values of tensors, or kernels of which PyTorch cannot
-            tell without values what they return.
+        EstimateError: the model is dispatched; there is no such device; ``args`` is no sequence; the forward needs
+            values of tensors, or kernels of which PyTorch cannot tell without values what they return.
     """
     if getattr(model, "hf_device_map", None) is not None or getattr(model, "pippy_stage", None) is not None:
         raise EstimateError(
             f"this {type(model).__name__} is dispatched or cut into stages, and its forward moves weights; estimate "
             "with one built under init_empty_weights"
         )
-    where = torch.device(device)
+    given: Any = args
+    if isinstance(given, Tensor):  # which would be taken for the sequence of its rows
+        raise EstimateError("args is a tensor; give a sequence of inputs, as (tensor,)")
+    where = _known(device)
     training = {module: module.training for module in model.modules()}
     precision: AbstractContextManager[Any] = (
         torch.autocast(where.type, autocast) if autocast is not None else nullcontext()
@@ -93,6 +98,22 @@ def estimate_activations(
     for tensor in known:
         saved.pop(tensor.untyped_storage()._cdata, None)
     return sum(saved.values())
+
+
+def _known(device: str | torch.device) -> torch.device:
+    """The device. Autograd ends the process when it meets one of a kind that PyTorch was built without."""
+    built = torch.accelerator.current_accelerator()
+    kinds = {"cpu", "meta"} | ({built.type} if built is not None else set())
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):
+        found = None
+    if found is None or found.type not in kinds:
+        raise EstimateError(
+            f"device is {device!r}, and PyTorch knows here what kernels save on {', '.join(sorted(kinds))}; estimate "
+            "for one of these, or on a machine with such a device"
+        )
+    return found
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -66,7 +66,7 @@ class TrainingEstimate:
 
     @property
     def total(self) -> int:
-        """All of them: the peak of a step, which is reached when the gradients are complete."""
+        """All of them, as they are when the gradients are complete."""
         return self.weights + self.gradients + self.optimizer + self.low_precision_copy
 
 
@@ -149,8 +149,9 @@ def estimate_memory(
     text = batch_size is not None and sequence_length is not None
     if (batch_size is None) != (sequence_length is None):
         raise EstimateError("batch_size and sequence_length are given together, or neither")
-    if text and not example_args and not inputs:
+    if text and not len(example_args) and not inputs:
         inputs = _text_inputs(model, batch_size or 0, sequence_length or 0)
+    runs = len(example_args) > 0 or bool(inputs)
     cache = None
     if text and config is not None and _generates(model):
         cache = estimate_kv_cache(config, batch_size or 0, sequence_length or 0, dtype=_float_dtype(model))
@@ -161,7 +162,7 @@ def estimate_memory(
         training=tuple(estimate_training(model, mixed_precision=each) for each in ("no", "bf16")),
         batch_size=batch_size,
         sequence_length=sequence_length,
-        activations=estimate_activations(model, example_args, inputs) if example_args or inputs else None,
+        activations=estimate_activations(model, example_args, inputs) if runs else None,
         kv_cache=cache,
     )
 

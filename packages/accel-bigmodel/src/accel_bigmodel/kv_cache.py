@@ -40,15 +40,22 @@ def estimate_kv_cache(
         encoder_sequence_length: tokens (or frames) that the encoder gives; None: ``sequence_length``.
 
     Raises:
-        EstimateError: the configuration does not say what is needed, or has layers of another kind.
+        EstimateError: the configuration does not say what is needed, or has layers of another kind; a number is
+            negative.
     """
+    if min(batch_size, sequence_length, encoder_sequence_length or 0) < 0:
+        raise EstimateError(
+            f"batch_size is {batch_size}, sequence_length {sequence_length}, encoder_sequence_length "
+            f"{encoder_sequence_length}; give numbers that are not negative"
+        )
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    number = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
+    dtype_of_cache = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
+    numbers = _numbers_per_token(text)
     tokens = sum(min(sequence_length, window) for window in _windows(text, sequence_length))
     if getattr(config, "is_encoder_decoder", False):
         length = sequence_length if encoder_sequence_length is None else encoder_sequence_length
         tokens += _layers(text) * length
-    return batch_size * tokens * _numbers_per_token(text) * number.itemsize
+    return batch_size * tokens * numbers * dtype_of_cache.itemsize
 
 
 def _windows(config: Any, unlimited: int) -> Iterator[int]:
