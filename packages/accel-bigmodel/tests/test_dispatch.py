@@ -17,13 +17,13 @@ from accel_bigmodel import (
     checks,
     cpu_offload,
     disk_offload,
+    dispatch,
     dispatch_model,
     has_offloaded_params,
     init_empty_weights,
     offload_stats,
     undispatch,
 )
-from accel_bigmodel.dispatch import _Plan
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
     FileChangedError,
@@ -434,8 +434,29 @@ def test_a_device_without_memory_for_what_stays_leaves_the_model_as_it_was(expec
     assert torch.equal(answer(model), expected)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_hooks_that_fail_in_the_middle_are_taken_off(expected, monkeypatch, error):
+    def fail(model):
+        raise error("no encoder")
+
+    model = build()
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    with monkeypatch.context() as patch:
+        patch.setattr(dispatch, "_prepare_encoder", fail)
+        with pytest.raises(error, match="no encoder"):
+            cpu_offload(model, transfer=HostTransfer())
+    assert not hasattr(model, "hf_device_map")
+    assert not hasattr(model, "_accel_dispatch")
+    assert all("forward" not in module.__dict__ and "to" not in module.__dict__ for module in model.modules())
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert torch.equal(answer(model), expected)
+    assert torch.equal(answer(cpu_offload(model, transfer=HostTransfer())), expected)
+
+
 def test_a_move_that_fails_in_the_middle_is_undone(monkeypatch):
-    plan = _Plan(build(), {"": torch.device("meta")}, torch.device("meta"), streams=False, buffers=False)
+    plan = dispatch._Plan(
+        build(), {"": torch.device("meta")}, torch.device("meta"), streams=False, buffers=False
+    )
     before = where(plan.model)
     plan.homes[id(plan.model.blocks[2].up.weight)] = torch.device("cuda:99")  # here there is none
     with pytest.raises((RuntimeError, AssertionError)):

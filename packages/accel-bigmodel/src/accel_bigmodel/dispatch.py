@@ -151,15 +151,17 @@ def dispatch_model(
         _keep_on_disk(plan, offload_dir)
     mover = streamer or _pager(plan, preload_module_classes, host_budget)
     plan.move()
-    if mover is not None:
-        try:
-            mover.attach()
-        except BaseException:
-            plan.put_back()
-            raise
-    plan.moved.clear()
-    _attach(plan, skip_keys, force_hooks, mover)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    model._accel_dispatch = Dispatch(places, main, mover)  # type: ignore[assignment]
+    try:
+        if mover is not None:
+            mover.attach()
+        _attach(plan, skip_keys, force_hooks, guard=mover is not None)
+    except BaseException:
+        undispatch(model)
+        plan.put_back()
+        raise
+    plan.moved.clear()
     return model
 
 
@@ -522,9 +524,8 @@ class AddedLater(ModelHook):
             ) from error
 
 
-def _attach(
-    plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, mover: Streamer | Pager | None
-) -> None:
+def _attach(plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, *, guard: bool) -> None:
+    """Put hooks on the model; ``guard`` it against being moved in any case."""
     model = plan.model
     files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
     hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
@@ -540,8 +541,7 @@ def _attach(
         hooks.append(align_inputs(plan.main, io_same_device=True, skip_keys=skip_keys))
     if hooks:
         add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
-    model._accel_dispatch = Dispatch(plan.places, plan.main, mover)  # type: ignore[assignment]
-    if spread or mover is not None:
+    if spread or guard:
         for name in MOVES:
             if hasattr(type(model), name):
                 setattr(model, name, _Refusal(name))

@@ -8,8 +8,10 @@ import time
 import pytest
 import torch
 
+from accel_bigmodel import cpu_offload, undispatch
 from accel_bigmodel.streaming.slots import Layout, Slot
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer, HostTransfer
+from testkit.streamed import Model, same, x
 
 
 def group(*values, size=100):
@@ -269,6 +271,23 @@ def test_slots_are_kept_from_others_until_their_copies_are_done():
     transfer.copy("a", tensors, layout, slot).wait()
     assert transfer.kept == [("copies", slot.address)]
     transfer.close()
+
+
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_model_over_the_stream_of_a_device(locked):
+    class Refusing(Fake):
+        def host_block(self, nbytes):
+            raise RuntimeError("no page-locked memory")
+
+    model, plain = Model(), Model()
+    transfer = Fake() if locked else Refusing()
+    cpu_offload(model, transfer=transfer)
+    for _ in range(3):
+        with torch.no_grad():
+            same(model(x()), plain(x()))
+    assert len(transfer.pins) == (1 if locked else 2)  # one block, or two buffers for packing
+    undispatch(model)
+    same(model.state_dict(), plain.state_dict())
 
 
 def test_what_is_left_out_stays_as_it_is():
