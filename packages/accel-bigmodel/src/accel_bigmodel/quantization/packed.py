@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -110,9 +110,8 @@ class PackedWeights:
         return name.endswith(".weight") and name.removesuffix(".weight") in self.pieces
 
 
-def _find_pieces(names: Iterable[str], layers: Collection[str]) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
-    names = set(names)
+def _find_pieces(names: Collection[str], layers: Collection[str]) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}  # in the order of the names, which must not depend on the process
     for name in names:
         layer, _, piece = name.rpartition(".")
         if piece not in _BESIDE:
