@@ -20,9 +20,11 @@ from accel_bigmodel import (
     DeviceMapError,
     ModelHook,
     OffloadError,
+    SequentialHook,
     add_hook_to_module,
     remove_hook_from_module,
 )
+from accel_bigmodel.hooks import align
 from accel_ckpt import StateMismatchError, UninitializedTensorError
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -675,6 +677,37 @@ def test_offloading_runs_outside_of_graphs(x):
 
 
 # modules that change, and hooks that move on
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_hooks_that_cannot_begin_leave_the_module_and_its_hook_as_they_were(x, append):
+    block = Block()
+    weights, expected = block.scale, block(x)
+    before = AlignDevicesHook("cpu", offload=True)
+    bad = SequentialHook(AlignDevicesHook("cpu", offload=True), AlignDevicesHook("moon"))
+    with pytest.raises(DeviceMapError):
+        add_hook_to_module(block, bad)
+    assert block.scale is weights
+    add_hook_to_module(block, before)
+    with pytest.raises(UninitializedTensorError if append else DeviceMapError):
+        add_hook_to_module(block, bad, append=append)
+    assert block._hf_hook is before
+    assert block.scale.is_meta
+    assert torch.equal(block(x), expected)
+    remove_hook_from_module(block)
+    assert block.scale is weights
+
+
+def test_a_device_that_is_full_leaves_the_module_as_it_was(x, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError
+
+    block = Block()
+    expected = block(x)
+    monkeypatch.setattr(align, "_place", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        add_hook_to_module(block, AlignDevicesHook("cpu", offload=True))
+    assert torch.equal(block(x), expected)
 
 
 def test_a_tensor_that_somebody_takes_away_is_not_missed(x):

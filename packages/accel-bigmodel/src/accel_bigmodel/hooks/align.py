@@ -108,8 +108,12 @@ class AlignDevicesHook(ModelHook):
             self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
         if device is not None:
             self._shadows = [park(place.tensor) for place in kept] if device.type == "meta" else []
-            for place in kept:
-                _place(place, device, self.tied_params_map)
+            try:
+                for place in kept:
+                    _place(place, device, self.tied_params_map)
+            except BaseException:  # the device is full
+                self._give_back()
+                raise
         return module
 
     def pre_forward(

@@ -107,9 +107,14 @@ class SequentialHook(ModelHook):
         return next((device for device in named if device is not None), None)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Let each hook begin."""
-        for hook in self.hooks:
-            module = hook.init_hook(module)
+        """Let each hook begin; if one cannot, those before it end."""
+        for position, hook in enumerate(self.hooks):
+            try:
+                module = hook.init_hook(module)
+            except BaseException:
+                for begun in reversed(self.hooks[:position]):
+                    begun.detach_hook(module)
+                raise
         return module
 
     @outside_graphs
@@ -176,7 +181,12 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     else:
         if present is not None:
             present.detach_hook(module)
-        module = hook.init_hook(module)
+        try:
+            module = hook.init_hook(module)
+        except BaseException:
+            if present is not None:
+                present.init_hook(module)
+            raise
     put_hook(module, hook)
     return module
 
