@@ -368,7 +368,7 @@ class Lookups(nn.Module):
 
 
 def failing_stages():
-    from accel_bigmodel import prepare_pippy
+    from accel_bigmodel import pipeline, prepare_pippy
 
     good, plain = torch.tensor([1, 2, 3]), Lookups()
     model = prepare_pippy(Lookups().eval(), example_args=(good[:2], good[:2]), gather_output=True)
@@ -379,7 +379,18 @@ def failing_stages():
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}"[:120])
         same(model(good, good), plain(good, good).detach())  # the next call finds everything in order
+    more, program = good.repeat(3), pipeline.Program
+    if torch.distributed.get_rank() == 1:
+        pipeline.Program = broken
+    with pytest.raises((MemoryError, pipeline.PipelineError), match="no memory for a trace"):
+        model(more, more)
+    pipeline.Program = program
+    same(model(more, more), plain(more, more).detach())
     return errors
+
+
+def broken(*args):
+    raise MemoryError("no memory for a trace")
 
 
 def test_a_stage_that_fails_keeps_no_rank_waiting():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.stages import check_split_points, choose_split_points, generate_device_map
-from accel_bigmodel.tracing import Inputs, Program, tensors_of
+from accel_bigmodel.tracing import Inputs, Program, Weights, are_still_those_of, tensors_of
 from accel_ckpt.coordination import default_coordinator, run_together
 from accel_ckpt.names import listed
 from accel_state.collectives import broadcast, broadcast_object_list
@@ -137,6 +137,7 @@ class Pipeline:
         self._model = model
         self._forward = model.forward
         self._programs: OrderedDict[str, Program] = OrderedDict()
+        self._weights: Weights = {}  # of all programs
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch whose size ``num_chunks`` divides. Collective; inputs as for ``prepare_pippy``.
@@ -185,9 +186,13 @@ class Pipeline:
         _require_same("modes of autocast", modes)
         if any(stale for *_, stale in calls):
             self._programs.clear()
+            self._weights.clear()
         key = f"{modes[0]} {inputs[0].key}"
         if key not in self._programs:
-            _together(lambda: self._trace(key, inputs[0]), "cutting the model into stages")
+            made: list[Program] = []
+            _together(lambda: made.append(self._trace(inputs[0])), "cutting the model into stages")
+            self._programs[key] = made[0]  # now that all ranks have one
+            self._weights |= made[0].weights
             if len(self._programs) > _KEPT_PROGRAMS:
                 self._programs.popitem(last=False)
         self._programs.move_to_end(key)
@@ -195,8 +200,7 @@ class Pipeline:
 
     def _is_stale(self) -> bool:
         """Whether somebody has given the model other weights than those of the programs."""
-        now = tensors_of(self._model)
-        return not all(program.is_made_of(now) for program in self._programs.values())
+        return not are_still_those_of(self._model, self._weights, PartialState().device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PipelineError(
@@ -204,9 +208,9 @@ class Pipeline:
             "model before prepare_pippy, or save its state_dict()"
         )
 
-    def _trace(self, key: str, inputs: Inputs) -> None:
+    def _trace(self, inputs: Inputs) -> Program:
         state = PartialState()
-        self._programs[key] = Program(
+        return Program(
             self._model,
             self._forward,
             inputs,

@@ -11,7 +11,7 @@ the model of which the graph is made:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from accel_bigmodel.errors import PipelineError
 
-__all__ = ["Inputs", "Program", "tensors_of"]
+__all__ = ["Inputs", "Program", "Weights", "are_still_those_of", "tensors_of"]
 
 _Output = tuple[list[tuple[Any, Any]], pytree.TreeSpec]
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
@@ -148,6 +148,9 @@ class Program:
         stage: number of the stage that this rank runs.
         device: where it runs.
 
+    Attributes:
+        weights: what this rank's stage uses of the model, for :func:`are_still_those_of`.
+
     Raises:
         PipelineError: the model cannot be traced, or has another number of stages than one more than split points, or
             an output that cannot be put together from micro-batches.
@@ -180,7 +183,7 @@ class Program:
         self._used = [int(node.name.rpartition("_")[2]) for node in _first_stage(pipe).args]  # type: ignore[union-attr]
         self._order = _order_of_outputs(pipe)
         module = pipe.get_stage_module(stage)
-        self._weights = _share_weights(module, model, device)
+        self.weights = _share_weights(module, model, device)
         _exchange_contiguous_tensors(module)
         _receive_in_the_order_of_sending(pipe, stage)
         self._failure: Exception | None = None
@@ -193,13 +196,6 @@ class Program:
         )
         self._schedule = _Schedule(
             self._stage, num_chunks, args_chunk_spec=specs if self._stage.is_first else None
-        )
-
-    def is_made_of(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether this rank's stage computes with these parameters and buffers of the model, as they are now."""
-        return all(
-            name in tensors and _identity(tensors[name], self._device) == identity
-            for name, (_, identity) in self._weights.items()
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -326,10 +322,10 @@ def _order_of_outputs(pipe: Pipe) -> list[int]:
     return [0 if node.op == "call_module" else node.args[1] for node in nodes]
 
 
-_Weights = dict[str, tuple[Tensor, tuple[Any, ...]]]
+Weights = dict[str, tuple[Tensor, tuple[Any, ...]]]
 
 
-def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> _Weights:
+def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> Weights:
     """Let a stage's weights be those of the model, or copies on its device.
 
     Building a stage moves the parameters that it shares with the model, and tracing has copied those that several
@@ -359,6 +355,14 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
+
+
+def are_still_those_of(model: nn.Module, weights: Weights, device: torch.device) -> bool:
+    """Whether nobody has given the model other parameters and buffers in place of these, which a stage uses."""
+    now = tensors_of(model)
+    return all(
+        name in now and _identity(now[name], device) == identity for name, (_, identity) in weights.items()
+    )
 
 
 def _identity(tensor: Tensor, device: torch.device) -> tuple[Any, ...]:
