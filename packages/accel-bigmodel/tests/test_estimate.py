@@ -255,6 +255,20 @@ def test_blocks_that_a_transformers_model_keeps_whole_are_layers():
     assert estimate_weights(model, ["float32"])[0].largest_layer_names == ("0",)
 
 
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.ones(30)), nn.Parameter(torch.ones(30))
+        self.act = nn.ReLU()
+
+
+def test_tensors_beside_modules_are_a_layer():
+    model = nn.Sequential(nn.Linear(3, 4), Experts())
+    (found,) = estimate_weights(model, ["float32"])
+    assert (found.largest_layer, found.largest_layer_names) == (240, ("1",))
+    assert "its own tensors" in estimate_memory(Experts(), dtypes=["float32"]).table()
+
+
 def test_the_table():
     found = estimate_memory(Mlp(), dtypes=["float32", "int8"], example_args=(ids(),))
     assert found.parameters == sum(parameter.numel() for parameter in Mlp().parameters())

@@ -139,12 +139,14 @@ def _all_names(model: nn.Module) -> set[str]:
 
 
 def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
-    hints = []
-    for name in unknown[:_NAMED]:
-        close = difflib.get_close_matches(name, names, n=1)
-        hints.append(f"{name!r} (is {close[0]!r} meant?)" if close else repr(name))
+    listed = [repr(name) for name in unknown[:_NAMED]]
+    # For the first only: the same mistake mostly made all, and a look through a large model's names takes a second.
+    if close := difflib.get_close_matches(unknown[0], names, n=1):
+        listed[0] += f" (is {close[0]!r} meant?)"
     more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
-    return f"The following device_map keys do not match any submodules in the model: {', '.join(hints)}{more}"
+    return (
+        f"The following device_map keys do not match any submodules in the model: {', '.join(listed)}{more}"
+    )
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:

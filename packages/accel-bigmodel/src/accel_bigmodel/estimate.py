@@ -12,7 +12,8 @@ from torch import nn
 from accel_bigmodel.activations import estimate_activations
 from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.kv_cache import estimate_kv_cache
-from accel_ckpt.modules.sizes import compute_module_sizes, dtype_byte_size, get_max_layer_size
+from accel_bigmodel.outline import Outline
+from accel_ckpt.modules.sizes import dtype_byte_size
 from accel_ckpt.modules.tensors import named_module_tensors
 
 __all__ = [
@@ -36,8 +37,9 @@ class WeightsEstimate:
     Attributes:
         dtype: its name.
         total: bytes of all; a tied parameter counts once.
-        largest_layer: bytes of the largest layer, the least that a device needs to run the model by offload.
-        largest_layer_names: the layers of that size.
+        largest_layer: bytes of the largest layer, the least that a device needs to run the model by offload. Tensors
+            beside modules, such as stacked experts beside their activation, are a layer together.
+        largest_layer_names: the layers of that size; ``""`` are the model's own tensors.
     """
 
     dtype: str
@@ -98,7 +100,7 @@ class MemoryEstimate:
         """The figures as lines of text; GB are 10^9 bytes."""
         rows = [("weights", "total", "largest layer", "")]
         for each in self.weights:
-            names = each.largest_layer_names[0] if each.largest_layer_names else ""
+            names = (each.largest_layer_names[0] or "its own tensors") if each.largest_layer_names else ""
             if len(each.largest_layer_names) > 1:
                 names += f" and {len(each.largest_layer_names) - 1} more"
             rows.append((each.dtype, _readable(each.total), _readable(each.largest_layer), names))
@@ -236,14 +238,11 @@ def _weights_in(model: nn.Module, dtype: str) -> WeightsEstimate:
         for name, tensor in named_module_tensors(model, recurse=True)
         if tensor.is_floating_point()
     }
-    sizes = compute_module_sizes(model, special_dtypes=chosen)
-    parts: list[tuple[str, nn.Module | torch.Tensor]] = [
-        *model.named_parameters(recurse=False),
-        *model.named_children(),
-        *model.named_buffers(recurse=False),
-    ]
-    largest, names = get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or ())
-    return WeightsEstimate(dtype, sizes.get("", 0), largest, tuple(names))
+    outline = Outline.of(model, getattr(model, "_no_split_modules", None), special_dtypes=chosen)
+    layers = outline.groups(outline.layers())
+    largest = max(layers.values(), default=0)
+    names = tuple(name for name, size in layers.items() if size == largest)
+    return WeightsEstimate(dtype, outline.sizes.get("", 0), largest, names)
 
 
 def _cast_by_autocast(model: nn.Module) -> list[nn.Parameter]:

@@ -92,6 +92,14 @@ class Outline:
         """
         return name if isinstance(part, nn.Module) else name.rpartition(".")[0]
 
+    def groups(self, layers: Iterable[Named]) -> dict[str, int]:
+        """What of some layers moves together when they are offloaded, with its bytes."""
+        found: dict[str, int] = {}
+        for name, part in layers:
+            group = self.group_of(name, part)
+            found[group] = found.get(group, 0) + self.sizes.get(name, 0)
+        return found
+
     def tensors(self) -> Iterator[tuple[str, int]]:
         """The names of all parameters and buffers, ties included, with the bytes that each counts for."""
         for name, _ in self.model.named_parameters(remove_duplicate=False):

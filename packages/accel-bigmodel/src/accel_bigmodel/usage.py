@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -60,7 +60,10 @@ class Usage:
         main = main_device_of(device_map)
         kept: dict[DeviceKey, tuple[int, str]] = {}
         for device, sources in ((main, HOST_PLACES), ("cpu", ("disk",))):
-            groups = _groups(outline, device_map, [source for source in sources if source != device])
+            passing = [source for source in sources if source != device]
+            groups = outline.groups(
+                layer for layer in outline.layers() if place_of(layer[0], device_map) in passing
+            )
             # On an empty host nothing is in the way: it computes from mapped pages, which come and go.
             if groups and (device not in HOST_PLACES or used.get(device, 0)):
                 largest = max(groups, key=groups.__getitem__)
@@ -94,18 +97,6 @@ class Usage:
         return found + [
             f"the tied parameters {', '.join(group)} are on different devices" for group in self.split_ties
         ]
-
-
-def _groups(
-    outline: Outline, device_map: Mapping[str, DeviceKey], sources: Collection[DeviceKey]
-) -> dict[str, int]:
-    """What moves together of the layers on ``sources``, with its bytes."""
-    groups: dict[str, int] = {}
-    for name, part in outline.layers():
-        if place_of(name, device_map) in sources:
-            group = outline.group_of(name, part)
-            groups[group] = groups.get(group, 0) + outline.sizes.get(name, 0)
-    return groups
 
 
 def _bytes(size: float) -> str:
