@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import weakref
@@ -13,13 +14,19 @@ from torch import nn
 import accel_bigmodel.quantization.loading as loading
 from accel_bigmodel import (
     BnbQuantizationConfig,
+    OffloadError,
     QuantizationError,
     TorchAoQuantizationConfig,
+    dispatch_model,
     has_4bit_bnb_layers,
     init_empty_weights,
     load_and_quantize_model,
+    offload_stats,
+    undispatch,
 )
+from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import StateMismatchError, UninitializedTensorError, save_model
+from accel_ckpt.memory import mapped_file_of
 from accel_state.errors import MissingDependencyError
 
 
@@ -285,6 +292,37 @@ def test_a_checkpoint_that_was_quantised_otherwise(engine, trained, tmp_path, ch
     with pytest.raises(QuantizationError, match=message):
         load_and_quantize_model(model, CONFIG, folder)
     assert unchanged(model)
+
+
+@pytest.mark.parametrize("safe", [True, False, None], ids=["another dtype", "bin", "in memory"])
+def test_a_missing_offload_folder_is_noticed_before_anything_is_quantised(engine, trained, tmp_path, safe):
+    config = TorchAoQuantizationConfig("int8", torch_dtype="bf16" if safe else "fp32")
+    device_map = {"embed": "disk", "lm_head": "disk", "": "cpu"}
+    save_model(trained, tmp_path / "m", safe_serialization=safe is True)
+    model, folder = (trained, None) if safe is None else (meta_model(), tmp_path / "m")
+    with pytest.raises(OffloadError, match=r"embed\.weight should wait on disk.*pass offload_folder"):
+        load_and_quantize_model(model, config, folder, device_map)
+    assert engine.seen == []
+    assert type(model.up) is nn.Linear
+    model = load_and_quantize_model(model, config, folder, device_map, offload_folder=tmp_path / "o")
+    assert mapped_file_of(model.embed.weight) is not None
+    save_model(trained.float(), tmp_path / "f")
+    model = load_and_quantize_model(meta_model(), CONFIG, tmp_path / "f", device_map)
+    assert mapped_file_of(model.embed.weight).path.parent == tmp_path / "f"
+
+
+def test_a_dispatched_model_is_dispatched_no_longer(engine, trained):
+    want = expected(copy.deepcopy(trained))
+    dispatch_model(trained, {"": "cpu"}, transfer=HostTransfer())
+    with pytest.raises(QuantizationError, match=r"up, down have hooks.*undispatch\(model\) takes off"):
+        load_and_quantize_model(trained, CONFIG)
+    assert torch.equal(load_and_quantize_model(undispatch(trained), CONFIG)(IDS), want)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))
+    dispatch_model(blocks, {"": "cpu"}, transfer=HostTransfer())  # hooks are on the blocks
+    load_and_quantize_model(blocks, CONFIG)
+    with pytest.raises(OffloadError, match="was not dispatched"):
+        offload_stats(blocks)
+    blocks(torch.ones(4))
 
 
 def test_a_model_without_values_needs_a_checkpoint(engine):

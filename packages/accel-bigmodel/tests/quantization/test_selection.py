@@ -6,8 +6,10 @@ from torch import nn
 
 from accel_bigmodel import (
     BnbQuantizationConfig,
+    ModelHook,
     QuantizationError,
     TorchAoQuantizationConfig,
+    add_hook_to_module,
     get_keys_to_not_convert,
     init_empty_weights,
 )
@@ -135,9 +137,17 @@ def test_nothing_to_quantise_is_an_error(model):
         names(model)
 
 
-def test_hooks_would_be_lost():
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda layer: layer.register_forward_hook(print),
+        lambda layer: layer.register_full_backward_pre_hook(print),
+        lambda layer: add_hook_to_module(layer, ModelHook()),
+    ],
+)
+def test_hooks_would_be_lost(hook):
     model = Model()
-    model.blocks[1].up.register_forward_hook(print)
+    hook(model.blocks[1].up)
     with pytest.raises(QuantizationError, match=r"blocks\.1\.up have hooks.*after quantising"):
         names(model)
 

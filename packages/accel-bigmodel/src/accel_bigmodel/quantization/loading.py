@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 from torch import nn
 
-from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.dispatch import dispatch_model, undispatch
+from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine, quantization_engine
 from accel_bigmodel.quantization.packed import PackedWeights
@@ -23,7 +24,7 @@ from accel_bigmodel.quantization.selection import (
 )
 from accel_ckpt.errors import UninitializedTensorError
 from accel_ckpt.loading import Placer, Request, Step, Target, load_weights
-from accel_ckpt.memory import trim_heap
+from accel_ckpt.memory import mapped_file_of, trim_heap
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers
 from accel_ckpt.weights import WeightSource
 
@@ -82,6 +83,7 @@ def load_and_quantize_model(
             that was quantised in another way. Names the layers.
         DeviceMapError: the map leaves out a tensor, or names a device that is not there.
         UninitializedTensorError: the model has tensors on the meta device and no values for them.
+        OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
         StateMismatchError: as ``strict`` says; names every name.
     """
     engine = quantization_engine(bnb_quantization_config)
@@ -92,10 +94,11 @@ def load_and_quantize_model(
         get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     )
     check_sizes(layers, places, engine, config)
-    placer = _QuantizingPlacer(model, config, engine, layers, places)
+    placer = _QuantizingPlacer(model, config, engine, layers, places, has_folder=offload_folder is not None)
     del layers  # and with it the weights that are replaced
     if weights_location is None:
         _check_has_values(model)
+        placer.prepare_own()
         placer.finish(())
     else:
         load_weights(model, Request(weights_location, strict, revision=revision, token=token), placer)
@@ -125,8 +128,10 @@ class _QuantizingPlacer(Placer):
         engine: Engine,
         layers: Sequence[Layer],
         places: Places,
+        has_folder: bool,
     ) -> None:
         super().__init__(dtype=config.dtype)
+        self._has_folder = has_folder
         self._model, self._config, self._engine, self._places = model, config, engine, places
         self._keep = kept_in_float32(model, config)
         self._waiting = {id(layer.module.weight): layer for layer in layers}
@@ -163,8 +168,41 @@ class _QuantizingPlacer(Placer):
         assert self._packed is not None
         layers = {name: layer.module for layer in self._waiting.values() for name in layer.names}
         self._packed.check(layers, self._engine, {name: self._places.of(name) for name in layers})
+        self._refuse_homeless(
+            step.target.names[0]
+            for step in steps
+            if self._waits_on_disk(step.target.names[0], step.target.tensor)
+            and not (source.is_mapped(step.source) and self.dtype(step) == step.saved)
+        )
         self._linear.clear()  # modules that are replaced go, with their weights
+        undispatch(self._model)  # what brings its weights would go on to bring those that are replaced
         return sorted(steps, key=lambda step: id(step.target.tensor) in self._waiting)
+
+    def prepare_own(self) -> None:
+        """As ``prepare``, for the weights that the model has."""
+        self._refuse_homeless(
+            name
+            for name, tensor in self._model.named_parameters()
+            if self._waits_on_disk(name, tensor)
+            and (mapped_file_of(tensor) is None or tensor.dtype != self._converted(name))
+        )
+        undispatch(self._model)
+
+    def _waits_on_disk(self, name: str, tensor: torch.Tensor) -> bool:
+        plain = isinstance(tensor, nn.Parameter) and id(tensor) not in self._waiting
+        return plain and tensor.numel() > 0 and self._places.is_on_disk(name)
+
+    def _refuse_homeless(self, names: Iterable[str]) -> None:
+        """Of weights that are to wait on disk and are in no file as they are needed: `dispatch_model` comes last."""
+        found = () if self._has_folder else sorted(names)
+        if found:
+            raise OffloadError(
+                f"{', '.join(found)} should wait on disk, and no safetensors file holds them in the dtype that they "
+                "get; pass offload_folder, a folder to write them to once"
+            )
+
+    def _converted(self, name: str) -> torch.dtype:
+        return torch.float32 if is_named(name, self._keep) else self._config.dtype
 
     def put(self, step: Step, value: torch.Tensor) -> None:
         """Quantise it, or convert it."""
@@ -196,8 +234,8 @@ class _QuantizingPlacer(Placer):
             if tensor.device.type == "meta" or id(tensor) in self._quantized:
                 continue
             converts = tensor.dtype.is_floating_point and name not in hidden
-            dtype = torch.float32 if is_named(name, self._keep) else self._config.dtype
-            tensor.data = tensor.data.to(self._places.of(name), dtype if converts else tensor.dtype)
+            dtype = self._converted(name) if converts else tensor.dtype
+            tensor.data = tensor.data.to(self._places.of(name), dtype)
         trim_heap()
 
     def _replace(self, layer: Layer, new: nn.Module) -> None:

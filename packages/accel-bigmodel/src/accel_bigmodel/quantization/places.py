@@ -49,6 +49,10 @@ class Places:
         """The device of a module or tensor; the CPU for what is on disk."""
         return self._find(name) or CPU
 
+    def is_on_disk(self, name: str) -> bool:
+        """Whether a module or tensor waits on disk."""
+        return self._find(name) is None
+
     def kind(self, name: str) -> str:
         """The kind of the device of a module, as the table of what runs where calls it."""
         device = self._find(name)

@@ -101,16 +101,19 @@ def _check(model: nn.Module, layers: Collection[Layer], skipped: Collection[str]
             f"model, with a weight that no other module uses, and these are left out: {', '.join(skipped) or 'none'}. "
             "Name other skip_modules, or load the model without quantisation"
         )
-    hooked = [
-        layer.names[0]
-        for layer in layers
-        if layer.module._forward_hooks or layer.module._forward_pre_hooks or layer.module._backward_hooks
-    ]
+    hooked = [layer.names[0] for layer in layers if _has_hooks(layer.module)]
     if hooked:
         raise QuantizationError(
             f"{', '.join(hooked)} have hooks, which would be lost: quantised layers are new modules. Register hooks "
-            "after quantising, or name these in skip_modules"
+            "after quantising, or name these in skip_modules; undispatch(model) takes off those of a dispatch"
         )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    tables = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(tables) or "forward" in vars(module)  # as hooks of this library, and Accelerate's, replace it
 
 
 def warn_of_unknown(model: nn.Module, config: QuantizationConfig) -> None:
