@@ -274,10 +274,12 @@ def _trace(
             if isinstance(cause, PipelineError):
                 raise cause from None
             reason = next((line for line in str(cause).splitlines() if line.strip()), repr(cause))
+            given = ", ".join(f"{shape.shape}{' (cut)' if shape.cut else ''}" for shape in shapes)
             raise PipelineError(
-                f"{type(flat.model).__name__} cannot be traced for inputs of these shapes: {type(cause).__name__}: "
-                f"{reason.strip()}. A pipeline needs a forward whose control flow does not depend on values; for a "
-                "model that has one, use a device map (dispatch_model)"
+                f"{type(flat.model).__name__} cannot be traced for inputs of the shapes {given}: "
+                f"{type(cause).__name__}: {reason.strip()}. Tensors whose first dimension is the batch size are cut. A "
+                "pipeline needs a forward whose control flow does not depend on values; for a model that has one, use "
+                "a device map (dispatch_model)"
             ) from cause
 
 
