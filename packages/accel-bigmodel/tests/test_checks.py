@@ -52,6 +52,9 @@ def test_unknown_names():
         check_device_map(Model(), given)
     with pytest.raises(DeviceMapError, match="'haed'"):
         check_device_map(Model(), given, strict=True)
+    for turned in ({0: "embed", "": "cpu"}, {1: "embed", "": "cpu"}):
+        with pytest.raises(DeviceMapError, match=r"do not match .*: [01]$"):
+            check_device_map(Model(), turned, strict=True)
     with pytest.raises(DeviceMapError, match="and 2 more"):
         check_device_map(Model(), {"": "cpu"} | {f"zz{i}": "cpu" for i in range(10)}, strict=True)
 

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import explain_device_map
+from accel_bigmodel import DeviceMapError, explain_device_map
 
 
 def layers(*shapes):
@@ -67,3 +68,11 @@ def test_maps_that_do_not_match_the_model():
 
 def test_nothing_to_explain():
     assert explain_device_map(nn.Sequential(), max_memory={0: 10}).parts == []
+
+
+def test_entries_inside_of_others():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(8, 8))
+    found = explain_device_map(model, {"": 0, "1": "cpu", "1.bias": 1}, {0: 1000, 1: 500, "cpu": 3000})
+    assert [(part.module, part.size) for part in found.parts] == [("", 80), ("1", 256), ("1.bias", 32)]
+    with pytest.raises(DeviceMapError, match="device_map=None is not one of"):
+        explain_device_map(model, None)

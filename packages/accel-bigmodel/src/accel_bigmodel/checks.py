@@ -120,8 +120,10 @@ def check_exists(device: AnyDevice, said: str) -> None:
         )
 
 
-def _has(model: nn.Module, name: str) -> bool:
+def _has(model: nn.Module, name: object) -> bool:
     """Whether a module, parameter or buffer has this name."""
+    if not isinstance(name, str):  # the device, in a map that is the wrong way round
+        return False
     if not name:
         return True
     try:
@@ -141,7 +143,7 @@ def _all_names(model: nn.Module) -> set[str]:
 def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
     listed = [repr(name) for name in unknown[:_NAMED]]
     # For the first only: the same mistake mostly made all, and a look through a large model's names takes a second.
-    if close := difflib.get_close_matches(unknown[0], names, n=1):
+    if close := difflib.get_close_matches(str(unknown[0]), names, n=1):
         listed[0] += f" (is {close[0]!r} meant?)"
     more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
     return (

@@ -285,14 +285,14 @@ def explain_device_map(
     Raises:
         DeviceMapError: as ``resolve_device_map``.
     """
-    if isinstance(device_map, str):
+    if isinstance(device_map, Mapping):
+        places = {name: _key(device) for name, device in device_map.items()}
+        given = get_max_memory(max_memory, reserve=reserve)
+    else:
         given = _budgets_of_mode(
             model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
         )
         places = infer_auto_device_map(model, given, no_split_module_classes, dtype, special_dtypes)
-    else:
-        places = {name: _key(device) for name, device in device_map.items()}
-        given = get_max_memory(max_memory, reserve=reserve)
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     return explanation_of(outline, places, _with_disk(given))
 

@@ -28,7 +28,7 @@ class PlacedPart:
     module: str
     """Name of the module or tensor; ``""`` is the whole model."""
     size: int
-    """Bytes; those of a tied parameter count where its first name stands."""
+    """Bytes, without parts that have entries of their own; those of a tied parameter count at its first name."""
     device: DeviceKey
     why: str
 
@@ -87,11 +87,16 @@ def explanation_of(
         for name in (layer, *(f"{layer}.{tensor}" for tensor in inside)):
             order.setdefault(entry_of(name, device_map) or "", len(order))
     entries = sorted(device_map, key=lambda entry: order.get(entry, len(order)))
+    sizes = dict.fromkeys(device_map, 0)  # without what lies in an entry of its own
+    for tensor, size in outline.tensors():
+        entry = entry_of(tensor, device_map)
+        if entry is not None:
+            sizes[entry] += size
     filled: dict[DeviceKey, int] = {}
     parts: list[PlacedPart] = []
     for name, later in zip(entries, _largest_behind(outline, entries, device_map), strict=True):
-        device, size = device_map[name], outline.sizes.get(name, 0)
-        why = _why(outline, parts, _Rooms(budgets, filled, usage.kept, later), name, device)
+        device, size = device_map[name], sizes[name]
+        why = _why(outline, parts, _Rooms(budgets, filled, usage.kept, later), name, size, device)
         parts.append(PlacedPart(name, size, device, why))
         filled[device] = filled.get(device, 0) + size
     devices = [
@@ -115,6 +120,7 @@ def _why(
     before: Sequence[PlacedPart],
     rooms: _Rooms,
     name: str,
+    size: int,
     device: DeviceKey,
 ) -> str:
     for partner in outline.partners(name):
@@ -125,7 +131,7 @@ def _why(
     if device not in rooms.budgets:
         return "as given"
     passed = takewhile(lambda other: other != device, rooms.budgets)
-    full = [text for other in passed if (text := rooms.full(other, outline.sizes.get(name, 0)))]
+    full = [text for other in passed if (text := rooms.full(other, size))]
     if not full:
         return "fits"
     whole = _class_kept_whole(outline, name)
