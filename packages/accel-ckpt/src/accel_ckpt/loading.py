@@ -137,8 +137,8 @@ def load_checkpoint_in_model(
     """Load weights into a model that is on one device, or on none yet.
 
     Everything is compared before anything is changed. A parameter that has values keeps its identity, so
-    optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of the
-    file, without a copy. Names are compared in canonical form.
+    optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of a
+    safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form.
 
     Args:
         model: changed in place.

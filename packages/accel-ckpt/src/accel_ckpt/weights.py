@@ -74,7 +74,7 @@ class WeightSource(Protocol):
         """Whether a tensor is a view of a mapped safetensors file, which needs no memory of its own."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; a private view of the mapped file where possible."""
+        """A tensor on the CPU; a private view where ``is_mapped``, else in memory of its own."""
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal; of broadcast weights the answer for all ranks."""
