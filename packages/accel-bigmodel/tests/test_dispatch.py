@@ -408,6 +408,35 @@ def test_values_under_either_name_of_tied_weights(expected):
         assert model.head.weight is model.embed.weight
 
 
+@pytest.mark.parametrize("first", ["compile", "dispatch"])
+def test_a_compiled_model_knows_of_its_dispatch(expected, first):
+    model = build()
+    if first == "dispatch":
+        cpu_offload(model, transfer=HostTransfer())
+    compiled = torch.compile(model, backend="eager")
+    if first == "compile":
+        cpu_offload(compiled, transfer=HostTransfer())
+    assert torch.equal(answer(compiled), expected)
+    assert offload_stats(compiled).bytes_moved
+    undispatch(compiled)
+    assert "forward" not in model.blocks[0].__dict__
+    with pytest.raises(OffloadError, match="not dispatched"):
+        offload_stats(compiled)
+
+
+def test_modules_of_torch_jit_are_refused():
+    class Holder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plain = nn.Linear(2, 2)
+            self.compiled = torch.jit.script(nn.Linear(2, 2))
+
+    model = Holder()
+    with pytest.raises(OffloadError, match=r"'compiled' was compiled by torch\.jit"):
+        cpu_offload(model, transfer=HostTransfer())
+    assert not hasattr(model, "hf_device_map")
+
+
 def test_taking_back_while_a_forward_runs_leaves_the_model_dispatched(expected):
     model = cpu_offload(build(), transfer=HostTransfer())
     handle = model.blocks[1].register_forward_pre_hook(lambda *_: undispatch(model))

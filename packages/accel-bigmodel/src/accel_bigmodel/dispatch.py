@@ -137,7 +137,7 @@ def dispatch_model(
         return plan, _streamer(plan, preload_module_classes, device_budget, transfer)
 
     plan, streamer = plan_it()
-    attached: Dispatch | None = model.__dict__.get("_accel_dispatch")
+    attached = _dispatch_of(model)
     before = attached.mover if attached is not None and isinstance(attached.mover, Streamer) else None
     if streamer is not None:
         streamer.check(replacing=before)
@@ -233,14 +233,15 @@ def undispatch(model: Model) -> Model:
     Args:
         model: a model, dispatched or not.
     """
-    dispatch: Dispatch | None = model.__dict__.get("_accel_dispatch")
+    dispatch = _dispatch_of(model)
     if dispatch is None:
         return model
     if dispatch.mover is not None:
         dispatch.mover.detach()
-    del model.__dict__["_accel_dispatch"]
+    carrier = _carrier(model)
+    del carrier.__dict__["_accel_dispatch"]
     remove_hook_from_submodules(model)
-    del model.hf_device_map
+    del carrier.hf_device_map
     return model
 
 
@@ -256,10 +257,19 @@ def offload_stats(model: nn.Module) -> StreamStats | None:
     Raises:
         OffloadError: it was not dispatched.
     """
-    dispatch: Dispatch | None = model.__dict__.get("_accel_dispatch")
+    dispatch = _dispatch_of(model)
     if dispatch is None:
         raise OffloadError(f"this {type(model).__name__} was not dispatched; call dispatch_model first")
     return None if dispatch.mover is None else dispatch.mover.stats()
+
+
+def _carrier(model: nn.Module) -> nn.Module:
+    """The module that has the attributes set on a model: what ``torch.compile`` makes passes them to what it wraps."""
+    return model._modules.get("_orig_mod") or model
+
+
+def _dispatch_of(model: nn.Module) -> Dispatch | None:
+    return _carrier(model).__dict__.get("_accel_dispatch")
 
 
 def _device(place: Device) -> torch.device | str:

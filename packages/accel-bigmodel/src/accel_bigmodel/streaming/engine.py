@@ -130,7 +130,7 @@ class Streamer:
             OffloadError: the engine is attached, or a tensor cannot be streamed.
         """
         with self.lock:
-            self._check_free(None)
+            self._check_modules(None)
             self._prepare()
             try:
                 for module, group, below in self._places():
@@ -145,15 +145,20 @@ class Streamer:
         Args:
             replacing: an engine that will have been detached by then.
         """
-        self._check_free(replacing)
+        self._check_modules(replacing)
         members = self._new_members()
         for member in members:
             member.check()
         self._choose(members)
 
-    def _check_free(self, replacing: Streamer | None) -> None:
+    def _check_modules(self, replacing: Streamer | None) -> None:
         for group in self._groups:
             for module in group.module.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    raise OffloadError(
+                        f"{group.name!r} was compiled by torch.jit, which runs its parts without telling anybody, so "
+                        "its weights cannot be streamed; place it on the device, or offload what it was compiled from"
+                    )
                 gate = module.__dict__.get("forward")
                 if isinstance(gate, Gate) and gate.is_open() and not gate.belongs_to(replacing):
                     raise OffloadError(

@@ -93,7 +93,8 @@ def _covered(name: str, entries: frozenset[str]) -> bool:
 
 def _never_called(module: nn.Module) -> bool:
     """Whether it only holds others: its tensors and children are used by the module that it is part of."""
-    return type(module).forward is nn.Module.forward
+    # The forward of a class of torch.jit cannot be asked for.
+    return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
 
 
 def _repeated_children(container: nn.Module) -> Iterator[nn.Module]:
