@@ -232,7 +232,7 @@ class MappedShard:
             return loose.clone().view(entry.dtype).view(entry.shape)
         count = entry.nbytes // size
         found = torch.frombuffer(self._map(), dtype=entry.dtype, count=count, offset=entry.offset)
-        return found.view(entry.shape)
+        return found if len(entry.shape) == 1 else found.view(entry.shape)
 
     def _map(self) -> MappedFile:
         if self._file is None:
