@@ -181,18 +181,18 @@ def test_an_offload_folder_that_is_a_file(tmp_path, saved):
 
 
 def test_a_disk_that_fills_up_leaves_the_model_as_it_was(tmp_path, saved, monkeypatch):
-    from accel_ckpt.disk import LOCAL
+    from accel_ckpt.disk import Disk
 
     _, path = saved
     left = [3]
 
-    def write(descriptor, data):
+    def write(disk, descriptor, data):
         left[0] -= 1
         if not left[0]:
             raise OSError(28, "No space left on device")
         return os.write(descriptor, data)
 
-    monkeypatch.setattr(LOCAL, "write", write)
+    monkeypatch.setattr(Disk, "write", write)
     again = empty()
     with pytest.raises(OffloadError, match=r"No space left.*free some space"):
         load_checkpoint_in_model(
