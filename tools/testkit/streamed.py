@@ -42,6 +42,24 @@ class Model(nn.Module):
         return x
 
 
+class Tied(nn.Module):
+    """The first group and the last have one weight in common."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(70, SIZE)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(SIZE, 70)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 BLOCK_BYTES = 512 * 4  # weight of 1024 bytes, bias and scale of 64 each, aligned to 512
 
 

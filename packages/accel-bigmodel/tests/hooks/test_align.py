@@ -22,26 +22,9 @@ from accel_bigmodel import (
     remove_hook_from_module,
 )
 from accel_ckpt import StateMismatchError, UninitializedTensorError
+from testkit.aligned import Block, where
 
 META, CPU = torch.device("meta"), torch.device("cpu")
-
-
-class Block(nn.Module):
-    """Has parameters, both kinds of buffers, and submodules."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((4,), 2.0))
-        self.register_buffer("shift", torch.full((4,), 3.0))
-        self.register_buffer("table", torch.full((4,), 5.0), persistent=False)
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x, fail=False, depth=0):
-        if depth:
-            self(x, depth=depth - 1)
-        if fail:
-            raise RuntimeError("on purpose")
-        return x * self.scale + self.shift + self.table
 
 
 class Devices(nn.Module):
@@ -59,12 +42,6 @@ class Devices(nn.Module):
 @pytest.fixture
 def x():
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-
-
-def where(module):
-    return {
-        name: tensor.device.type for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
 
 
 # placing

@@ -17,31 +17,12 @@ from accel_bigmodel import (
 )
 from accel_bigmodel.hooks import align
 from accel_ckpt import UninitializedTensorError
-
-
-class Block(nn.Module):
-    """Has parameters, both kinds of buffers, and submodules."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((4,), 2.0))
-        self.register_buffer("shift", torch.full((4,), 3.0))
-        self.register_buffer("table", torch.full((4,), 5.0), persistent=False)
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x * self.scale + self.shift + self.table
+from testkit.aligned import Block, where
 
 
 @pytest.fixture
 def x():
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
-
-
-def where(module):
-    return {
-        name: tensor.device.type for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-    }
 
 
 @pytest.mark.parametrize("append", [False, True])

@@ -13,7 +13,7 @@ from accel_bigmodel import DeviceMapError, OffloadError
 from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
-from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, same, x
+from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, Tied, same, x
 
 # Results and places
 
@@ -275,20 +275,6 @@ def test_tied_weights_are_copied_once_where_they_are_in_use(attach):
 
 
 def test_tied_weights_of_groups_that_follow_each_other(attach):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed = nn.Embedding(7, SIZE)
-            self.blocks = nn.ModuleList(Block() for _ in range(2))
-            self.head = nn.Linear(SIZE, 7, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids):
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
     attached = attach(Tied())
     for _ in range(3):
         attached.check(torch.tensor([[1, 2, 6]]))

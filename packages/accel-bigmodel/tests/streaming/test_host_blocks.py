@@ -18,7 +18,7 @@ from accel_bigmodel.streaming.groups import plan_groups
 from accel_bigmodel.streaming.host_blocks import HostBlocks
 from accel_bigmodel.streaming.slots import Layout
 from accel_bigmodel.streaming.transfer import HostTransfer
-from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, same, x
+from testkit.streamed import BLOCK_BYTES, SIZE, Model, Tied, same, x
 
 
 class Counting(HostTransfer):
@@ -105,22 +105,6 @@ def test_a_tensor_larger_than_a_block_gets_one_of_its_size(gathered, monkeypatch
     with torch.no_grad():
         same(model(x()), plain(x()))
     assert transfer.made == [512, 1024, 512] * 4
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed = nn.Embedding(70, SIZE)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(SIZE, 70)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def test_tied_weights_lie_in_one_block_for_all_their_groups(gathered):
