@@ -54,8 +54,7 @@ class Streamer:
 
     Copies are asked for ahead within one call of the outermost module that contains groups, in the order of the call
     before. One thread at a time runs the model; others wait, so a forward must not wait for another thread that runs a
-    part of the model. ``copy.deepcopy`` and pickling of an attached model give
-    a model with an engine of its own.
+    part of the model. ``copy.deepcopy`` and pickling of an attached model give a model with an engine of its own.
 
     Args:
         model: contains the groups.

@@ -63,9 +63,8 @@ class HostBlocks:
         them.
         """
         begins = sorted(self._blocks)
-        spans: list[
-            tuple[torch.Tensor, int, int, int]
-        ] = []  # block, first and last byte there, first byte in the slot
+        # Of each: the block, the first byte in it and the one behind the last, the first byte in the slot.
+        spans: list[tuple[torch.Tensor, int, int, int]] = []
         for source, piece in zip(sources, layout.pieces, strict=True):
             if source is None or not piece.nbytes:
                 continue

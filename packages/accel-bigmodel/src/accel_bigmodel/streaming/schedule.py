@@ -11,9 +11,8 @@ class Schedule:
     """Predicts which groups come next, from what came in the last forward that began at the same module.
 
     A prediction that fails costs time, never results: after a group that was not expected, what came after it the last
-    time is expected, and the new order replaces the old one. An order that is only assumed
-    is worth less: after a group that it did not expect, nothing is expected until it was right twice in a row, and then
-    one group more each time.
+    time is expected, and the new order replaces the old one. An order that is only assumed is worth less: after a group
+    that it did not expect, nothing is expected until it was right twice in a row, and then one group more each time.
 
     Args:
         assumed: what is expected until a forward was seen.
