@@ -1,5 +1,7 @@
 """What the engine makes of changed weights, of autograd and of errors."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -183,6 +185,80 @@ def test_gradients_with_activation_checkpointing(attach):
         gradients.append(inputs.grad)
     assert torch.equal(*gradients)
     attached.check_home()
+
+
+class Noted(nn.Module):
+    """Notes its activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+        self.activations = []
+
+    def forward(self, x):
+        for _ in range(3):
+            x = torch.tanh(self.linear(x))
+            self.activations.append(weakref.ref(x.untyped_storage()))
+        return x
+
+    def alive(self):
+        return sum(activation() is not None for activation in self.activations)
+
+
+def test_activation_checkpointing_keeps_as_little_as_without_streaming(attach):
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            for block in self:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+            return x
+
+    attached = attach(Checkpointed(Noted(), Noted()).requires_grad_(False))
+    for model in (attached.plain, attached.model):
+        out = model(x().requires_grad_())
+        assert [block.alive() for block in model] == [1, 1]  # of 3: what the block returned
+        out.sum().backward()
+
+
+def test_activations_of_a_forward_without_a_backward_pass_go_with_its_output(attach):
+    attached = attach(nn.Sequential(Noted(), Noted()).requires_grad_(False))
+    out = attached.model(x().requires_grad_())
+    assert attached.model[0].alive() == 3
+    del out
+    assert attached.model[0].alive() == 0
+
+
+def test_an_activation_that_was_changed_in_place_is_refused_by_the_backward_pass(attach):
+    class Faulty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(SIZE, SIZE)
+
+        def forward(self, x):
+            return torch.tanh(self.linear(x)).add_(1)
+
+    attached = attach(nn.Sequential(Faulty(), Faulty()).requires_grad_(False))
+    for model, message in ((attached.plain, "inplace operation"), (attached.model, r"\(3, 16\).*in place")):
+        with pytest.raises(RuntimeError, match=message):
+            model(x().requires_grad_()).sum().backward()
+
+
+def test_gradients_through_conjugated_weights_are_right(attach):
+    class Conjugated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(SIZE, SIZE, dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.randn(SIZE, dtype=torch.complex64))
+
+        def forward(self, x):
+            return x @ self.matrix.mH + x * self.scale.conj().imag
+
+    attached = attach(nn.Sequential(Conjugated(), Conjugated()).requires_grad_(False))
+    gradients = []
+    for model in (attached.model, attached.plain):
+        inputs = x().to(torch.complex64).requires_grad_()
+        model(inputs).abs().sum().backward()
+        gradients.append(inputs.grad)
+    assert torch.equal(*gradients)
 
 
 def test_an_adapter_beside_frozen_weights_trains(attach):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +15,16 @@ from accel_bigmodel.streaming.slots import address_of
 
 __all__ = ["Saving"]
 
+_Pack = Callable[[torch.Tensor], Any]
+_Unpack = Callable[[Any], torch.Tensor]
+_Hooks = tuple[_Pack, _Unpack]
+
 
 class Saving:
     """Saves, in place of a view of a slot, which weight it shows; the backward pass copies that anew.
+
+    What is no weight is saved as it would be without this: PyTorch asks the innermost hooks only, so these ask those
+    around them, such as those of activation checkpointing.
 
     Gradients of the weights themselves are refused, for their parameters wait in host memory.
 
@@ -24,15 +33,19 @@ class Saving:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.hooks = saved_tensors_hooks(self._pack, _unpack)
         self.slots: dict[int | None, Member] = {}  # active groups by the address of their slot
         self._device = device
         self._refusals: dict[int, Any] = {}
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def around(self) -> saved_tensors_hooks:
+        """What surrounds the forward of a group's module."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return saved_tensors_hooks(partial(self._pack, outer), _unpack)
+
+    def _pack(self, outer: _Hooks | None, tensor: torch.Tensor) -> _Saved:
         member = self.slots.get(address_of(tensor))
         if member is None:
-            return tensor
+            return _SavedOther(tensor) if outer is None else _SavedByOthers(tensor, *outer)
         begin = int(tensor.storage_offset()) * tensor.element_size()
         number = member.layout.piece_at(begin)
         return _SavedWeight(member, number, tensor, self._device)
@@ -62,6 +75,34 @@ class _Refusal:
         )
 
 
+class _SavedOther:
+    """A tensor that is no weight."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Not the tensor itself: a result that its own function saves would keep itself alive for ever.
+        self._tensor = tensor.detach()
+        self._version = tensor._version
+
+    def again(self) -> torch.Tensor:
+        if self._tensor._version != self._version:  # autograd does not look where hooks are at work
+            raise RuntimeError(
+                f"a tensor of the shape {tuple(self._tensor.shape)} and {self._tensor.dtype}, which the backward pass "
+                "needs, was changed in place after the forward had saved it; change a clone of it"
+            )
+        return self._tensor
+
+
+class _SavedByOthers:
+    """A tensor that is no weight, as the hooks around saved it."""
+
+    def __init__(self, tensor: torch.Tensor, pack: _Pack, unpack: _Unpack) -> None:
+        self._packed = pack(tensor)
+        self._unpack = unpack
+
+    def again(self) -> torch.Tensor:
+        return self._unpack(self._packed)
+
+
 class _SavedWeight:
     """A view of a weight, by what it takes to make it again."""
 
@@ -73,6 +114,8 @@ class _SavedWeight:
         self._device = device
         self._dtype, self._shape, self._stride = view.dtype, view.shape, view.stride()
         self._offset = view.storage_offset() - self._piece.begin // view.element_size()
+        # Views of complex weights say so instead of holding the conjugated, or the negated, numbers.
+        self._conjugated, self._negated = view.is_conj(), view.is_neg()
 
     def again(self) -> torch.Tensor:
         piece = self._piece
@@ -83,8 +126,13 @@ class _SavedWeight:
             )
         buffer = torch.empty(piece.nbytes, dtype=torch.uint8, device=self._device)
         buffer.view(piece.dtype).as_strided(piece.shape, piece.stride).copy_(self._tensor.detach())
-        return buffer.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
+        view = buffer.view(self._dtype).as_strided(self._shape, self._stride, self._offset)
+        view = view.conj() if self._conjugated else view
+        return view.neg() if self._negated else view
 
 
-def _unpack(saved: Any) -> torch.Tensor:
-    return saved.again() if isinstance(saved, _SavedWeight) else saved
+_Saved = _SavedWeight | _SavedOther | _SavedByOthers
+
+
+def _unpack(saved: _Saved) -> torch.Tensor:
+    return saved.again()

@@ -354,9 +354,10 @@ class Streamer:
         if load.partial or group not in self._schedule.upcoming(self._prefetch):
             self._drop(member)
 
+    @outside_graphs
     def saving(self) -> AbstractContextManager[Any]:
         """Surrounds forwards that autograd records: what it saves of slots is read from host memory again."""
-        return self._saving.hooks
+        return self._saving.around()
 
     @outside_graphs
     def owned(self, group: int, result: Any) -> Any:
