@@ -1,5 +1,6 @@
 """Loading weights: everything is compared before anything is changed."""
 
+import gc
 import json
 import warnings
 
@@ -20,12 +21,14 @@ from accel_ckpt import (
     load,
     load_checkpoint_in_model,
     load_state_dict,
+    loading,
     open_weights,
     prune_checkpoints,
     save,
     save_model,
     save_training_state,
 )
+from accel_ckpt.loading import Placer, Request, load_weights
 from accel_ckpt.memory import mapped_file_of
 from accel_state.errors import NotAvailableError
 from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
@@ -503,3 +506,22 @@ def test_t32_names_with_other_values_that_the_model_ties(tmp_path, differ):
     with pytest.warns(UserWarning, match="other values than"):
         load_checkpoint_in_model(model, tmp_path / "x.safetensors", strict=False)
     assert torch.equal(model[0].weight, torch.ones(2, 2))
+
+
+@pytest.mark.parametrize("is_small", [True, False], ids=["small load", "large load"])
+def test_garbage_is_searched_for_again_after_a_load_and_during_a_large_one(tmp_path, monkeypatch, is_small):
+    seen = []
+
+    class Watching(Placer):
+        def put(self, step, value):
+            seen.append(gc.isenabled())
+            if len(seen) == 2:
+                raise OSError("stopped")
+            super().put(step, value)
+
+    monkeypatch.setattr(loading, "_SMALL_LOAD", 1 << 30 if is_small else 0)
+    save_model(nn.Linear(2, 2), tmp_path)
+    with pytest.raises(OSError, match="stopped"):
+        load_weights(nn.Linear(2, 2), Request(tmp_path), Watching())
+    assert seen == [not is_small] * 2
+    assert gc.isenabled()

@@ -39,7 +39,7 @@ from accel_ckpt.modules.tensors import (
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
-from accel_ckpt.names import listed
+from accel_ckpt.names import listed, prefixed_modules
 from accel_ckpt.plan import convert_file_size_to_int
 
 __all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
@@ -128,15 +128,14 @@ def dispatch_model(
     places = {name: _device(place) for name, place in device_map.items()}
     main = torch.device(main_device_of(places) if main_device is None else _device(main_device))
     check_exists(main, "main_device is")
-    values = _values(model, state_dict, offload_dir, offload_index)
 
-    def plan_it() -> tuple[_Plan, Streamer | None]:
-        plan = _Plan(
-            model, places, main, streams=transfer is not None or main != CPU, buffers=offload_buffers
-        )
-        return plan, _streamer(plan, preload_module_classes, device_budget, transfer)
+    def make_plan() -> _Plan:
+        streams = transfer is not None or main != CPU
+        return _Plan(model, places, main, streams, buffers=offload_buffers)
 
-    plan, streamer = plan_it()
+    plan = make_plan()
+    values = _values(plan, state_dict, offload_dir, offload_index)
+    streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
     attached = _dispatch_of(model)
     before = attached.mover if attached is not None and isinstance(attached.mover, Streamer) else None
     if streamer is not None:
@@ -146,7 +145,8 @@ def dispatch_model(
     undispatch(model)
     if values:
         _fill(model, values)
-        plan, streamer = plan_it()  # for the tensors in the place of those without values
+        plan = make_plan()  # for the tensors in the place of those without values
+        streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
     if offload_dir is not None:
         _keep_on_disk(plan, offload_dir)
     mover = streamer or _pager(plan, preload_module_classes, host_budget)
@@ -301,14 +301,16 @@ def memory_sizes(
 
 
 def _values(
-    model: nn.Module,
+    plan: _Plan,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
 ) -> dict[str, torch.Tensor]:
     """Values for the tensors on the meta device."""
+    model = plan.model
     if state_dict is None and offload_index is None:
-        check_nothing_on_meta(model)
+        if any(tensor.is_meta for tensor in plan.tensors.values()):
+            check_nothing_on_meta(model)
         return {}
     given = OffloadedWeightsLoader(
         state_dict=dict(state_dict or {}),
@@ -365,10 +367,9 @@ class _Plan:
         self.tensors: dict[int, torch.Tensor] = {}
         self.homes: dict[int, torch.device | str] = {}
         self.names: dict[int, str] = {}
-        for path, module in model.named_modules(remove_duplicate=False):
-            prefix = f"{path}." if path else ""
+        for prefix, _, module in prefixed_modules(model):
             # Buffers that no state dict holds may have no place; they go where most is computed.
-            around = place_of(path, places) or main
+            around = place_of(prefix[:-1], places) or main
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     self._add(prefix + leaf, parameter, places.get(prefix + leaf, around))

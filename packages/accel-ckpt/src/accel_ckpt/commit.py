@@ -199,8 +199,7 @@ class Transaction:
             except FileExistsError as error:
                 raise CheckpointSaveError(
                     f"{self.temporary} was made by another rank of this save: the nodes share this file "
-                    f"system, so "
-                    "save without save_on_each_node"
+                    "system, so save without save_on_each_node"
                 ) from error
             clean_leftovers(self.directory.parent, self.temporary.stat().st_mtime, self.disk)
 
@@ -208,8 +207,7 @@ class Transaction:
         if not self.temporary.is_dir():
             raise CheckpointSaveError(
                 f"the folder {self.temporary} that the main process made is not visible here; save to a file "
-                f"system "
-                "that all nodes share, or save on each node (save_on_each_node=True)"
+                "system that all nodes share, or save on each node (save_on_each_node=True)"
             )
         with self._naming_the_cause():
             written = write(self.temporary)
@@ -290,9 +288,8 @@ def _check_destination(directory: Path) -> None:
     if mounted or Path.cwd().resolve().is_relative_to(directory.resolve()):
         kind = "a mount point" if mounted else "the current working folder, or above it"
         raise CheckpointSaveError(
-            f"{directory} is {kind}, and a checkpoint replaces its folder as a whole; save to a folder "
-            f"inside it, "
-            f"such as {directory / 'checkpoint'}"
+            f"{directory} is {kind}, and a checkpoint replaces its folder as a whole; save to a folder inside "
+            f"it, such as {directory / 'checkpoint'}"
         )
 
 
@@ -334,8 +331,7 @@ def _own_files(directory: Path) -> set[str]:
     except CheckpointError as error:
         raise CheckpointSaveError(
             f"{directory} holds a {MANIFEST_NAME} that cannot be read, so it is unknown which of its files "
-            f"may be "
-            f"replaced; remove the folder, or choose another name. {error}"
+            f"may be replaced; remove the folder, or choose another name. {error}"
         ) from error
 
 
@@ -346,8 +342,7 @@ def _carry_over(directory: Path, temporary: Path, disk: Disk) -> set[str]:
     clashes = sorted(name for name in foreign if (temporary / name).exists())
     if clashes:
         raise CheckpointSaveError(
-            f"{directory} holds files that no save of a training state wrote and that this one would "
-            f"replace: "
+            f"{directory} holds files that no save of a training state wrote and that this one would replace: "
             f"{', '.join(clashes)}; move them, or choose another folder"
         )
     for name in sorted(foreign):

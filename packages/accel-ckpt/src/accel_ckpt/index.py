@@ -140,8 +140,8 @@ def find_weights(checkpoint: Path) -> WeightFiles:
             files = read_index(found[1])
             if found[0] not in files.files:
                 raise CheckpointNotFoundError(
-                    f"{checkpoint} holds both {single} and {index}, which belong to different saves; pass "
-                    f"the one you mean"
+                    f"{checkpoint} holds both {single} and {index}, which belong to different saves; pass the "
+                    "one you mean"
                 )
             return files
         if found:

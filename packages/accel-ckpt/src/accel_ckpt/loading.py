@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordina
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import refuse_without_values, rewrap
-from accel_ckpt.names import canonical_names, canonical_state_dict, refuse_collisions
+from accel_ckpt.names import canonical_state_dict, prefixed_modules, refuse_collisions
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, collector_paused, open_weights
@@ -196,8 +195,7 @@ def _single_device(device_map: DeviceMap | None) -> torch.device | None:
         return None
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
-            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; that is "
-            f"what "
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; that is what "
             "load_checkpoint_in_model of accel-bigmodel is for (pip install accel-bigmodel). Here: None or "
             '{"": device}'
         )
@@ -376,15 +374,30 @@ def load_weights(
         progress: what iterates over the steps, to show how far it is.
         stacklevel: whom warnings point at: 1 is the caller of this function, 2 the caller of that.
     """
-    coordinator, checkpoint, strict = request.ranks(), request.checkpoint, request.strict
-    doing = f"loading {checkpoint}"
+    coordinator, checkpoint = request.ranks(), request.checkpoint
     source: WeightSource
     if coordinator.world_size > 1:
         source = BroadcastWeights(checkpoint, coordinator, request.revision, request.token)
     else:
         source = open_weights(checkpoint, revision=request.revision, token=request.token)
-    source = placer.view(source)
-    plan = do_together(lambda: _compare(source, model, placer), coordinator, doing=doing)
+    with collector_paused() as resume_collector:
+        return _fill_model(
+            model, placer.view(source), request, placer, progress, stacklevel + 3, resume_collector
+        )
+
+
+def _fill_model(
+    model: nn.Module,
+    source: WeightSource,
+    request: Request,
+    placer: Placer,
+    progress: Callable[[Sequence[Step]], Iterable[Step]],
+    warning_level: int,
+    resume_collector: Callable[[], None],
+) -> LoadReport:
+    coordinator, checkpoint, strict = request.ranks(), request.checkpoint, request.strict
+    doing = f"loading {checkpoint}"
+    plan = do_together(lambda: _compare(source, _tensors_of(model), placer), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
 
     def judge() -> tuple[LoadReport, Sequence[Step]]:
@@ -399,15 +412,15 @@ def load_weights(
     rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
     empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
     report, steps_to_do = do_together(judge, coordinator, doing=doing)
-    _warn(report, checkpoint, stacklevel + 2)
+    _warn(report, checkpoint, warning_level)
     source.begin([step.source for step in steps_to_do])
-    is_soon_over = sum(step.nbytes for step in steps_to_do) < _SMALL_LOAD
+    if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
+        resume_collector()
 
     def fill() -> None:
         try:
-            with collector_paused() if is_soon_over else nullcontext():
-                for step in progress(steps_to_do):
-                    placer.put(step, source.tensor(step.source))
+            for step in progress(steps_to_do):
+                placer.put(step, source.tensor(step.source))
         except Exception:
             source.finish()  # other ranks wait for this one's part
             raise
@@ -430,17 +443,16 @@ class _ModelTensors(NamedTuple):
 
 
 def _tensors_of(model: nn.Module) -> _ModelTensors:
-    prefixes = canonical_names(model)
-    modules = [(f"{path}." if path else "", m) for path, m in model.named_modules(remove_duplicate=False)]
+    modules = prefixed_modules(model)
     found: dict[int, Target] = {}
     targets: dict[str, Target] = {}
     own_names: dict[str, str] = {}
     for kind in ("_parameters", "_buffers"):
-        for prefix, module in modules:
+        for prefix, canonical, module in modules:
             tensors: dict[str, Any] = getattr(module, kind)
             if not tensors:
                 continue
-            canonical, left_out = prefixes.get(prefix, prefix), module._non_persistent_buffers_set
+            left_out = module._non_persistent_buffers_set
             for leaf, tensor in tensors.items():
                 if tensor is None:
                     continue
@@ -485,12 +497,7 @@ class _Plan:
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, model: nn.Module, placer: Placer) -> _Plan:
-    with collector_paused():
-        return _compared(source, _tensors_of(model), placer)
-
-
-def _compared(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _Plan:
+def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _Plan:
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: list[Step] = []

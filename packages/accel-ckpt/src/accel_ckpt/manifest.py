@@ -81,8 +81,8 @@ class Manifest:
             raw = path.read_bytes()
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"{directory} holds no {MANIFEST_NAME}: it is not a training state of this library, or is "
-                f"not complete"
+                f"{directory} holds no {MANIFEST_NAME}: it is not a training state of this library, or is not "
+                "complete"
             ) from error
         payload = _parse(path, raw)
         try:

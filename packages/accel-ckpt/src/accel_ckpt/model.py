@@ -139,7 +139,7 @@ def check_weights_folder(directory: Path) -> None:
     if (directory / MANIFEST_NAME).exists():
         raise CheckpointSaveError(
             f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
-            f"to another folder"
+            "to another folder"
         )
 
 

@@ -17,6 +17,7 @@ __all__ = [
     "canonical_state_dict",
     "listed",
     "misfits",
+    "prefixed_modules",
     "refuse_collisions",
     "under_own_names",
 ]
@@ -52,18 +53,32 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
     Prefixes end in a dot, that of the model itself is empty.
     """
-    prefixes: dict[str, str] = {}
-    _walk(model, "", "", prefixes, set())
-    return prefixes
+    return {prefix: canonical for prefix, canonical, _ in prefixed_modules(model)}
 
 
-def _walk(module: nn.Module, prefix: str, canonical: str, out: dict[str, str], above: set[int]) -> None:
-    out[prefix] = canonical
-    for name, child in module._modules.items():
-        if child is None or id(child) in above:
-            continue
-        step = "" if _is_wrapped_child(module, name) else f"{name}."
-        _walk(child, f"{prefix}{name}.", f"{canonical}{step}", out, above | {id(child)})
+def prefixed_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
+    """Every module of a model under each of its prefixes, with the canonical one; parents come before children."""
+    found: list[tuple[str, str, nn.Module]] = []
+    _walk(model, "", "", found, frozenset())
+    return found
+
+
+def _walk(
+    module: nn.Module,
+    prefix: str,
+    canonical: str,
+    found: list[tuple[str, str, nn.Module]],
+    above: frozenset[int],
+) -> None:
+    found.append((prefix, canonical, module))
+    children = module._modules
+    if not children:
+        return
+    above |= {id(module)}
+    for name, child in children.items():
+        if child is not None and id(child) not in above:
+            step = "" if _is_wrapped_child(module, name) else f"{name}."
+            _walk(child, f"{prefix}{name}.", f"{canonical}{step}", found, above)
 
 
 def _is_wrapped_child(module: nn.Module, name: str) -> bool:

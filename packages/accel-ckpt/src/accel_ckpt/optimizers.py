@@ -210,8 +210,7 @@ def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[s
     if problems:
         raise StateMismatchError(
             f"the saved optimizer does not fit; {'; '.join(problems)}. Build the optimizer and the models as "
-            f"they were "
-            "when the checkpoint was saved"
+            "they were when the checkpoint was saved"
         )
 
 

@@ -115,7 +115,7 @@ def read_header(path: Path) -> Header:
             if size < 8 or length > min(MAX_HEADER, size - 8):
                 raise CorruptCheckpointError(
                     f"{path} has {size} bytes, but announces a header of {length}; it is truncated or no "
-                    f"safetensors file"
+                    "safetensors file"
                 )
             raw = file.read(length)
     except FileNotFoundError as error:
@@ -137,8 +137,7 @@ def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
         if entry.offset != position:
             raise CorruptCheckpointError(
                 f"in {path} the tensor {entry.name!r} starts at byte {entry.offset}, where {position} was "
-                f"expected: "
-                "tensors overlap or leave a hole"
+                "expected: tensors overlap or leave a hole"
             )
         position += entry.nbytes
     if position != size:
@@ -293,8 +292,7 @@ def check_digest(path: Path, found: str, expected: str | None) -> None:
     if expected is not None and found != expected:
         raise CorruptCheckpointError(
             f"{path} has the checksum {found}, but the manifest says {expected}: the file has changed since "
-            f"it was "
-            "saved; load another checkpoint"
+            "it was saved; load another checkpoint"
         )
 
 

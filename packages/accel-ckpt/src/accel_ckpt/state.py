@@ -99,9 +99,8 @@ class TrainingCheckpoint:
                 return None
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no state of rank {rank}: it was saved by {self.manifest.world_size} "
-                f"ranks, and "
-                f"holds {list(self.manifest.ranks)}. Load with as many ranks, or allow the state to be "
-                f"missing"
+                f"ranks, and holds {list(self.manifest.ranks)}. Load with as many ranks, or allow the state "
+                "to be missing"
             )
         return RankState(f"the state of rank {rank}", self._read_trees(rank_stem(rank)))
 

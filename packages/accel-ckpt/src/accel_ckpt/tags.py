@@ -175,9 +175,8 @@ class Encoder:
         kind = type(value)
         return UnsupportedValueError(
             f"the value at {show_path(path)} is of type {kind.__module__}.{kind.__qualname__}, which cannot "
-            f"be saved "
-            f"without pickling{why}; convert it to numbers, strings, lists, tuples, dictionaries, arrays or "
-            f"tensors"
+            f"be saved without pickling{why}; convert it to numbers, strings, lists, tuples, dictionaries, "
+            "arrays or tensors"
         )
 
     def items(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Json]:

@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -115,19 +115,23 @@ def open_weights(
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
-    """No search for garbage meanwhile.
+def collector_paused() -> Iterator[Callable[[], None]]:
+    """No search for garbage meanwhile; gives what ends the pause before its time.
 
     For planning, which makes several small objects per tensor, and all of them stay: with ten thousand tensors the
     collector would walk through everything in the process again and again, for nothing, and take as long as the rest.
     """
     enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
+
+    def resume() -> None:
         if enabled:
             gc.enable()
+
+    gc.disable()
+    try:
+        yield resume
+    finally:
+        resume()
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
@@ -191,8 +195,8 @@ class MappedWeights(_Files):
         absent = sorted(name for name in files.weight_map or () if name not in self.about)
         if absent:
             raise CorruptCheckpointError(
-                f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but "
-                f"they are not"
+                f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but they "
+                "are not"
             )
 
     def _add(self, path: Path, weight_map: Mapping[str, Path] | None) -> None:

@@ -217,9 +217,9 @@ class Accumulator:
         ends = loader.ends_on_any_rank
         if ends is None:
             raise AccumulationError(
-                f"accumulate() inside join_uneven_inputs() cannot tell where other ranks run out of batches of "
-                f"{_describe(loader)}. Use gradient_accumulation_steps=1 here, or a map-style dataset with torch's own "
-                "samplers."
+                "accumulate() inside join_uneven_inputs() cannot tell where other ranks run out of batches "
+                f"of {_describe(loader)}. Use gradient_accumulation_steps=1 here, or a map-style dataset with "
+                "torch's own samplers."
             )
         return ends
 

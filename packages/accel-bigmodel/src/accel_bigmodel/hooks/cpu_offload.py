@@ -39,8 +39,8 @@ class CpuOffload(ModelHook):
     ) -> None:
         if prev_module_hook is not None and not isinstance(prev_module_hook, UserCpuOffloadHook):
             raise TypeError(
-                f"prev_module_hook must be the hook that cpu_offload_with_hook returned for the model before, got "
-                f"{type(prev_module_hook).__name__}"
+                "prev_module_hook must be the hook that cpu_offload_with_hook returned for the model before, "
+                f"got {type(prev_module_hook).__name__}"
             )
         self.prev_module_hook = prev_module_hook
         self.execution_device = concrete_device(

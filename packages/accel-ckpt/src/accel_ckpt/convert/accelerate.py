@@ -140,8 +140,8 @@ class AccelerateCheckpoint:
         for engine, marks in engines.items():
             if any((self.directory / mark).exists() for mark in marks):
                 raise NotAvailableError(
-                    f"{self.directory} was written by {engine}, whose own layout is not read here; convert it with "
-                    f"that engine's tools to plain weights, and load them with load_checkpoint_in_model"
+                    f"{self.directory} was written by {engine}, whose own layout is not read here; convert it "
+                    "with that engine's tools to plain weights, and load them with load_checkpoint_in_model"
                 )
 
     # What is there

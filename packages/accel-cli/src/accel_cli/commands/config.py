@@ -43,8 +43,8 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
     if context.invoked_subcommand is not None:
         if config_file is not None:
             raise ConfigError(
-                f"--config_file belongs behind the subcommand: accel config "
-                f"{context.invoked_subcommand} --config_file {config_file}"
+                f"--config_file belongs behind the subcommand: accel config {context.invoked_subcommand} "
+                f"--config_file {config_file}"
             )
         return
     if sys.stdin is None or not sys.stdin.isatty():
