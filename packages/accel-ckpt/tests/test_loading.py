@@ -213,6 +213,18 @@ def test_names_that_nothing_takes_are_told_with_those_that_are_missing(tmp_path)
         load_checkpoint_in_model(Net(), tmp_path)
 
 
+def test_thousands_of_names_are_not_all_listed(tmp_path):
+    extra = {f"ghost.{number}": torch.ones(1) for number in range(2000)}
+    lacking(tmp_path, extra)
+    with pytest.raises(StateMismatchError, match=r"ghost\.\d+ and 1988 more\.") as caught:
+        load_checkpoint_in_model(Net(), tmp_path)
+    assert len(str(caught.value)) < 2000
+    with pytest.warns(UserWarning, match="and 1988 more|does not fill") as warned:
+        report = load_checkpoint_in_model(Net(), tmp_path, strict=False)
+    assert len(report.unexpected) == 2000
+    assert max(len(str(warning.message)) for warning in warned) < 2000
+
+
 def test_a_model_of_transformers_is_told_who_knows_other_names(tmp_path):
     base = type("PreTrainedModel", (Net,), {"__module__": "transformers.modeling_utils"})
     model = type("Example", (base,), {})()

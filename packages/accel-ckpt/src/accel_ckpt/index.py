@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
+from accel_ckpt.names import listed
 from accel_ckpt.reader import read_json
 
 __all__ = [
@@ -99,7 +100,7 @@ def read_index(path: Path) -> WeightFiles:
     resolved = {file: inside(path.parent, file) for file in dict.fromkeys(weight_map.values())}
     missing = [str(file) for file in resolved.values() if not file.is_file()]
     if missing:
-        raise CheckpointNotFoundError(f"{path} names files that are not there: {', '.join(missing)}")
+        raise CheckpointNotFoundError(f"{path} names files that are not there: {listed(missing)}")
     return WeightFiles(tuple(resolved.values()), {name: resolved[file] for name, file in weight_map.items()})
 
 

@@ -116,15 +116,16 @@ def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) 
         strict: names must be the same, too; but a module that loads its weights by itself may know other names.
     """
     own = canonical_state_dict(module.state_dict(), module)
-    problems = [
+    shapes = [
         f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
         for name, tensor in own.items()
         if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
         if not is_lazy(tensor) and weights[name].shape != tensor.shape
     ]
+    problems = [listed(shapes)] if shapes else []
     if strict and not any(_loads_by_itself(child) for child in module.modules()):
         for where, names in (("there", own.keys() - weights.keys()), ("here", weights.keys() - own.keys())):
-            problems += [f"not {where}: {', '.join(sorted(names))}"] if names else []
+            problems += [f"not {where}: {listed(sorted(names))}"] if names else []
     return problems
 
 

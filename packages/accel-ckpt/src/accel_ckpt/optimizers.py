@@ -16,7 +16,7 @@ from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import Arena
-from accel_ckpt.names import canonical_state_dict
+from accel_ckpt.names import canonical_state_dict, listed
 from accel_ckpt.tensors import why_not_plain
 
 __all__ = [
@@ -195,12 +195,12 @@ def _check_parameters(names: Sequence[Sequence[str]], groups: Sequence[Mapping[s
     there = {name for group in saved for name in group}
     problems = []
     if missing := sorted(here - there):
-        problems.append(f"not in the checkpoint: {', '.join(missing)}")
+        problems.append(f"not in the checkpoint: {listed(missing)}")
     if unexpected := sorted(there - here):
-        problems.append(f"not in the optimizer: {', '.join(unexpected)}")
+        problems.append(f"not in the optimizer: {listed(unexpected)}")
     if not problems:
         problems = [
-            f"parameters that form a group here, but not in the checkpoint: {', '.join(group)}"
+            f"parameters that form a group here, but not in the checkpoint: {listed(group)}"
             for group in names
             if frozenset(group) not in saved
         ]

@@ -21,6 +21,7 @@ from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.index import WeightFiles
+from accel_ckpt.names import listed
 from accel_ckpt.reader import MappedShard, read_pickled_weights
 from accel_state.process import PartialState
 
@@ -157,7 +158,7 @@ class _Files:
         """Look at the files once more."""
         if fingerprint_of(self._files) != self.fingerprint:
             raise FileChangedError(
-                f"{', '.join(map(str, self._files))}: a file was changed or replaced while the weights were loaded, so "
+                f"{listed([*map(str, self._files)])}: a file was changed or replaced while the weights were loaded, so "
                 "that they may be a mixture; load them again"
             )
 
@@ -195,7 +196,7 @@ class MappedWeights(_Files):
         absent = sorted(name for name in files.weight_map or () if name not in self.about)
         if absent:
             raise CorruptCheckpointError(
-                f"the index says that {', '.join(absent)} are in {', '.join(map(str, files.files))}, but they "
+                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they "
                 "are not"
             )
 

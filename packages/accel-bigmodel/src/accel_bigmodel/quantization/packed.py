@@ -9,6 +9,7 @@ from torch import nn
 
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.engine import Engine, Pieces
+from accel_ckpt.names import listed
 from accel_ckpt.weights import About, Pair, TensorInfo, WeightSource
 
 __all__ = ["PackedWeights"]
@@ -64,7 +65,7 @@ class PackedWeights:
                     wrong.append(f"{name}.{piece} {problem}")
         if wrong:
             raise QuantizationError(
-                f"the checkpoint holds weights that were quantised in another way: {'; '.join(wrong)}. Load it with "
+                f"the checkpoint holds weights that were quantised in another way: {listed(wrong)}. Load it with "
                 "the configuration that it was saved with, on the same kind of device; nothing was changed"
             )
 

@@ -16,6 +16,7 @@ from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.index import WeightFiles, find_weights, inside, is_weight_file
 from accel_ckpt.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.names import listed
 from accel_ckpt.reader import Header, read_entry, read_header, read_pickled_weights
 from accel_ckpt.sharded import places_of
 from accel_ckpt.tensors import SHARDING_KEY, tied_aliases
@@ -215,7 +216,7 @@ def _open_files(files: Sequence[Path], weight_map: Mapping[str, Path] | None = N
         if name not in aliases
     }
     if absent := sorted(set(weight_map or ()) - set(tensors) - set(aliases)):
-        raise CorruptCheckpointError(f"the index names {', '.join(absent)}, which are not in the files")
+        raise CorruptCheckpointError(f"the index names {listed(absent)}, which are not in the files")
     return PiecedWeights(tensors, aliases)
 
 
