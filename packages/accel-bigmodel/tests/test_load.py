@@ -352,6 +352,20 @@ def test_a_report_of_missing_unexpected_and_mismatched(tmp_path):
         load_checkpoint_in_model(again, tmp_path, {"": "cpu"}, strict=True)
 
 
+def test_what_strict_false_would_leave_empty_is_known_before_a_dispatch(tmp_path):
+    state_dict = {**Net().state_dict(), "head.weight": torch.zeros(3, 3)}
+    del state_dict["head.bias"]
+    safetensors.torch.save_file(state_dict, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    for strict in (False, 0):
+        again = empty()
+        with pytest.raises(UninitializedTensorError, match=r"values.*head\.weight, head\.bias\. Nothing"):
+            load_checkpoint_and_dispatch(again, tmp_path / "x.safetensors", {"": "disk"}, strict=strict)
+        assert is_untouched(again)
+    with pytest.warns(UserWarning, match="does not fill"):
+        load_checkpoint_and_dispatch(again, tmp_path / "x.safetensors", None, strict=False)
+    assert not again.body[0].weight.is_meta
+
+
 def test_a_buffer_that_nothing_fills(tmp_path):
     save_model(WithTable(), tmp_path)
     again = on_meta(WithTable)

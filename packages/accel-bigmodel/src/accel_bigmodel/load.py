@@ -91,7 +91,7 @@ def load_checkpoint_in_model(
     Raises:
         DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
         OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
-        StateMismatchError: as ``strict`` says; names every name.
+        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
         ValueError: ``dtype`` is no floating dtype.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
@@ -173,8 +173,11 @@ def load_checkpoint_and_dispatch(
     Raises:
         DeviceMapError: ``device_map`` is a word that is not listed above; no accelerator of ``max_memory`` has room for
             the part that would go to it; or as there.
+        UninitializedTensorError: a tensor would stay without values, also if ``strict=False``; without a device map, as
+            there.
     """
-    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
+    must_run = device_map is not None
+    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token, must_run)
 
     def make_map() -> Mapping[str, Device] | None:
         if device_map is None:

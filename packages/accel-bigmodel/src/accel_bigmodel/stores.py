@@ -71,7 +71,7 @@ class OffloadCache:
         return file.tensors()
 
     def open(self, key: str, about: About) -> CacheFile:
-        """The file of weights that were made from what ``key`` stands for.
+        """The file of weights that were made from what ``key`` stands for; unless it is there, it has been begun.
 
         Args:
             key: changes with what they were made from.
@@ -87,6 +87,7 @@ class OffloadCache:
         file = CacheFile(self.folder / f"offload-{fingerprint}.safetensors", fingerprint, about, self._disk)
         if not file.is_there:
             self._check_space(file.size)
+            file.begin()
         return file
 
     def _check_space(self, nbytes: int) -> None:
@@ -149,6 +150,22 @@ class CacheFile:
         assert self._shard is not None, "written before it is read"
         return {name: self._shard.tensor(name) for name in self.about}
 
+    def begin(self) -> None:
+        """Take all of its space: that free space was enough says little if others write, or if there is a quota.
+
+        Raises:
+            OffloadError: there is not enough, or the folder does not take it.
+        """
+        try:
+            self._descriptor = self._disk.open_new(self._temporary)
+            self._disk.reserve(self._descriptor, self.size)
+            self._write(0, memoryview(self._layout.header))
+        except BaseException as error:
+            self.abandon()
+            if isinstance(error, OSError):
+                raise _cannot_write(self.path.parent, error) from error
+            raise
+
     def put(self, name: str, tensor: torch.Tensor) -> None:
         """Write a tensor of the shape and dtype that were announced.
 
@@ -159,9 +176,6 @@ class CacheFile:
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype), f"{name} is as announced"
         plain = plain_on(tensor, "cpu")
         try:
-            if self._descriptor is None:
-                self._descriptor = self._disk.open_new(self._temporary)
-                self._write(0, memoryview(self._layout.header))
             if plain.numel():
                 self._write(self._layout.begin(name), as_bytes(plain))
         except OSError as error:

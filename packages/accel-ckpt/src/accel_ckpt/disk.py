@@ -50,6 +50,16 @@ class Disk:
             return False
         return direct
 
+    def reserve(self, descriptor: int, size: int) -> None:
+        """Take so many bytes of the disk for a file, where the platform and the file system can."""
+        if not hasattr(os, "posix_fallocate"):  # macOS, Windows
+            return
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                raise
+
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write some of ``data`` and return how many bytes were taken."""
         return os.write(descriptor, data)

@@ -16,7 +16,7 @@ from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordina
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import refuse_without_values, rewrap
-from accel_ckpt.names import canonical_state_dict, prefixed_modules, refuse_collisions
+from accel_ckpt.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, collector_paused, open_weights
@@ -166,7 +166,7 @@ def load_checkpoint_in_model(
         What was missing, unexpected or of another shape.
 
     Raises:
-        StateMismatchError: as ``strict`` says; names every name.
+        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
         ValueError: ``dtype`` is no floating dtype.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
@@ -217,6 +217,8 @@ class Request:
     broadcast_from_rank0: bool = False
     revision: str | None = None
     token: str | bool | None = None
+    must_run: bool = False
+    """The model is run next, so that ``strict=False`` must not leave tensors without values either."""
 
     def __post_init__(self) -> None:
         """Refuse what there is not."""
@@ -399,23 +401,19 @@ def _fill_model(
     doing = f"loading {checkpoint}"
     plan = do_together(lambda: _compare(source, _tensors_of(model), placer), coordinator, doing=doing)
     differing = source.differing([*plan.ties])
+    read = {id(step.target) for step in plan.steps}
+    rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
+    empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
 
     def judge() -> tuple[LoadReport, Sequence[Step]]:
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
         report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
         _judge(report, model, checkpoint, strict)
-        if strict is not False:
+        if "missing" in _FATAL[strict]:
             refuse_without_values(empty, [target.names[0] for target in plan.hidden])
+        elif request.must_run:
+            _refuse_to_leave(empty, checkpoint)
         return report, placer.prepare(source, plan.steps)
-
-    read = {id(step.target) for step in plan.steps}
-    rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
-    empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
-    report, steps_to_do = do_together(judge, coordinator, doing=doing)
-    _warn(report, checkpoint, warning_level)
-    source.begin([step.source for step in steps_to_do])
-    if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
-        resume_collector()
 
     def fill() -> None:
         try:
@@ -428,6 +426,11 @@ def _fill_model(
         placer.finish(rest)
 
     try:
+        report, steps_to_do = do_together(judge, coordinator, doing=doing)
+        _warn(report, checkpoint, warning_level)
+        source.begin([step.source for step in steps_to_do])
+        if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
+            resume_collector()
         do_together(fill, coordinator, doing=doing)
     except BaseException:
         placer.abandon()
@@ -554,18 +557,27 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
 def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: bool | None) -> None:
     fatal = _FATAL[strict]
     errors = [
-        f"{what}: {', '.join(getattr(report, kind))}"
+        f"{what}: {listed(getattr(report, kind))}"
         for kind, what in _PROBLEMS.items()
         if getattr(report, kind) and kind in fatal
     ]
     if errors:
         if report.unexpected and "unexpected" not in fatal:  # often the same tensors by other names
-            errors.append(f"{_PROBLEMS['unexpected']}: {', '.join(report.unexpected)}")
+            errors.append(f"{_PROBLEMS['unexpected']}: {listed(report.unexpected)}")
         raise StateMismatchError(
             f"{checkpoint} does not fit the model; "
             + "; ".join(errors)
             + ". Nothing was changed; strict=False loads what matches and reports the rest"
             + (_advice_on_names(model) if report.missing and report.unexpected else "")
+        )
+
+
+def _refuse_to_leave(empty: Sequence[str], checkpoint: object) -> None:
+    if empty:
+        raise UninitializedTensorError(
+            f"the model cannot run with what {checkpoint} holds: strict=False would leave tensors without values (meta "
+            f"device): {listed(empty)}. Nothing was changed; give them values before, for example by building these "
+            "modules outside of init_empty_weights"
         )
 
 
@@ -584,12 +596,12 @@ def _warn(report: LoadReport, checkpoint: object, level: int) -> None:
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
             warnings.warn(
-                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {', '.join(names)}",
+                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}",
                 stacklevel=level,
             )
     if report.unexpected:
         warnings.warn(
             f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
-            f"tensors of these names: {', '.join(report.unexpected)}",
+            f"tensors of these names: {listed(report.unexpected)}",
             stacklevel=level,
         )

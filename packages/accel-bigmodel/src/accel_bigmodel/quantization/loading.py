@@ -26,6 +26,7 @@ from accel_ckpt.errors import UninitializedTensorError
 from accel_ckpt.loading import Placer, Request, Step, Target, load_weights
 from accel_ckpt.memory import mapped_file_of, trim_heap
 from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers
+from accel_ckpt.names import listed
 from accel_ckpt.weights import WeightSource
 
 __all__ = ["load_and_quantize_model"]
@@ -84,7 +85,7 @@ def load_and_quantize_model(
         DeviceMapError: the map leaves out a tensor, or names a device that is not there.
         UninitializedTensorError: the model has tensors on the meta device and no values for them.
         OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
-        StateMismatchError: as ``strict`` says; names every name.
+        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
     """
     engine = quantization_engine(bnb_quantization_config)
     config = bnb_quantization_config
@@ -101,7 +102,9 @@ def load_and_quantize_model(
         placer.prepare_own()
         placer.finish(())
     else:
-        load_weights(model, Request(weights_location, strict, revision=revision, token=token), placer)
+        must_run = places.are_several  # as dispatch_model demands
+        request = Request(weights_location, strict, revision=revision, token=token, must_run=must_run)
+        load_weights(model, request, placer)
     for name, value in {**engine.flags, "hf_device_map": places.device_map}.items():
         setattr(model, name, value)
     return (
@@ -197,7 +200,7 @@ class _QuantizingPlacer(Placer):
         found = () if self._has_folder else sorted(names)
         if found:
             raise OffloadError(
-                f"{', '.join(found)} should wait on disk, and no safetensors file holds them in the dtype that they "
+                f"{listed(found)} should wait on disk, and no safetensors file holds them in the dtype that they "
                 "get; pass offload_folder, a folder to write them to once"
             )
 
