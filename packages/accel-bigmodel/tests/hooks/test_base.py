@@ -195,6 +195,21 @@ def test_a_hook_that_cannot_begin_leaves_no_mark(model):
     assert vars(model) == plain
 
 
+@pytest.mark.parametrize("wrap", [lambda hook: hook, SequentialHook])
+@pytest.mark.parametrize("append", [False, True])
+def test_a_hook_that_forgets_to_return_the_module(model, x, wrap, append):
+    class Forgetful(ModelHook):
+        def init_hook(self, module):
+            pass
+
+    expected = model(x)
+    add_hook_to_module(model, present := ModelHook())
+    with pytest.raises(TypeError, match=r"init_hook of .*Forgetful returned None; it must return the module"):
+        add_hook_to_module(model, wrap(Forgetful()), append=append)
+    assert model._hf_hook is present
+    assert torch.equal(model(x), expected)
+
+
 def test_a_module_may_call_itself(x):
     class Twice(nn.Module):
         def forward(self, x, again=True):

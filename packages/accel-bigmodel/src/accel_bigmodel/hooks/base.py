@@ -110,7 +110,7 @@ class SequentialHook(ModelHook):
         """Let each hook begin; if one cannot, those before it end."""
         for position, hook in enumerate(self.hooks):
             try:
-                module = hook.init_hook(module)
+                module = _begun(hook, module)
             except BaseException:
                 for begun in reversed(self.hooks[:position]):
                     begun.detach_hook(module)
@@ -170,25 +170,35 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         The module.
 
     Raises:
-        TypeError: ``hook`` is no hook of this library.
+        TypeError: ``hook`` is no hook of this library, or its ``init_hook`` returned no module.
     """
     _check_hook(hook)
     present = hook_of(module)
     if present is not None and append:
         combined = SequentialHook(present, hook)
-        module = hook.init_hook(module)
+        hooked = _begun(hook, module)
         hook = combined
     else:
         if present is not None:
             present.detach_hook(module)
         try:
-            module = hook.init_hook(module)
+            hooked = _begun(hook, module)
         except BaseException:
             if present is not None:
                 present.init_hook(module)
             raise
-    put_hook(module, hook)
-    return module
+    put_hook(hooked, hook)
+    return hooked
+
+
+def _begun(hook: ModelHook, module: nn.Module) -> nn.Module:
+    hooked: Any = hook.init_hook(module)
+    if not isinstance(hooked, nn.Module):
+        raise TypeError(
+            f"init_hook of {type(hook).__qualname__} returned {hooked!r}; it must return the module that the hook is "
+            "put on, usually the one that it was given"
+        )
+    return hooked
 
 
 # The marks are in the dictionary of the module itself: wrappers, such as those of torch.compile or of adapters, look
