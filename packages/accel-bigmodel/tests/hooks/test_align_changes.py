@@ -13,6 +13,7 @@ from accel_bigmodel import (
     OffloadError,
     SequentialHook,
     add_hook_to_module,
+    attach_align_device_hook,
     remove_hook_from_module,
 )
 from accel_bigmodel.hooks import align
@@ -96,6 +97,17 @@ def test_weights_that_are_needed_before_forward_are_not_offloaded(normalise, x):
     assert torch.equal(module(x), expected)
     add_hook_to_module(module, AlignDevicesHook("cpu", offload=True))  # offloads nothing of it
     assert torch.equal(module(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_torch_jit_compiled_is_not_offloaded(x):
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Sequential(nn.Linear(4, 4))))
+    expected = model(x)
+    with pytest.raises(OffloadError, match=r"RecursiveScriptModule '?.*compiled by torch\.jit"):
+        attach_align_device_hook(model, "cpu", offload=True)
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    add_hook_to_module(model[1], AlignDevicesHook("cpu"))
+    assert torch.equal(model(x), expected)
 
 
 def test_weights_that_are_computed_in_forward_are_offloaded(x):

@@ -129,6 +129,54 @@ def test_preloaded_classes_have_all_their_weights_during_forward(x, classes):
     assert on_meta(model) == {name for name, _ in model.named_parameters()}
 
 
+class Listed(nn.Module):
+    """Uses parameters in lists, and attention, whose output layer is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ModuleList([nn.ParameterList([torch.ones(4), torch.zeros(4)])])
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x):
+        scale, shift = self.scales[0]
+        return self.attention(x, x, x)[0] * scale + shift
+
+
+@pytest.mark.parametrize(
+    "attach",
+    [
+        lambda model: attach_align_device_hook(model, "cpu", offload=True),
+        lambda model: attach_align_device_hook_on_blocks(
+            model, {"": "cpu"}, {"": True}, weights_map=dict(model.state_dict())
+        ),
+    ],
+)
+def test_parts_that_are_never_called_come_with_the_module_that_uses_them(attach):
+    torch.manual_seed(0)
+    model, x = Listed().eval(), torch.randn(1, 3, 4)
+    with torch.no_grad():
+        expected = model(x)
+        attach(model)
+        assert on_meta(model) == {name for name, _ in model.named_parameters()}
+        assert torch.equal(model(x), expected)
+        remove_hook_from_submodules(model)
+        assert torch.equal(model(x), expected)
+
+
+def test_an_offloaded_model_without_own_tensors_gets_its_inputs_on_the_device():
+    class Looking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return x.device.type
+
+    model = Looking()
+    attach_align_device_hook_on_blocks(model, {"": "meta"}, {"": True}, weights_map=model.state_dict())
+    assert model(torch.ones(1, 3)) == "meta"
+
+
 def test_ties_hold_between_all_modules(x):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight

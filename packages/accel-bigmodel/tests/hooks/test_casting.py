@@ -176,6 +176,16 @@ def test_layers_tied_to_each_other_stay_tied(x):
     assert model[0].weight.dtype == LARGE
 
 
+def test_layers_that_torch_never_calls_are_left_alone():
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    model = nn.Sequential(encoder, nn.Linear(4, 4)).eval()
+    attach_layerwise_casting_hooks(model, torch.float8_e4m3fn, torch.float32)
+    assert {parameter.dtype for parameter in encoder.parameters()} == {torch.float32}
+    assert model[1].weight.dtype == torch.float8_e4m3fn
+    with torch.no_grad():
+        assert model(torch.ones(1, 3, 4)).dtype == torch.float32
+
+
 def test_only_floating_tensors_are_cast():
     module = nn.Linear(2, 2)
     module.register_buffer("count", torch.ones(1, dtype=torch.int64))

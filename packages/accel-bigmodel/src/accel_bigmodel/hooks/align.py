@@ -47,7 +47,8 @@ class AlignDevicesHook(ModelHook):
     Raises:
         DeviceMapError: when added, if there is no such device.
         UninitializedTensorError: when added, if a tensor on the meta device has values nowhere.
-        OffloadError: when added, if a hook of PyTorch needs the weights before ``forward`` (old weight normalisation).
+        OffloadError: when added, if a hook of PyTorch needs the weights before ``forward`` (old weight normalisation),
+            or if the module is compiled by ``torch.jit``.
         StateMismatchError: when added or called, if ``weights_map`` misses a name or has another shape for it.
     """
 
@@ -103,7 +104,7 @@ class AlignDevicesHook(ModelHook):
         if device is not None and device.type != "meta":
             _refuse_meta(kept)
         if self.offload:
-            _refuse_computed(module, aside)
+            _refuse_unreachable(module, aside)
             self._put_aside(aside, type(module).__name__)
             self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
         if device is not None:
@@ -260,7 +261,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def align_inputs(
-    device: int | str | torch.device,
+    device: int | str | torch.device | None,
     io_same_device: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> AlignDevicesHook:
@@ -343,19 +344,28 @@ def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def _refuse_computed(module: nn.Module, places: list[Place]) -> None:
-    """Refuse to offload weights from which hooks of PyTorch compute another one before ``forward``, thus too early."""
+def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
+    """Refuse to offload weights that are used where this hook cannot bring them in time.
+
+    Hooks of PyTorch may compute another one from them before ``forward``; the compiled code of TorchScript calls its
+    parts without their hooks, and holds its weights itself.
+    """
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
     from torch.nn.utils.weight_norm import WeightNorm
 
-    tables = {id(place.table) for place in places}
+    owners = {place.name.rpartition(".")[0] for place in places}
     for name, owner in module.named_modules():
-        if id(owner._parameters) not in tables:
+        if name not in owners:
             continue
+        where = f"{type(owner).__name__} {name!r}" if name else type(owner).__name__
+        if isinstance(owner, torch.jit.ScriptModule):
+            raise OffloadError(
+                f"{where} is compiled by torch.jit, so its weights cannot be brought for the time of a forward: "
+                "offload the module as it was before torch.jit.script or torch.jit.trace, or do not offload this one"
+            )
         for hook in owner._forward_pre_hooks.values():
             if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
-                where = f"{type(owner).__name__} {name!r}" if name else type(owner).__name__
                 raise OffloadError(
                     f"{type(hook).__name__} of torch.nn.utils computes a weight of {where} before its forward, when "
                     "the weights that it needs have not come yet: use torch.nn.utils.parametrizations instead, make "

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams
+from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams, align_inputs
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
 from accel_bigmodel.hooks.devices import concrete_device
+from accel_bigmodel.hooks.parking import places_in
 from accel_bigmodel.offload_files import PrefixedDataset
+from accel_bigmodel.streaming.groups import never_called
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 
@@ -39,7 +41,7 @@ def attach_execution_device_hook(
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    _add_all(_placing(module, execution_device, preload_module_classes, common))
+    _add_all(_placing(module, execution_device, preload_module_classes, common, offloaded=False))
 
 
 def attach_align_device_hook(
@@ -134,7 +136,7 @@ def attach_align_device_hook_on_blocks(
                 continue
             if offloads[name]:
                 if name == "":
-                    yield block, AlignDevicesHook(io_same_device=True, skip_keys=skip_keys), True
+                    yield block, align_inputs(device, io_same_device=True, skip_keys=skip_keys), True
                 yield from offloading(block, name, device)
                 if hook_of(block) is None:
                     yield block, AlignDevicesHook(device, **common), False
@@ -148,19 +150,28 @@ def attach_align_device_hook_on_blocks(
                 )
                 yield block, hook, False
             if device is not None:
-                yield from _placing(block, device, preload_module_classes if offloads[name] else None, common)
+                classes = preload_module_classes if offloads[name] else None
+                yield from _placing(block, device, classes, common, offloaded=offloads[name])
 
     _add_all(additions())
 
 
 def _placing(
-    module: nn.Module, device: Device, preload_module_classes: Collection[str] | None, common: dict[str, Any]
+    module: nn.Module,
+    device: Device,
+    preload_module_classes: Collection[str] | None,
+    common: dict[str, Any],
+    *,
+    offloaded: bool,
 ) -> Iterator[_Addition]:
-    if hook_of(module) is None and _has_state(module):
+    # Offloaded tensors of a module without a hook are brought by the module that it is a part of.
+    brought = offloaded and places_in(module, recurse=False)
+    if hook_of(module) is None and _has_state(module) and not brought:
         yield module, AlignDevicesHook(device, **common), False
-    if not _is_one_of(module, preload_module_classes):
+    whole = _offloads_whole if offloaded else _is_one_of
+    if not whole(module, preload_module_classes):
         for child in module.children():
-            yield from _placing(child, device, preload_module_classes, common)
+            yield from _placing(child, device, preload_module_classes, common, offloaded=offloaded)
 
 
 def _aligning(
@@ -174,16 +185,23 @@ def _aligning(
     if module in seen:  # it is at two places of the model
         return
     seen.add(module)
-    whole = options["offload"] and _is_one_of(module, preload_module_classes)
+    whole = options["offload"] and _offloads_whole(module, preload_module_classes)
     prefix = f"{name}." if name else ""
-    if whole or _has_own_tensors(module):
+    if whole or places_in(module, recurse=False):
         mine = None if weights_map is None else PrefixedDataset(weights_map, prefix)
         yield module, AlignDevicesHook(weights_map=mine, place_submodules=whole, **options), True
     if not whole:
-        for child_name, child in module.named_children():
-            yield from _aligning(
-                child, f"{prefix}{child_name}", weights_map, preload_module_classes, options, seen
-            )
+        for child_name, child in _called_children(module, prefix):
+            yield from _aligning(child, child_name, weights_map, preload_module_classes, options, seen)
+
+
+def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a module, and of those in it that only hold others, whose hooks would never run."""
+    for name, child in module.named_children():
+        if never_called(child):
+            yield from _called_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
 
 
 def _add_all(additions: Iterable[_Addition]) -> None:
@@ -223,9 +241,9 @@ def _is_one_of(module: nn.Module, classes: Collection[str] | None) -> bool:
     return type(module).__name__ in names
 
 
-def _has_own_tensors(module: nn.Module) -> bool:
-    own = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None for tensor in own)
+def _offloads_whole(module: nn.Module, classes: Collection[str] | None) -> bool:
+    # Attention of torch computes with the weights of its output layer without calling that.
+    return _is_one_of(module, classes) or isinstance(module, nn.MultiheadAttention)
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -27,6 +27,10 @@ _CASTABLE = (
 )
 
 
+# Modules of torch that compute with the weights of layers in them without calling these.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
 class LayerwiseCastingHook(ModelHook):
     """Store the floating tensors of a module in one dtype, and compute with copies in another.
 
@@ -116,7 +120,9 @@ def attach_layerwise_casting_hooks(
     """Store the weights of linear and convolutional layers in a small dtype, and compute with a larger one.
 
     A layer's weights exist in the larger dtype only during its own forward. A layer that shares a parameter with a
-    module that is left alone, such as an embedding, is left alone too, with a warning.
+    module that is left alone, such as an embedding, is left alone too, with a warning. So are the layers inside
+    torch's own attention and encoder layers (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), which use
+    the weights without calling the layers.
 
     Args:
         module: changed in place; its hooks are kept.
@@ -160,7 +166,7 @@ def attach_layerwise_casting_hooks(
 def _castable_layers(
     module: nn.Module, name: str, patterns: list[re.Pattern[str]], classes: tuple[type[nn.Module], ...]
 ) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module, classes) or any(pattern.search(name) for pattern in patterns):
+    if isinstance(module, (*classes, *_WHOLE)) or any(pattern.search(name) for pattern in patterns):
         return
     if isinstance(module, _CASTABLE):
         yield name, module

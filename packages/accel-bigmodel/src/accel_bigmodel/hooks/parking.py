@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.streaming.groups import never_called
 from accel_ckpt.modules.tensors import rewrap
 
 __all__ = ["LENDING", "Loans", "ParkedTensor", "Place", "park", "places_in", "stand_in"]
@@ -52,9 +53,12 @@ class Place:
 
 
 def places_in(module: nn.Module, recurse: bool) -> list[Place]:
-    """Where a module, and with ``recurse`` its submodules, hold their tensors."""
+    """Where a module, and with ``recurse`` its submodules, hold their tensors.
+
+    What is in parts that are never called, such as an ``nn.ParameterList``, is the module's own.
+    """
     found = []
-    for prefix, owner in module.named_modules() if recurse else [("", module)]:
+    for prefix, owner in module.named_modules() if recurse else _with_lists("", module):
         dot = f"{prefix}." if prefix else ""
         keeper = None if type(owner).__setattr__ is nn.Module.__setattr__ else owner
         for table in (owner._parameters, owner._buffers):
@@ -63,6 +67,13 @@ def places_in(module: nn.Module, recurse: bool) -> list[Place]:
                     saved = leaf not in owner._non_persistent_buffers_set
                     found.append(Place(dot + leaf, table, leaf, table is owner._parameters, saved, keeper))
     return found
+
+
+def _with_lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield name, module
+    for leaf, child in module.named_children():
+        if never_called(child):
+            yield from _with_lists(f"{name}.{leaf}" if name else leaf, child)
 
 
 _Kind = tuple[torch.device, torch.dtype]

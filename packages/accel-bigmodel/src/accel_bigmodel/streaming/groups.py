@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
 
-__all__ = ["Group", "plan_groups"]
+__all__ = ["Group", "never_called", "plan_groups"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def _covered(name: str, entries: frozenset[str]) -> bool:
     return name in entries
 
 
-def _never_called(module: nn.Module) -> bool:
+def never_called(module: nn.Module) -> bool:
     """Whether it only holds others: its tensors and children are used by the module that it is part of."""
     # The forward of a class of torch.jit cannot be asked for.
     return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
@@ -102,7 +102,7 @@ def _repeated_children(container: nn.Module) -> Iterator[nn.Module]:
     counts = Counter(type(child) for child in children)
     for child in children:
         several = counts[type(child)] > 1 or len(children) == 1
-        if several and not _never_called(child) and not isinstance(child, ParametrizationList):
+        if several and not never_called(child) and not isinstance(child, ParametrizationList):
             yield child
 
 
@@ -120,7 +120,7 @@ class _Planner:
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 self._repeated.update(_repeated_children(module))
         groups = list(self._walk(model, "", inside=False))
-        if _never_called(model) and (own := self._own(model, "")):
+        if never_called(model) and (own := self._own(model, "")):
             groups.insert(0, Group("", model, own))
         return groups
 
@@ -132,7 +132,7 @@ class _Planner:
         tensors = self._all(module, name)
         if not tensors:
             return
-        if not _never_called(module):
+        if not never_called(module):
             if self._moves_whole(module, name, tensors, inside):
                 self._seen.update(module.modules())
                 yield Group(name, module, tensors)
@@ -179,7 +179,7 @@ class _Planner:
             ],
         )
         for leaf, child in module.named_children():
-            if _never_called(child):
+            if never_called(child):
                 found |= self._own(child, f"{name}.{leaf}" if name else leaf)
         return found
 
