@@ -172,6 +172,13 @@ def be_load(name: str, folder: Path, check: bool) -> Answer:
                 maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
         touch(torch.frombuffer(each, dtype=torch.uint8) for each in maps)
         return {"load and touch, s": time.perf_counter() - began}
+    if name == "safetensors":
+        from safetensors.torch import load_file
+
+        began = time.perf_counter()
+        tensors = [load_file(path) for path in sorted(folder.glob("*.safetensors"))]
+        touch(tensor for each in tensors for tensor in each.values())
+        return {"load and touch, s": time.perf_counter() - began}
     contender = CONTENDERS[name]
     model = contender.empty(decoder(folder))
     began = time.perf_counter()
@@ -184,6 +191,13 @@ def be_load(name: str, folder: Path, check: bool) -> Answer:
 
 def be_small(name: str, folder: Path) -> Answer:
     """Load many small tensors."""
+    if name == "safetensors":
+        from safetensors.torch import load_file
+
+        load_file(folder.parent / "one" / "model.safetensors")
+        began, processor = time.perf_counter(), time.process_time()
+        load_file(folder / "model.safetensors")
+        return {"processor s": time.process_time() - processor, "s": time.perf_counter() - began}
     contender = CONTENDERS[name]
     contender.load(
         contender.empty(lambda: nn.Linear(8, 8)), folder.parent / "one", {"": "cpu"}, folder / "unused"
@@ -391,18 +405,17 @@ class Bench:
     def load(self) -> None:
         decoder = self.folder / "decoder"
         for cache in ("warm", "cold"):
-            for name in ("bare map", "ours", "accelerate", "transformers"):
+            for name in ("bare map", "safetensors", "ours", "accelerate", "transformers"):
                 if cache == "cold":
                     forget(decoder)
                 else:
                     be_read(decoder)
-                answer = self.ask(
-                    "load", name=name, folder=decoder, check=cache == "warm" and name != "bare map"
-                )
+                has_model = name not in ("bare map", "safetensors")
+                answer = self.ask("load", name=name, folder=decoder, check=cache == "warm" and has_model)
                 self.note(f"Load and touch, page cache {cache}", name, answer, "decoder")
 
     def small(self) -> None:
-        for name in ("ours", "accelerate"):
+        for name in ("safetensors", "ours", "accelerate"):
             answer = self.ask("small", name=name, folder=self.folder / "small")
             self.note(f"Load of {SMALL} small tensors", name, answer, "small")
 
