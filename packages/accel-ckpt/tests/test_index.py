@@ -72,6 +72,8 @@ def test_links_inside_and_in_the_hub_s_cache_are_followed(tmp_path):
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to("../../blobs/0123abcd")
     assert inside(snapshot, "model.safetensors").is_file()
+    (tmp_path / "mine").symlink_to(snapshot)
+    assert inside(tmp_path / "mine", "model.safetensors").is_file()
     (snapshot / "evil").symlink_to("../../../f/x.safetensors")
     with pytest.raises(UnsafeCheckpointError):
         inside(snapshot, "evil")

@@ -483,6 +483,23 @@ def test_kinds_of_dtypes_that_lose_values(tmp_path, saved, wanted, fits):
             load_checkpoint_in_model(model, tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize("scale", ["weight_scale_inv", "SCB"])
+def test_quantised_weights_are_no_weights_of_a_plain_model(tmp_path, scale):
+    codes = torch.ones(4, 4, dtype=torch.int8 if scale == "SCB" else torch.float8_e4m3fn)
+    state_dict = {"weight": codes, "bias": torch.ones(4), scale: torch.ones(4)}
+    safetensors.torch.save_file(state_dict, tmp_path / "x.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        StateMismatchError, match=rf"weight: {codes.dtype}, quantised, instead of torch.float32"
+    ):
+        load_checkpoint_in_model(nn.Linear(4, 4), tmp_path / "x.safetensors")
+    safetensors.torch.save_file(
+        {"weight": codes.to(torch.float8_e4m3fn), "bias": torch.ones(4)}, tmp_path / "x.safetensors"
+    )
+    again = nn.Linear(4, 4)
+    load_checkpoint_in_model(again, tmp_path / "x.safetensors")  # without scales these are just short floats
+    assert torch.equal(again.weight, torch.ones(4, 4))
+
+
 def test_a_tilde_is_the_home_folder_everywhere(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)

@@ -71,7 +71,7 @@ def inside(folder: Path, name: str) -> Path:
         raise UnsafeCheckpointError(
             f"the checkpoint in {folder} names the file {name!r}, which cannot be followed: {error}"
         ) from error
-    if not (target.is_relative_to(root) or _is_hub_blob(target, folder.absolute())):
+    if not (target.is_relative_to(root) or _is_hub_blob(target, root)):
         raise UnsafeCheckpointError(f"{path} is a link to {target}, which is outside the checkpoint's folder")
     return path
 

@@ -66,8 +66,8 @@ class LoadReport:
     """Names of the checkpoint that the model does not have."""
     mismatched: tuple[str, ...] = ()
     """Names with another shape, each as ``name: (shape in the checkpoint) instead of (shape in the model)``; with a
-    dtype that cannot be converted without loss of meaning (complex to real, floating to integer); or with other
-    values than a name that the model ties with it.
+    dtype that cannot be converted without loss of meaning (complex to real, floating to integer, a quantised weight to
+    a plain one); or with other values than a name that the model ties with it.
     """
 
 
@@ -507,7 +507,9 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
     ties: dict[tuple[str, str], str] = {}
     provided: dict[int, str] = {}
     unusable: set[int] = set()
-    for raw, name in _names_as_in(about, targets).items():
+    names = _names_as_in(about, targets)
+    scaled = {raw.rpartition("_scale")[0] for raw, name in names.items() if name not in targets}
+    for raw, name in names.items():
         target = targets.get(name)
         if target is None:
             unexpected.append(raw)
@@ -520,6 +522,9 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
             unusable.add(key)
         elif dtype != tensor.dtype and _loses_values(dtype, tensor.dtype):
             mismatched.append(f"{name}: {dtype} instead of {tensor.dtype}")
+            unusable.add(key)
+        elif dtype.itemsize == 1 and dtype != tensor.dtype and _is_quantized(dtype, tensor, raw in scaled):
+            mismatched.append(f"{name}: {dtype}, quantised, instead of {tensor.dtype}")
             unusable.add(key)
         elif (first := provided.setdefault(key, raw)) != raw:
             ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
@@ -537,6 +542,12 @@ def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
     return saved.is_floating_point and not (
         wanted.is_floating_point or wanted.is_complex or wanted == torch.bool
     )
+
+
+def _is_quantized(saved: torch.dtype, wanted: torch.Tensor, has_scale: bool) -> bool:
+    """Whether what is saved in 8 bits means nothing without scales that the model does not take; masks have none."""
+    is_code = has_scale or saved in (torch.int8, torch.uint8)
+    return is_code and wanted.dtype.is_floating_point and isinstance(wanted, nn.Parameter)
 
 
 def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str, str]:
