@@ -44,6 +44,11 @@ TEXT = {
         first_k_dense_replace=1,
     ),
     "qwen3": lambda: transformers.Qwen3Config(**TINY, num_key_value_heads=2, head_dim=8),
+    "gemma4, layers that differ and share": lambda: transformers.Gemma4TextConfig(
+        **TINY | {"num_hidden_layers": 4}, num_key_value_heads=2, num_global_key_value_heads=1, head_dim=8,
+        global_head_dim=12, sliding_window=5, layer_types=["sliding_attention", "full_attention"] * 2,
+        num_kv_shared_layers=2, hidden_size_per_layer_input=4, vocab_size_per_layer_input=40, attention_k_eq_v=True,
+    ),
 }  # fmt: skip
 
 
@@ -53,6 +58,8 @@ def storages(*caches):
     for cache in caches:
         for layer in cache.layers:
             for tensor in (layer.keys, layer.values):
+                if tensor is None:  # it uses another layer's
+                    continue
                 found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
     return sum(found.values())
 
@@ -99,6 +106,31 @@ def test_the_caches_of_a_decoder_that_looks_at_an_encoder(name):
     assert estimate_kv_cache(config, 2, 3, encoder_sequence_length=7) == real
 
 
+def test_a_decoder_that_was_taken_from_an_encoder_has_its_own_layers():
+    config = transformers.WhisperConfig(
+        vocab_size=40, d_model=8, encoder_layers=3, encoder_attention_heads=4, encoder_ffn_dim=8, decoder_layers=1,
+        decoder_attention_heads=2, decoder_ffn_dim=8, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.WhisperForCausalLM(config).eval()
+    with torch.no_grad():
+        cache = model(torch.randint(3, 40, (2, 5)), use_cache=True).past_key_values
+    assert estimate_kv_cache(model.config, 2, 5) == storages(cache)
+
+
+def test_what_is_no_number_or_dtype_is_refused():
+    config = transformers.LlamaConfig(**TINY)
+    with pytest.raises(EstimateError, match="'flot' is not a dtype"):
+        estimate_kv_cache(config, 1, 1, dtype="flot")
+    for wrong in ("2", 1.5, None):
+        with pytest.raises(EstimateError, match=f"sequence_length is {wrong!r}"):
+            estimate_kv_cache(config, 1, wrong)
+    with init_empty_weights():
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(EstimateError, match="batch_size is -2"):
+        estimate_memory(model, batch_size=-2, sequence_length=3)
+
+
 def test_layers_of_other_kinds_are_refused():
     config = transformers.LlamaConfig(**TINY)
     config.layer_types = ["full_attention", "linear_attention", "full_attention"]
@@ -106,7 +138,7 @@ def test_layers_of_other_kinds_are_refused():
         estimate_kv_cache(config, 1, 1)
     with pytest.raises(EstimateError, match="batch_size is -1"):
         estimate_kv_cache(transformers.LlamaConfig(**TINY), -1, 1)
-    with pytest.raises(EstimateError, match="does not say the hidden size"):
+    with pytest.raises(EstimateError, match="does not say the number of layers"):
         estimate_kv_cache(object(), 1, 1)
 
 

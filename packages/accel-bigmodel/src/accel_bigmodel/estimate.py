@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_bigmodel.activations import estimate_activations
 from accel_bigmodel.errors import EstimateError
-from accel_bigmodel.kv_cache import estimate_kv_cache
+from accel_bigmodel.kv_cache import check_counts, estimate_kv_cache
 from accel_bigmodel.outline import Outline
 from accel_ckpt.modules.sizes import dtype_byte_size
 from accel_ckpt.modules.tensors import named_module_tensors
@@ -144,13 +144,16 @@ def estimate_memory(
         example_kwargs: keyword inputs.
 
     Raises:
-        EstimateError: a dtype is unknown, or the model cannot be run on what is given.
+        EstimateError: a dtype is unknown, a number is negative or not whole, or the model cannot be run on what is
+            given.
     """
     inputs = dict(example_kwargs or {})
     config = getattr(model, "config", None)
     text = batch_size is not None and sequence_length is not None
     if (batch_size is None) != (sequence_length is None):
         raise EstimateError("batch_size and sequence_length are given together, or neither")
+    if text:
+        check_counts(batch_size=batch_size, sequence_length=sequence_length)
     if text and not len(example_args) and not inputs:
         inputs = _text_inputs(model, batch_size or 0, sequence_length or 0)
     runs = len(example_args) > 0 or bool(inputs)

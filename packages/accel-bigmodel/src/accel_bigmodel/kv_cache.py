@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -28,9 +30,10 @@ def estimate_kv_cache(
     """Bytes of the cache of keys and values while a model generates.
 
     Sum over layers of ``2 x batch x heads of keys and values x tokens x head size x bytes per number``. A layer with a
-    sliding window keeps at most as many tokens as the window has. A decoder that looks at an encoder also keeps the
-    keys and values of the encoder's tokens. Latent attention keeps ``kv_lora_rank + qk_rope_head_dim`` numbers of a
-    token in each layer, as in transformers 5; version 4 kept what they decompress to.
+    sliding window keeps at most as many tokens as the window has, and one that uses another layer's keys and values
+    keeps none. A decoder that looks at an encoder also keeps the keys and values of the encoder's tokens. Latent
+    attention keeps ``kv_lora_rank + qk_rope_head_dim`` numbers of a token in each layer, as in transformers 5; version
+    4 kept what they decompress to.
 
     Args:
         config: the configuration of a transformers model.
@@ -40,48 +43,85 @@ def estimate_kv_cache(
         encoder_sequence_length: tokens (or frames) that the encoder gives; None: ``sequence_length``.
 
     Raises:
-        EstimateError: the configuration does not say what is needed, or has layers of another kind; a number is
-            negative.
+        EstimateError: the configuration does not say what is needed, or has layers of another kind; there is no such
+            dtype; a number is negative, or not whole.
     """
-    if min(batch_size, sequence_length, encoder_sequence_length or 0) < 0:
-        raise EstimateError(
-            f"batch_size is {batch_size}, sequence_length {sequence_length}, encoder_sequence_length "
-            f"{encoder_sequence_length}; give numbers that are not negative"
-        )
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    dtype_of_cache = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
-    numbers = _numbers_per_token(text)
-    tokens = sum(min(sequence_length, window) for window in _windows(text, sequence_length))
+    counts = {"batch_size": batch_size, "sequence_length": sequence_length}
+    if encoder_sequence_length is not None:
+        counts["encoder_sequence_length"] = encoder_sequence_length
+    check_counts(**counts)
+    try:
+        dtype_of_cache = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
+    except ValueError as error:
+        raise EstimateError(f"the dtype of the cache: {error}") from None
+    layers = list(_layers_with_cache(_config_of_text(config)))
+    numbers = sum(
+        _numbers_per_token(layer) * min(sequence_length, _window(layer, kind, sequence_length))
+        for layer, kind in layers
+    )
     if getattr(config, "is_encoder_decoder", False):
         length = sequence_length if encoder_sequence_length is None else encoder_sequence_length
-        tokens += _layers(text) * length
-    return batch_size * tokens * numbers * dtype_of_cache.itemsize
+        numbers += sum(_numbers_per_token(layer) for layer, _ in layers) * length
+    return batch_size * numbers * dtype_of_cache.itemsize
 
 
-def _windows(config: Any, unlimited: int) -> Iterator[int]:
-    """For each layer with a cache, how many tokens it keeps at most."""
-    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
-    if kinds is None:
-        kind = next(
-            (kind for kind, name in _WINDOWS.items() if getattr(config, name, None)), "full_attention"
+def check_counts(**counts: Any) -> None:
+    """Refuse what is no number of things.
+
+    Raises:
+        EstimateError: one is negative, or not whole.
+    """
+    if wrong := [
+        f"{name} is {count!r}"
+        for name, count in counts.items()
+        if not isinstance(count, Integral) or count < 0
+    ]:
+        raise EstimateError(f"{', '.join(wrong)}; give whole numbers that are not negative")
+
+
+def _config_of_text(config: Any) -> Any:
+    """The part of a configuration that speaks of the decoder of text."""
+    if not hasattr(config, "get_text_config"):
+        return config
+    if hasattr(config, "decoder_layers") and not getattr(config, "is_encoder_decoder", False):
+        # A decoder without its encoder: transformers tells their numbers apart only where it sees both.
+        config = copy.deepcopy(config)
+        config.is_encoder_decoder = True
+    return config.get_text_config(decoder=True)
+
+
+def _layers_with_cache(config: Any) -> Iterator[tuple[Any, str]]:
+    """For each layer that keeps keys and values, the configuration that holds for it and its kind."""
+    if getattr(config, "is_heterogeneous", False):
+        layers = list(config.per_layer_config)
+    else:
+        layers = [config] * _first(
+            config, ("num_decoder_layers", "num_hidden_layers", "decoder_layers"), "the number of layers"
         )
-        kinds = [kind] * _layers(config)
-    for kind in kinds:
-        if kind in _WINDOWS:
-            yield int(_first(config, (_WINDOWS[kind],), f"how many tokens a {kind} layer keeps"))
-        elif kind == "full_attention":
-            yield unlimited
-        elif kind not in _WITHOUT_CACHE:
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or [
+        _kind_by_window(layer) for layer in layers
+    ]
+    modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
+    # A configuration that was cut short by hand still lists the kinds of all layers.
+    for layer, kind, mode in zip(layers, kinds, modes, strict=False):
+        if kind not in ("full_attention", *_WINDOWS, *_WITHOUT_CACHE):
             raise EstimateError(
                 f"{type(config).__name__} has layers of the kind {kind!r}, whose state is no cache of keys and values; "
                 f"known are full_attention, {', '.join(_WINDOWS)}"
             )
+        if kind not in _WITHOUT_CACHE and mode != "reuse":
+            yield layer, kind
 
 
-def _layers(config: Any) -> int:
-    return _first(
-        config, ("num_decoder_layers", "num_hidden_layers", "decoder_layers"), "the number of layers"
-    )
+def _kind_by_window(config: Any) -> str:
+    return next((kind for kind, name in _WINDOWS.items() if getattr(config, name, None)), "full_attention")
+
+
+def _window(config: Any, kind: str, unlimited: int) -> int:
+    """How many tokens a layer keeps at most."""
+    if kind not in _WINDOWS:
+        return unlimited
+    return _first(config, (_WINDOWS[kind],), f"how many tokens a {kind} layer keeps")
 
 
 def _heads(config: Any) -> int:
