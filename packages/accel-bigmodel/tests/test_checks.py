@@ -6,7 +6,23 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import DeviceMapError, check_device_map, check_tied_parameters_on_same_device, checks
+from accel_bigmodel import (
+    DeviceMapError,
+    calculate_maximum_sizes,
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    checks,
+    cpu_offload,
+    cpu_offload_with_hook,
+    disk_offload,
+    dispatch_model,
+    estimate_memory,
+    explain_device_map,
+    infer_auto_device_map,
+    load_and_quantize_model,
+    load_checkpoint_and_dispatch,
+    prepare_pippy,
+)
 from accel_bigmodel.checks import execution_device
 
 
@@ -120,3 +136,33 @@ def test_check_tied_parameters_on_same_device(caplog):
     assert "Tied parameters are on different devices: {'embed.weight': 0, 'head.weight': 1}" in caplog.text
     with pytest.raises(DeviceMapError, match=r"no device for 'head.weight'"):
         check_tied_parameters_on_same_device(tied, {"embed": 0})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("gpt2", "the text 'gpt2'"),
+        (Model, "the class Model, and not an object of it"),
+        ({"weight": torch.ones(2)}, "one dict"),
+    ],
+)
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: load_checkpoint_and_dispatch(model, "checkpoint", device_map="auto"),
+        lambda model: load_checkpoint_and_dispatch(model, "checkpoint", device_map={"": "cpu"}),
+        lambda model: dispatch_model(model, {"": "cpu"}),
+        cpu_offload,
+        lambda model: disk_offload(model, "folder"),
+        cpu_offload_with_hook,
+        infer_auto_device_map,
+        explain_device_map,
+        calculate_maximum_sizes,
+        estimate_memory,
+        prepare_pippy,
+        lambda model: load_and_quantize_model(model, None),
+    ],
+)
+def test_what_is_no_model(use, given, said):
+    with pytest.raises(TypeError, match=f"^the model is {said};"):
+        use(given)

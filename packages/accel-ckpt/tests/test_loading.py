@@ -554,3 +554,17 @@ def test_garbage_is_searched_for_again_after_a_load_and_during_a_large_one(tmp_p
         load_weights(nn.Linear(2, 2), Request(tmp_path), Watching())
     assert seen == [not is_small] * 2
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("checkpoint", [None, 3, {"weight": torch.ones(2)}])
+def test_a_checkpoint_that_is_no_path(checkpoint):
+    with pytest.raises(
+        TypeError, match=f"the checkpoint is one {type(checkpoint).__name__}; give the path of"
+    ):
+        load_checkpoint_in_model(Net(), checkpoint)
+
+
+def test_a_model_that_is_none(tmp_path):
+    save_model(Net(), tmp_path)
+    with pytest.raises(TypeError, match=r"the model is the text 'Net'; .*give a torch\.nn\.Module"):
+        load_checkpoint_in_model("Net", tmp_path)

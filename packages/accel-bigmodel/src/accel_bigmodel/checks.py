@@ -13,6 +13,7 @@ from torch import nn
 from accel_bigmodel.budget import HOST_PLACES
 from accel_bigmodel.errors import DeviceMapError
 from accel_bigmodel.usage import entry_of, main_device_of, place_of
+from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
 from accel_ckpt.names import listed
 from accel_state.devices import default_device, device_count
@@ -35,7 +36,9 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
 
     Raises:
         DeviceMapError: names what has no device, or what ``strict`` refuses.
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     unknown = [name for name in device_map if not _has(model, name)]
     if unknown:
         message = _unknown_names(unknown, _all_names(model))

@@ -33,6 +33,7 @@ from accel_bigmodel.usage import main_device_of, place_of
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.tensors import (
+    check_is_module,
     check_nothing_on_meta,
     get_non_persistent_buffers,
     refuse_without_values,
@@ -277,6 +278,7 @@ def _device(place: Device) -> torch.device | str:
 
 
 def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
+    check_is_module(model)
     if wanted is not None:
         return torch.device(_device(wanted))
     first = next(model.parameters(), None)

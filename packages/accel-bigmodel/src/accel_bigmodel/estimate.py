@@ -14,7 +14,7 @@ from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.kv_cache import check_counts, estimate_kv_cache
 from accel_bigmodel.outline import Outline
 from accel_ckpt.modules.sizes import dtype_byte_size
-from accel_ckpt.modules.tensors import named_module_tensors
+from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
 
 __all__ = [
     "MemoryEstimate",
@@ -146,7 +146,9 @@ def estimate_memory(
     Raises:
         EstimateError: a dtype is unknown, a number is negative or not whole, or the model cannot be run on what is
             given.
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     inputs = dict(example_kwargs or {})
     config = getattr(model, "config", None)
     text = batch_size is not None and sequence_length is not None

@@ -14,6 +14,7 @@ from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.stages import check_split_points, choose_split_points, generate_device_map
 from accel_bigmodel.tracing import Inputs, Program, Weights, are_still_those_of, tensors_of
 from accel_ckpt.coordination import default_coordinator, run_together
+from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.names import listed
 from accel_state.collectives import broadcast, broadcast_object_list
 from accel_state.process import PartialState
@@ -319,6 +320,7 @@ def _copied_from_last(output: Any) -> Any:
 
 
 def _check_model(model: nn.Module) -> None:
+    check_is_module(model)
     _check_mode(model)
     if getattr(model, "hf_split_points", None) is not None:
         raise PipelineError(

@@ -15,7 +15,7 @@ from torch import nn
 from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.index import WeightFiles
-from accel_ckpt.modules.tensors import refuse_without_values, rewrap
+from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
 from accel_ckpt.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
@@ -446,6 +446,7 @@ class _ModelTensors(NamedTuple):
 
 
 def _tensors_of(model: nn.Module) -> _ModelTensors:
+    check_is_module(model)
     modules = prefixed_modules(model)
     found: dict[int, Target] = {}
     targets: dict[str, Target] = {}

@@ -103,7 +103,15 @@ def open_weights(
         checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
         revision: of the repository: branch, tag or commit.
         token: for a private repository; by default the one that was logged in with.
+
+    Raises:
+        TypeError: ``checkpoint`` is no path.
     """
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(
+            f"the checkpoint is one {type(checkpoint).__qualname__}; give the path of a folder, file or index, or the "
+            "name of a repository of the hub as 'owner/name'. Tensors in memory go to model.load_state_dict"
+        )
     if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
         checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
     elif revision is not None or token is not None:

@@ -13,6 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from accel_ckpt.modules.tensors import check_is_module
+
 __all__ = [
     "MOVES",
     "ModelHook",
@@ -170,8 +172,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         The module.
 
     Raises:
-        TypeError: ``hook`` is no hook of this library, or its ``init_hook`` returned no module.
+        TypeError: ``module`` is none, ``hook`` is no hook of this library, or its ``init_hook`` returned no module.
     """
+    check_is_module(module)
     _check_hook(hook)
     present = hook_of(module)
     if present is not None and append:

@@ -25,7 +25,7 @@ from accel_bigmodel.quantization.selection import (
 from accel_ckpt.errors import UninitializedTensorError
 from accel_ckpt.loading import Placer, Request, Step, Target, load_weights
 from accel_ckpt.memory import mapped_file_of, trim_heap
-from accel_ckpt.modules.tensors import check_nothing_on_meta, get_non_persistent_buffers
+from accel_ckpt.modules.tensors import check_is_module, check_nothing_on_meta, get_non_persistent_buffers
 from accel_ckpt.names import listed
 from accel_ckpt.weights import WeightSource
 
@@ -79,6 +79,7 @@ def load_and_quantize_model(
         ``is_loaded_in_4bit``. ``is_quantized`` is not set: who sets it, in transformers, also sets ``hf_quantizer``.
 
     Raises:
+        TypeError: ``model`` is no module.
         MissingDependencyError: the engine is not installed.
         QuantizationError: nothing to quantise; a layer that cannot be quantised, or not on this device; a checkpoint
             that was quantised in another way. Names the layers.
@@ -87,6 +88,7 @@ def load_and_quantize_model(
         OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
         StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
     """
+    check_is_module(model)
     engine = quantization_engine(bnb_quantization_config)
     config = bnb_quantization_config
     layers = select_layers(model, config)

@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch import nn
 
-from accel_ckpt.modules.tensors import named_module_tensors
+from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
 from accel_ckpt.tensors import parse_dtype
 
 __all__ = [
@@ -65,7 +65,11 @@ def compute_module_sizes(
         dtype: floating tensors count with at most this dtype's size.
         special_dtypes: dtypes of single tensors by name; they go before ``dtype``.
         buffers_only: leave out the parameters.
+
+    Raises:
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     cap = None if dtype is None else dtype_byte_size(dtype)
     sizes: defaultdict[str, int] = defaultdict(int)
     for name, tensor in _tensors(model, buffers_only):

@@ -14,11 +14,31 @@ from accel_ckpt.names import listed
 from accel_ckpt.tensors import parse_dtype
 
 __all__ = [
+    "check_is_module",
     "check_nothing_on_meta",
     "get_non_persistent_buffers",
     "named_module_tensors",
     "set_module_tensor_to_device",
 ]
+
+
+def check_is_module(model: object) -> None:
+    """Refuse what stands for a model, and is none: a name, a class, a state dict.
+
+    Raises:
+        TypeError: says what it is.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, type):
+        given = f"the class {model.__name__}, and not an object of it"
+    elif isinstance(model, str):
+        given = f"the text {model!r}; only checkpoints are named"
+    else:
+        given = f"one {type(model).__qualname__}"
+    raise TypeError(
+        f"the model is {given}; give a torch.nn.Module, which may have been built under init_empty_weights()"
+    )
 
 
 def named_module_tensors(
