@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel import init_empty_weights, init_on_device
+from accel_bigmodel import init_empty_weights, init_on_device, set_module_tensor_to_device
 from accel_ckpt import check_nothing_on_meta, find_tied_parameters
 from accel_ckpt.errors import UninitializedTensorError
 from accel_state import patch_environment
@@ -47,6 +47,18 @@ def test_more_than_any_memory():
     with init_empty_weights():
         model = nn.Sequential(*[nn.Linear(10_000, 10_000) for _ in range(100)])
     assert sum(p.numel() for p in model.parameters()) > 10**10
+
+
+def test_a_parameter_larger_than_any_memory():
+    with init_empty_weights():
+        model = nn.Linear(2**22, 2**24)
+    assert model.weight.nbytes == 2**48
+    with pytest.raises(RuntimeError, match="memory"), init_empty_weights(), init_on_device("cpu"):
+        nn.Linear(2**22, 2**24)
+    with pytest.raises(RuntimeError, match="memory"):
+        torch.empty(2**46)
+    with pytest.raises(TypeError), init_empty_weights():
+        torch.empty("many")
 
 
 def test_persistent_buffers_are_emptied_and_others_keep_their_values():
@@ -134,6 +146,28 @@ def test_class_attributes_and_requires_grad_are_kept():
     assert special.device.type == "cpu", "the parameter that was handed in is left as it was"
 
 
+class Scaled(nn.Parameter):
+    """Its constructor wants more than a tensor."""
+
+    def __new__(cls, data, scale):
+        made = torch.Tensor._make_subclass(cls, data, True)
+        made.scale = scale
+        return made
+
+    def __init__(self, data, scale):
+        pass
+
+
+def test_parameters_whose_constructor_wants_more():
+    with init_empty_weights():
+        module = nn.Module()
+        module.weight = Scaled(torch.ones(2), 3)
+    set_module_tensor_to_device(module, "weight", "cpu", torch.full((2,), 5.0))
+    assert type(module.weight) is Scaled
+    assert module.weight.scale == 3
+    assert module.weight.tolist() == [5.0, 5.0]
+
+
 def test_ties_stay_ties():
     with init_empty_weights():
         model = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.Linear(2, 3)})
@@ -219,7 +253,13 @@ def test_lazy_modules():
     assert lazy.weight.device.type == "meta"
     with init_empty_weights(include_buffers=True):
         norm = nn.LazyBatchNorm1d()
-    assert norm.weight.device.type == "meta"
+        lazy = nn.UninitializedParameter()
+        lazy.note = "kept"
+        norm.register_parameter("other", lazy)
+    assert norm.other.note == "kept"
+    del norm.other
+    assert norm(torch.ones(2, 3, device="meta")).device.type == "meta"
+    assert set(devices(norm).values()) == {"meta"}
 
 
 def test_init_on_device_with_buffers_makes_every_tensor_there():

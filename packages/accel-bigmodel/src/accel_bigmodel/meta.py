@@ -7,8 +7,8 @@ module installs act only inside of its context managers, and there only for the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_torch
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ckpt.modules.tensors import rewrap
@@ -65,7 +66,11 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
         include_buffers = environment.parse_flag_from_env(_INCLUDE_BUFFERS, False)
     target = torch.empty(0, device=device).device  # with its index
     placement = _Placement(target, include_buffers)
-    everything = target if include_buffers and target.type != "meta" else nullcontext()
+    everything: AbstractContextManager[Any] = nullcontext()
+    if target.type == "meta":
+        everything = _EmptyWithoutRoom()
+    elif include_buffers:
+        everything = target
     _install()
     token = _placement.set(placement)
     try:
@@ -74,6 +79,25 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     finally:
         _placement.reset(token)
         placement.finish_all()
+
+
+class _EmptyWithoutRoom(TorchFunctionMode):
+    """Makes an empty tensor that the host has no room for on the meta device.
+
+    A parameter is made with memory, which costs nothing as long as it is not touched, and leaves it when it is
+    registered. But the kernel refuses to promise more than there is: the stacked experts of a large model, for one.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        try:
+            return func(*args, **options)
+        except RuntimeError:
+            if func is not torch.empty or torch.device(options.get("device") or "cpu").type != "cpu":
+                raise
+            return func(*args, **{**options, "device": "meta"})
 
 
 class _Placement:
@@ -96,9 +120,8 @@ class _Placement:
         return moved
 
     def _move_parameter(self, parameter: Any) -> nn.Parameter:
-        if is_lazy(parameter):  # neither shape nor data yet
-            kind: Any = parameter.__class__
-            lazy: nn.Parameter = kind(parameter.requires_grad, self._device, parameter.dtype)
+        if is_lazy(parameter):
+            lazy: nn.Parameter = _lazy_on(self._device, parameter)
             return lazy
         return rewrap(parameter, parameter.detach().to(self._device))
 
@@ -119,7 +142,7 @@ class _Placement:
             return
         for name, buffer in module._buffers.items():
             hidden = name in module._non_persistent_buffers_set
-            if not (buffer is None or hidden or is_lazy(buffer)):
+            if buffer is not None and not hidden:
                 module._buffers[name] = self._move_buffer(buffer)
 
     def finish_all(self) -> None:
@@ -129,9 +152,18 @@ class _Placement:
 
     def _move_buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         if buffer not in self._moved:
-            self._moved[buffer] = buffer.to(self._device)
+            self._moved[buffer] = (
+                _lazy_on(self._device, buffer) if is_lazy(buffer) else buffer.to(self._device)
+            )
         moved: torch.Tensor = self._moved[buffer]
         return moved
+
+
+def _lazy_on(device: torch.device, tensor: Any) -> Any:
+    """A parameter or buffer that has neither shape nor data yet, as it would have been made for another device."""
+    lazy = type(tensor)(tensor.requires_grad, device, tensor.dtype)
+    lazy.__dict__.update(tensor.__dict__)
+    return lazy
 
 
 # A context variable: each thread has its own, and contexts nest.

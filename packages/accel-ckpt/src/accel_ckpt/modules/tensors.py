@@ -173,9 +173,13 @@ def _shared(
 def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     """A parameter over ``data`` with the class, attributes and ``requires_grad`` of another one."""
     grad = bool(old.requires_grad) and (data.dtype.is_floating_point or data.dtype.is_complex)
+    new: nn.Parameter
     # A parameter over a tensor subclass, such as a quantised one, is of that class: isinstance() would say so, too.
-    kind = type(old) if issubclass(type(old), nn.Parameter) else nn.Parameter
-    new: nn.Parameter = kind(data, requires_grad=grad)
+    if issubclass(type(old), nn.Parameter) and type(data) in (torch.Tensor, nn.Parameter):
+        # Not by its constructor, which may want arguments that nobody knows; what it made of them is copied.
+        new = torch.Tensor._make_subclass(type(old), data, grad)
+    else:
+        new = nn.Parameter(data, requires_grad=grad)
     new.__dict__.update(old.__dict__)
     return new
 
