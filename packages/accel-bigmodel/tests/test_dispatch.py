@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError, FakeTen
 from accel_bigmodel import (
     AlignDevicesHook,
     DeviceMapError,
+    ModelHook,
     OffloadError,
+    add_hook_to_module,
     checks,
     cpu_offload,
     disk_offload,
@@ -22,8 +24,10 @@ from accel_bigmodel import (
     has_offloaded_params,
     init_empty_weights,
     offload_stats,
+    remove_hook_from_module,
     undispatch,
 )
+from accel_bigmodel.hooks.base import hook_of
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
     FileChangedError,
@@ -338,6 +342,8 @@ def where(model):
         ({"device_map": {"": "disk"}}, OffloadError, "pass offload_dir"),
         ({"device_map": {"embed": "cpu"}}, DeviceMapError, "blocks"),
         ({"main_device": 99}, DeviceMapError, "99"),
+        ({"main_device": "disk"}, DeviceMapError, "'disk' cannot compute"),
+        ({"main_device": "meta"}, DeviceMapError, "brings weights to 'cpu', but the main device is 'meta'"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_changed(expected, dispatched, options, error, match):
@@ -471,7 +477,7 @@ def test_hooks_that_fail_in_the_middle_are_taken_off(expected, monkeypatch, erro
     model = build()
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     with monkeypatch.context() as patch:
-        patch.setattr(dispatch, "_prepare_encoder", fail)
+        patch.setattr(dispatch, "_encoder_hook", fail)
         with pytest.raises(error, match="no encoder"):
             cpu_offload(model, transfer=HostTransfer())
     assert not hasattr(model, "hf_device_map")
@@ -480,6 +486,64 @@ def test_hooks_that_fail_in_the_middle_are_taken_off(expected, monkeypatch, erro
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert torch.equal(answer(model), expected)
     assert torch.equal(answer(cpu_offload(model, transfer=HostTransfer())), expected)
+
+
+class PlusOne(ModelHook):
+    def post_forward(self, module, output):
+        return output + 1
+
+
+def test_hooks_of_users_stay_and_keep_no_weights_from_moving(expected):
+    model = build()
+    for module in (model, *model.blocks):
+        add_hook_to_module(module, PlusOne())
+    expected = answer(model)
+    dispatch_model(model, {"embed": "cpu", "head": "cpu", **{f"blocks.{number}": "cpu" for number in range(4)}},
+                   transfer=HostTransfer(), force_hooks=True)  # fmt: skip
+    added_later = PlusOne()
+    add_hook_to_module(model, added_later, append=True)
+    assert torch.equal(answer(model), expected + 1)
+    assert offload_stats(model).hits == 6
+    undispatch(model)
+    assert torch.equal(answer(model), expected + 1)
+    assert [hook_of(module) for module in model.modules() if type(hook_of(module)) is AlignDevicesHook] == []
+    remove_hook_from_module(model, recurse=True)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_weights_go_on_moving_when_a_user_takes_a_hook_off(expected):
+    model = build()
+    add_hook_to_module(model.blocks[0], PlusOne())
+    cpu_offload(model, transfer=HostTransfer())
+    remove_hook_from_module(model.blocks[0])
+    assert torch.equal(answer(model), expected)
+    assert offload_stats(model).hits == 6
+    undispatch(model)
+    assert torch.equal(answer(model), expected)
+
+
+def test_what_streams_under_hooks_is_known():
+    model = dispatch_model(
+        build(),
+        dict.fromkeys(("embed", "head", "blocks"), "cpu"),
+        transfer=HostTransfer(),
+        force_hooks=True,
+    )
+    with pytest.raises(OffloadError, match="streamed already"):
+        cpu_offload(nn.Sequential(model), transfer=HostTransfer())
+    twin = undispatch(copy.deepcopy(model))
+    assert all("forward" not in module.__dict__ for module in twin.modules())
+
+
+def test_a_default_device_does_not_take_what_belongs_in_host_memory(tmp_path, expected):
+    model = build()
+    model.register_buffer("nothing", torch.zeros(0, 3))
+    save_model(model, tmp_path)
+    with torch.device("meta"), torch.no_grad():
+        load_checkpoint_in_model(model, tmp_path)
+        cpu_offload(model, "cpu", transfer=HostTransfer())
+        assert torch.equal(model(TOKENS), expected)
+    assert all(tensor.is_cpu for tensor in model.state_dict().values())
 
 
 def test_a_move_that_fails_in_the_middle_is_undone(monkeypatch):

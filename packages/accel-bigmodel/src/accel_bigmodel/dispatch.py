@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_bigmodel.budget import available_host_memory
 from accel_bigmodel.checks import check_device_map, check_exists, execution_device
-from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.base import (
     MOVES,
@@ -20,7 +20,7 @@ from accel_bigmodel.hooks.base import (
     SequentialHook,
     add_hook_to_module,
     hook_of,
-    remove_hook_from_submodules,
+    take_hook_off,
 )
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
 from accel_bigmodel.stores import OffloadCache
@@ -68,6 +68,8 @@ class Dispatch:
         """Where modules compute whose weights wait elsewhere."""
         self.mover = mover
         """What brings weights, if something has to: to a device, or from the disk to memory ahead of their use."""
+        self.hooks: list[tuple[nn.Module, ModelHook]] = []
+        """What was put on modules, beside the hooks that users put there."""
 
 
 def dispatch_model(
@@ -118,7 +120,8 @@ def dispatch_model(
         The model.
 
     Raises:
-        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
+        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights;
+            the main device is none that computes, or not the transfer's.
         OffloadError: weights are to wait on disk and are in no file, and there is no ``offload_dir``.
         UninitializedTensorError: tensors on the meta device, with no values for them.
         StateMismatchError: the values have other shapes.
@@ -127,8 +130,13 @@ def dispatch_model(
     device_budget, host_budget = memory_sizes(device_memory, host_memory)
     check_device_map(model, device_map, strict=True)
     places = {name: _device(place) for name, place in device_map.items()}
-    main = torch.device(main_device_of(places) if main_device is None else _device(main_device))
+    main = torch.device(main_device_of(places)) if main_device is None else _computing_device(main_device)
     check_exists(main, "main_device is")
+    if transfer is not None and execution_device(transfer.device) != execution_device(main):
+        raise DeviceMapError(
+            f"the transfer brings weights to {str(transfer.device)!r}, but the main device is {str(main)!r}; "
+            "make the transfer for that device"
+        )
 
     def make_plan() -> _Plan:
         streams = transfer is not None or main != CPU
@@ -153,11 +161,15 @@ def dispatch_model(
     mover = streamer or _pager(plan, preload_module_classes, host_budget)
     plan.move()
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
-    model._accel_dispatch = Dispatch(places, main, mover)  # type: ignore[assignment]
+    model._accel_dispatch = dispatch = Dispatch(places, main, mover)  # type: ignore[assignment]
     try:
         if mover is not None:
             mover.attach()
-        _attach(plan, skip_keys, force_hooks, guard=mover is not None)
+        for module, hook in _hooks(plan, skip_keys, force_hooks):
+            dispatch.hooks.append((module, hook))
+            add_hook_to_module(module, hook, append=True)
+        if mover is not None or _spread(plan):
+            _guard(model)
     except BaseException:
         undispatch(model)
         plan.put_back()
@@ -229,7 +241,7 @@ def disk_offload(
 
 
 def undispatch(model: Model) -> Model:
-    """Take back what ``dispatch_model`` attached. Every tensor stays where it waits: it has its values there.
+    """Take back what ``dispatch_model`` attached, and nothing else. Every tensor stays where it waits: with its values.
 
     Args:
         model: a model, dispatched or not.
@@ -241,7 +253,11 @@ def undispatch(model: Model) -> Model:
         dispatch.mover.detach()
     carrier = _carrier(model)
     del carrier.__dict__["_accel_dispatch"]
-    remove_hook_from_submodules(model)
+    for module, hook in dispatch.hooks:
+        take_hook_off(module, hook)
+    for name in MOVES:
+        if isinstance(vars(carrier).get(name), _Refusal):
+            delattr(carrier, name)
     del carrier.hf_device_map
     return model
 
@@ -277,10 +293,19 @@ def _device(place: Device) -> torch.device | str:
     return "disk" if place == "disk" else execution_device(place) or CPU
 
 
+def _computing_device(device: Device) -> torch.device:
+    found = _device(device)
+    if not isinstance(found, torch.device):
+        raise DeviceMapError(
+            f"{device!r} cannot compute; give the index of an accelerator, or a device such as 'cpu'"
+        )
+    return found
+
+
 def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
     check_is_module(model)
     if wanted is not None:
-        return torch.device(_device(wanted))
+        return _computing_device(wanted)
     first = next(model.parameters(), None)
     return CPU if first is None or first.device.type == "meta" else first.device
 
@@ -537,32 +562,34 @@ class AddedLater(ModelHook):
             ) from error
 
 
-def _attach(plan: _Plan, skip_keys: str | Sequence[str] | None, force_hooks: bool, *, guard: bool) -> None:
-    """Put hooks on the model; ``guard`` it against being moved in any case."""
+def _spread(plan: _Plan) -> bool:
+    """Whether parts of the model compute, or wait, on several devices."""
+    places = set(plan.places.values())
+    return plan.main != CPU and (len(places) > 1 or not places.isdisjoint({"disk", CPU}))
+
+
+def _hooks(
+    plan: _Plan, skip_keys: str | Sequence[str] | None, force: bool
+) -> Iterator[tuple[nn.Module, ModelHook]]:
+    """The hooks that the modules of a model need."""
     model = plan.model
     files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
     hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
-    places = set(plan.places.values())
-    spread = plan.main != CPU and (len(places) > 1 or not places.isdisjoint({"disk", CPU}))
-    if spread or force_hooks:
+    if force or _spread(plan):
         hooks.append(AddedLater(plan.names.values()))
         for name, place in plan.places.items():
             device = plan.main if place in ("disk", CPU) else torch.device(place)
             owner = _module(model, name)
             if owner is not model:
-                add_hook_to_module(owner, align_inputs(device, skip_keys=skip_keys), append=True)
+                yield owner, align_inputs(device, skip_keys=skip_keys)
         hooks.append(align_inputs(plan.main, io_same_device=True, skip_keys=skip_keys))
     if hooks:
-        add_hook_to_module(model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks), append=True)
-    if spread or guard:
-        for name in MOVES:
-            if hasattr(type(model), name):
-                setattr(model, name, _Refusal(name))
-    _prepare_encoder(model)
+        yield model, hooks[0] if len(hooks) == 1 else SequentialHook(*hooks)
+    yield from _encoder_hook(model)
 
 
-def _prepare_encoder(model: nn.Module) -> None:
-    """Give the encoder of an encoder-decoder a hook that brings outputs back to the device of the inputs.
+def _encoder_hook(model: nn.Module) -> Iterator[tuple[nn.Module, ModelHook]]:
+    """For the encoder of an encoder-decoder a hook that brings outputs back to the device of the inputs.
 
     transformers' ``generate()`` asks the hook of a dispatched model's encoder for that. Where there is no hook it makes
     one of Accelerate's, and fails if Accelerate is not installed.
@@ -571,7 +598,14 @@ def _prepare_encoder(model: nn.Module) -> None:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
         encoder = get_encoder()
         if isinstance(encoder, nn.Module) and encoder is not model and hook_of(encoder) is None:
-            add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True))
+            yield encoder, AlignDevicesHook(io_same_device=True)
+
+
+def _guard(model: nn.Module) -> None:
+    """Guard a model against being moved."""
+    for name in MOVES:
+        if hasattr(type(model), name):
+            setattr(model, name, _Refusal(name))
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:

@@ -98,7 +98,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
             f"{count * dtype.itemsize}: the index is of another model, or the file is truncated"
         )
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return map_file(path, size).view(dtype).view(shape)
 
 

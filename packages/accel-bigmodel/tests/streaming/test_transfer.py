@@ -264,12 +264,16 @@ def test_weights_in_host_blocks_are_sent_as_they_lie():
     transfer.close()
 
 
-def test_slots_are_kept_from_others_until_their_copies_are_done():
+def test_slots_are_kept_from_others_until_their_copies_and_uses_are_done():
     transfer = Fake()
     tensors, layout = group(1)
     slot = slot_for(transfer, layout)
-    transfer.copy("a", tensors, layout, slot).wait()
-    assert transfer.kept == [("copies", slot.address)]
+    pending = transfer.copy("a", tensors, layout, slot)
+    # A user may compute on another stream than the one on which the slot was allocated.
+    transfer.compute = Stream(transfer.log, "other")
+    pending.wait()
+    assert transfer.log[-1] == "other waits for e1"
+    assert transfer.kept == [("copies", slot.address), ("other", slot.address)]
     transfer.close()
 
 

@@ -85,7 +85,7 @@ class Arena:
         count = math.prod(shape)
         nbytes = count * dtype.itemsize
         if not nbytes:
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         if self._area is None or self._used + nbytes > len(self._area):
             # Whole huge pages, which the kernel also aligns to them.
             self._area, self._used = _new_area(max(_ARENA, -(-nbytes // _HUGE) * _HUGE)), 0
@@ -274,7 +274,9 @@ class HostBuffers:
         free = self._free.get((size, pinned))
         if free:
             return free.pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else new_bytes(size)
+        return (
+            torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True) if pinned else new_bytes(size)
+        )
 
     def give_back(self, buffer: torch.Tensor, pinned: bool) -> None:
         """Let the next save have it."""

@@ -224,7 +224,7 @@ class MappedShard:
         """
         entry = self.header.entries[name]
         if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype)
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         size = entry.dtype.itemsize
         if entry.offset % size:
             loose = torch.frombuffer(self._map(), dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
@@ -259,7 +259,7 @@ def _mapped_digest(content: torch.Tensor) -> str | None:
 
 def read_entry(entry: TensorEntry) -> torch.Tensor:
     """Read one tensor of a safetensors file into memory of its own."""
-    tensor = torch.empty(entry.shape, dtype=entry.dtype)
+    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.offset)

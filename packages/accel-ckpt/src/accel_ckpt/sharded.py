@@ -198,7 +198,7 @@ class BoxFiles:
 
     def whole(self, name: str) -> torch.Tensor:
         """A tensor put together, in memory of its own."""
-        result = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        result = torch.empty(self.shapes[name], dtype=self.dtype(name), device="cpu")
         for place, shard in self._boxes[name]:
             part = shard.tensor(name)
             result[tuple(slice(o, o + n) for o, n in zip(place.offsets, part.shape, strict=True))] = part

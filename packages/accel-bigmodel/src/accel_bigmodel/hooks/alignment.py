@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.hooks.align import AlignDevicesHook, moved_to
-from accel_bigmodel.hooks.base import SequentialHook, hook_of
+from accel_bigmodel.hooks.base import SequentialHook, forwards_of, hook_of
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_ckpt.errors import UninitializedTensorError
 
@@ -120,11 +120,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 
 def _offloading(module: nn.Module) -> list[Any]:
     """What brings the parameters of a module: hooks, and what wraps its forward."""
-    around, forward = [], vars(module).get("forward")
-    while forward is not None:
-        around.append(forward)
-        forward = getattr(forward, "__wrapped__", None)
-    return [each for each in [*_hooks_of(module), *around] if getattr(each, "offload", False)]
+    return [each for each in [*_hooks_of(module), *forwards_of(module)] if getattr(each, "offload", False)]
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ look for these names.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,11 +20,13 @@ __all__ = [
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
+    "forwards_of",
     "hook_of",
     "outside_graphs",
     "put_hook",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
+    "take_hook_off",
 ]
 
 P = ParamSpec("P")
@@ -213,23 +215,62 @@ def hook_of(module: nn.Module) -> Any:
     return vars(module).get("_hf_hook")
 
 
+def forwards_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    """What was put around the ``forward`` of a module, one in the other, the outermost first."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        yield forward
+        forward = getattr(forward, "__wrapped__", None)
+
+
 def put_hook(module: nn.Module, hook: ModelHook | None) -> None:
-    """Surround ``forward`` with a hook that has begun already, or with none; the one that is there is not told."""
+    """Surround ``forward`` with a hook that has begun already, or with none; the one that is there is not told.
+
+    What others put around the hooked ``forward`` stays there.
+    """
     attributes = vars(module)
+    present = attributes.pop("_hf_hook", None)
     if hook is not None:
+        attributes["_hf_hook"] = hook
         if "_old_forward" not in attributes:
             attributes["_old_forward"] = _own_forward(module)
-        attributes["_hf_hook"] = hook
+        elif present is None or isinstance(present, ModelHook):
+            return  # the hooked forward looks its hook up for each call
         hooked = functools.partial(_hooked_forward, module)
         attributes["forward"] = functools.update_wrapper(hooked, attributes["_old_forward"])
-        return
-    attributes.pop("_hf_hook", None)
-    if "_old_forward" in attributes:
+    elif "_old_forward" in attributes and not _is_wrapped(module):
         old = attributes.pop("_old_forward")
         if _is_of_class(module, old):
             attributes.pop("forward", None)
         else:
             attributes["forward"] = old
+
+
+def _is_wrapped(module: nn.Module) -> bool:
+    """Whether something stands around the hooked ``forward`` of a module, and goes on calling it."""
+    outer = list(forwards_of(module))[1:]
+    return any(isinstance(each, functools.partial) and each.func is _hooked_forward for each in outer)
+
+
+def take_hook_off(module: nn.Module, hook: ModelHook) -> None:
+    """Take one hook off a module, if it is there, and leave those that were put beside it."""
+    present = hook_of(module)
+    left = _all_but(hook, present)
+    if left is not present:
+        hook.detach_hook(module)
+        put_hook(module, left)
+
+
+def _all_but(hook: ModelHook, present: Any) -> Any:
+    if present is hook:
+        return None
+    if not isinstance(present, SequentialHook):
+        return present
+    left = [_all_but(hook, each) for each in present.hooks]
+    if all(new is old for new, old in zip(left, present.hooks, strict=True)):
+        return present
+    left = [each for each in left if each is not None]
+    return SequentialHook(*left) if len(left) > 1 else next(iter(left), None)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
@@ -264,7 +305,9 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    hook: ModelHook = module._hf_hook
+    hook = vars(module).get("_hf_hook")
+    if hook is None:  # it went, and what was put around it stayed
+        return module._old_forward(*args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
         if hook.no_grad:

@@ -15,7 +15,7 @@ from torch import nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
-from accel_bigmodel.streaming.gates import Gate
+from accel_bigmodel.streaming.gates import Gate, gates_of
 from accel_bigmodel.streaming.groups import Group
 from accel_bigmodel.streaming.host_blocks import gather
 from accel_bigmodel.streaming.members import Load, Member, TiedUses
@@ -158,8 +158,7 @@ class Streamer:
                         f"{group.name!r} was compiled by torch.jit, which runs its parts without telling anybody, so "
                         "its weights cannot be streamed; place it on the device, or offload what it was compiled from"
                     )
-                gate = module.__dict__.get("forward")
-                if isinstance(gate, Gate) and gate.is_open() and not gate.belongs_to(replacing):
+                if any(gate.is_open() and not gate.belongs_to(replacing) for gate in gates_of(module)):
                     raise OffloadError(
                         f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
                     )
@@ -187,8 +186,8 @@ class Streamer:
 
     def _copied_gates(self) -> list[Gate]:
         """Those that came with a copied model."""
-        forwards = [module.__dict__.get("forward") for module in self._model.modules()]
-        return [gate for gate in forwards if isinstance(gate, Gate) and gate.belongs_to(self)]
+        gates = [gate for module in self._model.modules() for gate in gates_of(module)]
+        return [gate for gate in gates if gate.belongs_to(self)]
 
     def is_copied(self, memo: dict[int, Any]) -> bool:
         """Whether ``copy.deepcopy`` is at work on the whole model; ``memo`` is its memory."""

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_bigmodel.hooks.base import forwards_of
+
 if TYPE_CHECKING:
     from accel_bigmodel.streaming.engine import Streamer
 
-__all__ = ["Gate"]
+__all__ = ["Gate", "gates_of"]
 
 
 class Gate:
@@ -132,3 +134,8 @@ class Gate:
                 del self._module.__dict__["forward"]
             else:
                 self._module.__dict__["forward"] = self._inner
+
+
+def gates_of(module: nn.Module) -> list[Gate]:
+    """The gates at a module, also those under hooks and under other wrappers that name what they wrap."""
+    return [forward for forward in forwards_of(module) if isinstance(forward, Gate)]

@@ -107,7 +107,7 @@ class HostTransfer:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory."""
         with torch.inference_mode(False):
-            return torch.empty(nbytes, dtype=torch.uint8)
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
         """Ask the thread for a copy; see ``Transfer``."""
@@ -275,7 +275,7 @@ class AcceleratorTransfer:
         return torch.accelerator.current_stream(self.device)
 
     def _pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.is_pinned()
@@ -304,7 +304,13 @@ class AcceleratorTransfer:
         done = self._new_event(timed=True)
         runs = self.host_blocks.runs(sources, layout)
         job = self._thread.submit(self._send, sources, runs, layout, slot, slot.views(layout), done)
-        return _DeviceCopy(job, done, self._compute_stream)
+        return _DeviceCopy(job, done, partial(self._follow, done, slot.buffer))
+
+    def _follow(self, done: Any, memory: torch.Tensor) -> None:
+        """Let the computation go on behind an event. It may be on another stream than when the memory was allocated."""
+        stream = self._compute_stream()
+        stream.wait_event(done)
+        self._keep_for(stream, memory)
 
     def _send(
         self,
@@ -379,31 +385,31 @@ class _Staging:
     """A pinned buffer, and the event behind the last copy from it."""
 
     def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.sent: Any = None
 
 
 class _DeviceCopy:
     """A copy on the stream: first the thread asks for it, then the device does it."""
 
-    __slots__ = ("_compute_stream", "_done", "_job")
+    __slots__ = ("_done", "_follow", "_job")
 
-    def __init__(self, job: _Job, done: Any, compute_stream: Callable[[], Any]) -> None:
+    def __init__(self, job: _Job, done: Any, follow: Callable[[], None]) -> None:
         self._job = job
         self._done = done
-        self._compute_stream = compute_stream
+        self._follow = follow
 
     def ready(self) -> bool:
         return self._job.done and bool(self._done.query())
 
     def wait(self) -> None:
         self._job.wait()
-        self._compute_stream().wait_event(self._done)
+        self._follow()
 
     def settle(self) -> None:
         self._job.settle()
         # An event that was never recorded, for the copy was cancelled or failed, holds nothing up.
-        self._compute_stream().wait_event(self._done)
+        self._follow()
 
     def cancel(self) -> None:
         self._job.cancel()

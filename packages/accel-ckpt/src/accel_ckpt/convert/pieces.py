@@ -56,7 +56,7 @@ class PiecedTensor:
         """The tensor, on the CPU. Needs its own size, and that of one piece if there are several."""
         if len(self.pieces) == 1:
             return self._read(self.pieces[0])
-        result = torch.empty(self.shape, dtype=self.dtype)
+        result = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         for piece in self.pieces:
             box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
             result[box] = self._read(piece)
