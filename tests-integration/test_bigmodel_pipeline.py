@@ -6,6 +6,7 @@ import copy
 import os
 from collections import namedtuple
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -309,6 +310,9 @@ REFUSED = [
     (net, {"example_args": (ids(2),), "split_points": ["blocks.1", "blocks.2"]}, "make 3 stages"),
     (net, {"example_args": (ids(2),), "split_points": "scale"}, "'scale'"),
     (net, {"example_args": (ids(2),), "num_chunks": 0}, "num_chunks must be 1 or more"),
+    (net, {"example_args": (ids(2),), "num_chunks": 2.0}, "num_chunks must be 1 or more and whole, got 2.0"),
+    (net, {"example_args": (ids(2),), "split_points": None}, "'auto' or names of modules in order, got None"),
+    (net, {"example_args": ids(2)}, "example_args must be a tuple of inputs, such as (x,), got one of type Tensor"),
     (net, {}, "no batch to cut"),
     (net, {"example_args": (ids(2),), "example_kwargs": {"typo": 1}}, "typo"),
     (net, {"example_args": (object(),), "example_kwargs": {"ids": ids(2)}}, "[0][0] is of type object"),
@@ -403,6 +407,62 @@ def test_a_stage_that_fails_keeps_no_rank_waiting():
     for own, of_another in ((first[0], second[0]), (second[1], first[1])):
         assert own.startswith("IndexError: index out of range")
         assert of_another.startswith(told)
+
+
+class Spaced(nn.Module):
+    """Returns a structure that is no container to Python."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return SimpleNamespace(y=self.second(hidden), h=hidden)
+
+
+class Heavy(torch.Tensor):
+    def to(self, *args, **kwargs):
+        raise MemoryError("no memory for the inputs")
+
+
+def around_the_stages():
+    """Hooks of the model itself, the structure of its output, and what fails before and after the stages run."""
+    from accel_bigmodel import PipelineError, pipeline, prepare_pippy
+
+    pytree.register_pytree_node(
+        SimpleNamespace,
+        lambda space: (list(vars(space).values()), list(vars(space))),
+        lambda leaves, names: SimpleNamespace(**dict(zip(names, leaves, strict=True))),
+        flatten_with_keys_fn=lambda space: (
+            [(pytree.GetAttrKey(name), leaf) for name, leaf in vars(space).items()],
+            list(vars(space)),
+        ),
+    )
+    plain, model = Spaced().eval(), Spaced().eval()
+    for each in (plain, model):
+        each.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        each.register_forward_hook(lambda _, args, output: SimpleNamespace(y=output.y + 1, h=output.h))
+    prepare_pippy(model, example_args=(X,), gather_output=True)
+    x, rank = torch.arange(12.0).view(3, 4), torch.distributed.get_rank()
+    with torch.no_grad():
+        same(model(x), plain(x))
+    with pytest.raises((MemoryError, PipelineError), match="no memory for the inputs"):
+        model.pippy_stage.step(X.as_subclass(Heavy) if rank == 0 else X)
+    room = pipeline.initialize_tensors
+    if rank == 0:
+        pipeline.initialize_tensors = broken
+    with pytest.raises((MemoryError, PipelineError), match="no memory for a trace"):
+        model(x)
+    pipeline.initialize_tensors = room
+    with torch.no_grad():
+        same(model(x), plain(x))
+    return True
+
+
+def test_hooks_and_structures_of_the_model_itself_and_failures_around_the_stages():
+    assert worlds.run(around_the_stages, 2, timeout=60) == [True, True]
 
 
 class Normed(nn.Module):

@@ -56,6 +56,20 @@ def test_blocks_stay_whole_unless_there_are_fewer_than_processes():
         generate_device_map(deep, 3, no_split_module_classes="Sequential")
 
 
+def test_a_stage_begins_with_a_module_that_is_called():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+            self.attention = nn.MultiheadAttention(4, 2)
+            self.scales = nn.ParameterList([torch.zeros(100)])
+            self.last = nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))
+
+    model = Parts()
+    assert choose_split_points(model, 3) == ["attention", "last"]
+    assert list(generate_device_map(model, 3)) == ["first", "attention", "scales", "last"]
+
+
 def test_classes_that_a_transformers_model_names_stay_whole():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     assert choose_split_points(model, 2) == ["0.1"]

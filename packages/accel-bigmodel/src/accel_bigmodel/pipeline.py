@@ -8,6 +8,7 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import PipelineError
@@ -16,7 +17,7 @@ from accel_bigmodel.tracing import Inputs, Program, Weights, are_still_those_of,
 from accel_ckpt.coordination import default_coordinator, run_together
 from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.names import listed
-from accel_state.collectives import broadcast, broadcast_object_list
+from accel_state.collectives import broadcast
 from accel_state.process import PartialState
 from accel_state.trees import (
     get_data_structure,
@@ -45,7 +46,7 @@ def prepare_pippy(
     model: M,
     split_points: str | Sequence[str] = "auto",
     no_split_module_classes: str | Collection[str] | None = None,
-    example_args: tuple[Any, ...] = (),
+    example_args: Sequence[Any] = (),
     example_kwargs: dict[str, Any] | None = None,
     num_chunks: int | None = None,
     gather_output: bool = False,
@@ -87,10 +88,19 @@ def prepare_pippy(
         return {name: f"{tuple(tensor.shape)} of {tensor.dtype}" for name, tensor in tensors}
 
     def plan() -> tuple[list[str], int, bool]:
-        if chunks < 1:
-            raise PipelineError(f"num_chunks must be 1 or more, got {chunks}")
+        if not isinstance(chunks, int) or chunks < 1:
+            raise PipelineError(f"num_chunks must be 1 or more and whole, got {chunks!r}")
+        if not isinstance(example_args, tuple | list):
+            kind = type(example_args).__name__
+            raise PipelineError(
+                f"example_args must be a tuple of inputs, such as (x,), got one of type {kind}"
+            )
         if auto:
             return choose_split_points(model, size, no_split_module_classes), chunks, gather_output
+        if not isinstance(split_points, Sequence):
+            raise PipelineError(
+                f"split_points must be 'auto' or names of modules in order, got {split_points!r}"
+            )
         points = [split_points] if isinstance(split_points, str) else list(split_points)
         check_split_points(model, points, size)
         return points, chunks, gather_output
@@ -102,7 +112,7 @@ def prepare_pippy(
     original_call, original_forward = model.__call__, model.forward
     stage = None
     if size > 1:
-        stage = build_pipeline(model, points, example_args, example_kwargs or {}, chunks)
+        stage = build_pipeline(model, points, tuple(example_args), dict(example_kwargs or {}), chunks)
     step = original_forward if stage is None else stage.step
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -152,8 +162,10 @@ class Pipeline:
         """
 
         def describe() -> Inputs | None:
+            nonlocal args, kwargs
             _check_mode(self._model)
-            if PartialState().process_index > 0 and not args and not kwargs:
+            state = PartialState()
+            if state.process_index > 0 and not args and not kwargs:
                 return None
             rows = _batch_size(args, kwargs)
             if rows % self.num_chunks:
@@ -161,7 +173,10 @@ class Pipeline:
                     f"a batch of {rows} rows cannot be cut evenly into {self.num_chunks} micro-batches; pad it, as "
                     "pippy_forward does"
                 )
-            return Inputs.of(args, kwargs, rows, self.num_chunks)
+            inputs = Inputs.of(args, kwargs, rows, self.num_chunks)
+            if state.process_index == 0:  # here, so that no rank waits if there is no memory for them
+                args, kwargs = _map_tensors(lambda tensor: tensor.to(state.device), (args, kwargs))
+            return inputs
 
         program = self._program(describe)
         outputs: list[Any] = []
@@ -267,15 +282,19 @@ def pippy_forward(
         if not (needed or args or kwargs):
             return None
         rows = _batch_size(args, kwargs)
-        args, kwargs = recursively_apply(lambda tensor: _padded(tensor, rows, num_chunks), (args, kwargs))
+        args, kwargs = _map_tensors(lambda tensor: _padded(tensor, rows, num_chunks), (args, kwargs))
         return rows
 
     rows = _together(pad, "padding the batch")[0]
     assert rows is not None
     output = forward(*args, **kwargs)
-    padded = rows + -rows % num_chunks
-    if state.is_last_process and padded > rows:
-        output = recursively_apply(lambda tensor: tensor[:rows].clone(), output)
+
+    def cut() -> None:
+        nonlocal output
+        output = _map_tensors(lambda tensor: tensor[:rows].clone(), output)
+
+    if rows % num_chunks:
+        _together(cut, "cutting the padding from the output")
     return _copied_from_last(output) if gather_output else output
 
 
@@ -309,14 +328,24 @@ def _padded(tensor: Tensor, rows: int, num_chunks: int) -> Tensor:
 
 def _copied_from_last(output: Any) -> Any:
     state = PartialState()
-    last = state.num_processes - 1
-    (structure,) = broadcast_object_list([get_data_structure(output)], from_process=last)
-    if state.process_index != last:
-        output = send_to_device(initialize_tensors(structure), state.device)
+    structure = _together(lambda: get_data_structure(output), "describing the output")[-1]
+
+    def make_room() -> None:
+        nonlocal output
+        if not state.is_last_process:
+            output = send_to_device(initialize_tensors(structure), state.device)
+
+    _together(make_room, "making room for the output")
     tensors: list[Tensor] = []
     recursively_apply(tensors.append, output)
-    broadcast(tensors, from_process=last)
+    broadcast(tensors, from_process=state.num_processes - 1)
     return output
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """Apply a function to the tensors of all structures that a trace knows."""
+    mapped: T = pytree.tree_map_only(Tensor, function, tree)
+    return mapped
 
 
 def _check_model(model: nn.Module) -> None:

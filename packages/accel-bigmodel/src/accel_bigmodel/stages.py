@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from accel_bigmodel.errors import PipelineError
+from accel_bigmodel.streaming.groups import never_called
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A module or tensor that stays whole; only a module can begin a stage."""
+    """A module or tensor that stays whole; only a module that others call can begin a stage."""
 
     name: str
     size: int
-    is_module: bool
+    is_step: bool
 
 
 def generate_device_map(
@@ -106,18 +108,22 @@ def _walk(
     module: nn.Module, prefix: str, whole: frozenset[str], blocks_stay_whole: bool, seen: set[int]
 ) -> Iterator[_Entry]:
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-        yield _Entry(f"{prefix}{name}", tensor.nbytes, is_module=False)
+        yield _Entry(f"{prefix}{name}", tensor.nbytes, is_step=False)
     for name, child in module.named_children():
         if id(child) in seen:
             continue
         seen.add(id(child))
         stays = (
             type(child).__name__ in whole
-            or next(child.children(), None) is None
+            or child._modules.keys() <= {"parametrizations"}
+            or isinstance(
+                child, nn.MultiheadAttention | ParametrizationList
+            )  # do not call all that is in them once
             or (blocks_stay_whole and isinstance(module, nn.ModuleList))
         )
         if stays:
-            yield _Entry(f"{prefix}{name}", _size(child), is_module=True)
+            is_step = not (never_called(child) or isinstance(child, ParametrizationList))
+            yield _Entry(f"{prefix}{name}", _size(child), is_step)
         else:
             yield from _walk(child, f"{prefix}{name}.", whole, blocks_stay_whole, seen)
 
@@ -129,7 +135,7 @@ def _size(module: nn.Module) -> int:
 
 def _places(entries: list[_Entry]) -> list[int]:
     """Where a stage can begin. What precedes the first place belongs to the first stage."""
-    return [index for index, entry in enumerate(entries) if entry.is_module and entry.size > 0]
+    return [index for index, entry in enumerate(entries) if entry.is_step and entry.size > 0]
 
 
 def _cut(entries: list[_Entry], parts: int) -> list[int]:

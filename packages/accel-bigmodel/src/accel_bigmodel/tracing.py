@@ -113,7 +113,8 @@ class _Flat(nn.Module):
         given = iter([torch.ops.aten.alias.default(tensor) for tensor in tensors])
         leaves = [next(given) if isinstance(leaf, _Shape) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        found, spec = pytree.tree_flatten_with_path(self.model(*args, **kwargs))
+        # Not by calling the model: its own hooks of PyTorch run around the pipeline, on the whole batch.
+        found, spec = pytree.tree_flatten_with_path(self.model.forward(*args, **kwargs))
         for path, leaf in found:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
                 hint = (
@@ -189,7 +190,6 @@ class Program:
         self._failure: Exception | None = None
         self._go_on_after_failure(module, device)
         self._stage = pipe.build_stage(stage, device)
-        self._device = device
         # Inputs that are not cut go to every micro-batch as they are. torch's annotation leaves that kind out.
         specs: Any = tuple(
             TensorChunkSpec.from_tuple((0,))[0] if shapes[index].cut else _Replicate() for index in self._used
@@ -202,7 +202,7 @@ class Program:
         """Run this rank's stage for every micro-batch. Collective.
 
         Args:
-            args: the model's inputs; of rank 0 only.
+            args: the model's inputs, on its device; of rank 0 only.
             kwargs: its keyword inputs; of rank 0 only.
 
         Returns:
@@ -215,7 +215,7 @@ class Program:
         tensors: list[Tensor] = []
         if self._stage.is_first:
             given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            tensors = [given[index].to(self._device) for index in self._used]
+            tensors = [given[index] for index in self._used]
         with torch.no_grad():
             chunks = self._schedule.step(*tensors)
             self._stage.clear_runtime_states()  # it would keep the activations until the next call
@@ -307,7 +307,7 @@ def _check_outputs(found: Sequence[tuple[Any, Any]], shapes: Sequence[_Shape], n
     for path, leaf in tensors:
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             raise PipelineError(
-                f"the output {pytree.keystr(path)} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} rows, "
+                f"the output{_at(path)} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} rows, "
                 "so it cannot be put together from micro-batches: its first dimension must be the batch's. Let the "
                 "model not return it (no labels, for a loss), or use num_chunks=1"
             )
