@@ -275,13 +275,13 @@ def test_the_table():
     assert found.activations == estimate_activations(Mlp(), (ids(),))
     lines = found.table().splitlines()
     assert lines[0] == f"Mlp: {found.parameters:,} parameters"
-    assert lines[2].split() == ["float32", "1.42", "kB", "560", "B", "first"]
+    assert lines[2].split() == ["float32", "1.42", "kB", "560", "bytes", "first"]
     training = found.training[0]
     assert [line.split()[:4] for line in lines if line.startswith("full")] == [
         ["full", "precision", f"{training.total / 1000:.2f}", "kB"]
     ]
-    assert any(line.startswith("activations") for line in lines)
-    assert not any(line.startswith("keys") for line in lines)
+    assert lines[-2].split() == ["the", "inputs", "given", "total"]
+    assert lines[-1].startswith("activations")
 
 
 def test_what_cannot_be_estimated():

@@ -43,6 +43,11 @@ def test_the_table():
     ]
 
 
+def test_sizes_have_the_units_of_the_budgets():
+    text = str(explain_device_map(layers((100, 25)), "sequential", {"cpu": "600KB"}))
+    assert "device cpu: 10.10 kB of 600.00 kB" in text
+
+
 def test_problems_of_a_given_map():
     model = layers((4, 4), (4, 4))
     model.l2.weight = model.l1.weight

@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, divide, plan_shards, shard_file_names
+from accel_ckpt.plan import (
+    PlannedTensor,
+    convert_file_size_to_int,
+    divide,
+    plan_shards,
+    readable_size,
+    shard_file_names,
+)
 
 tensors = st.lists(st.tuples(st.integers(0, 200), st.none() | st.integers(0, 3))).map(
     lambda items: [PlannedTensor(f"t{i}", size, group) for i, (size, group) in enumerate(items)]
@@ -72,6 +79,14 @@ def test_sizes(size, expected):
 def test_bad_sizes(size):
     with pytest.raises(ValueError, match="size"):
         convert_file_size_to_int(size)
+
+
+def test_sizes_are_written_in_the_units_in_which_they_are_read():
+    found = [readable_size(size) for size in (0, 999, 1000, 1024, 600_000, 10**9, 5 * 10**15)]
+    assert found == ["0 bytes", "999 bytes", "1.00 kB", "1.02 kB", "600.00 kB", "1.00 GB", "5000.00 TB"]
+    assert [convert_file_size_to_int(text) for text in found[2:]] == [
+        1000, 1020, 600_000, 10**9, 5 * 10**15,
+    ]  # fmt: skip
 
 
 @given(

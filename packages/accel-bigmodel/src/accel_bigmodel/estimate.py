@@ -15,6 +15,7 @@ from accel_bigmodel.kv_cache import check_counts, estimate_kv_cache
 from accel_bigmodel.outline import Outline
 from accel_ckpt.modules.sizes import dtype_byte_size
 from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
+from accel_ckpt.plan import readable_size
 
 __all__ = [
     "MemoryEstimate",
@@ -103,20 +104,20 @@ class MemoryEstimate:
             names = (each.largest_layer_names[0] or "its own tensors") if each.largest_layer_names else ""
             if len(each.largest_layer_names) > 1:
                 names += f" and {len(each.largest_layer_names) - 1} more"
-            rows.append((each.dtype, _readable(each.total), _readable(each.largest_layer), names))
+            rows.append((each.dtype, readable_size(each.total), readable_size(each.largest_layer), names))
         rows.append(("training with Adam", "total", "weights", "gradients + optimizer + low-precision copy"))
         for step in self.training:
             parts = (step.gradients, step.optimizer, step.low_precision_copy)
             label = "full precision" if step.mixed_precision == "no" else f"mixed, {step.mixed_precision}"
-            rows.append(
-                (label, _readable(step.total), _readable(step.weights), " + ".join(map(_readable, parts)))
-            )
+            rest = " + ".join(map(readable_size, parts))
+            rows.append((label, readable_size(step.total), readable_size(step.weights), rest))
         if self.activations is not None or self.kv_cache is not None:
-            rows.append((f"batch {self.batch_size}, length {self.sequence_length}", "total", "", ""))
+            text = f"batch {self.batch_size}, length {self.sequence_length}"
+            rows.append(("the inputs given" if self.batch_size is None else text, "total", "", ""))
         if self.activations is not None:
-            rows.append(("activations, training", _readable(self.activations), "", ""))
+            rows.append(("activations, training", readable_size(self.activations), "", ""))
         if self.kv_cache is not None:
-            rows.append(("keys and values, generating", _readable(self.kv_cache), "", ""))
+            rows.append(("keys and values, generating", readable_size(self.kv_cache), "", ""))
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [f"{self.name}: {self.parameters:,} parameters"]
         for label, total, part, rest in rows:
@@ -281,12 +282,3 @@ def _generates(model: nn.Module) -> bool:
 
 def _float_dtype(model: nn.Module) -> torch.dtype | None:
     return next((each.dtype for each in model.parameters() if each.is_floating_point()), None)
-
-
-def _readable(size: int) -> str:
-    number = float(size)
-    for unit in ("B", "kB", "MB"):
-        if number < 1000:
-            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.2f} {unit}"
-        number /= 1000
-    return f"{number:.2f} GB"

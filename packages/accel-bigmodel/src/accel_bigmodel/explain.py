@@ -14,7 +14,7 @@ from accel_bigmodel.greedy import main_devices
 from accel_bigmodel.outline import Outline, is_within
 from accel_bigmodel.usage import Usage, entry_of
 from accel_ckpt.modules.tensors import named_module_tensors
-from accel_state.objects import convert_bytes
+from accel_ckpt.plan import readable_size
 
 _FOLLOWS = "follows the part before"
 
@@ -69,7 +69,7 @@ def _rows(parts: Sequence[PlacedPart]) -> Iterator[tuple[str, str, str, str]]:
         name = run[0].module or "(whole model)"
         if len(run) > 1:
             name += f" … {run[-1].module.rpartition('.')[2]} ({len(run)} parts)"
-        yield name, convert_bytes(sum(part.size for part in run)), str(run[0].device), run[0].why
+        yield name, readable_size(sum(part.size for part in run)), str(run[0].device), run[0].why
 
 
 def explanation_of(
@@ -197,4 +197,4 @@ def _summary(device: DeviceKey, usage: Usage, budgets: Mapping[DeviceKey, float]
 
 
 def _bytes(size: float) -> str:
-    return "unlimited" if size == math.inf else convert_bytes(int(size))
+    return "unlimited" if size == math.inf else readable_size(size)

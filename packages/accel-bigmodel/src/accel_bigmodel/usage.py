@@ -9,7 +9,7 @@ from typing import TypeVar
 from accel_bigmodel.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.greedy import main_devices
 from accel_bigmodel.outline import Outline
-from accel_state.objects import convert_bytes
+from accel_ckpt.plan import readable_size
 
 __all__ = ["Usage", "entry_of", "main_device_of", "place_of"]
 
@@ -100,4 +100,4 @@ class Usage:
 
 
 def _bytes(size: float) -> str:
-    return f"{int(size)} bytes" if size < 1024 else f"{convert_bytes(size)} ({int(size)} bytes)"
+    return f"{int(size)} bytes" if size < 1000 else f"{readable_size(size)} ({int(size)} bytes)"
