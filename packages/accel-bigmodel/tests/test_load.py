@@ -1,5 +1,6 @@
 """Loading by a device map: every tensor where the map says, nothing copied, every mistake known before it is made."""
 
+import copy
 import json
 import os
 import re
@@ -460,6 +461,19 @@ def test_an_index_that_points_outside_its_folder(tmp_path):
     (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnsafeCheckpointError, match="not inside its folder"):
         load_checkpoint_in_model(empty(), tmp_path / "x", {"": "disk"})
+
+
+def test_the_default_device_of_the_process_does_not_matter(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+    model[1].register_parameter("nothing", nn.Parameter(torch.empty(0, 4)))
+    with init_empty_weights():
+        again = copy.deepcopy(model).to("meta")
+    with torch.device("meta"):  # as a test can have it; programs set "cuda"
+        save_model(model, tmp_path / "m", safe_serialization=False)
+        load_checkpoint_and_dispatch(again, tmp_path / "m", {"": "disk"}, offload_folder=tmp_path / "o")
+        save_model(again, tmp_path / "n")
+        load_checkpoint_in_model(again, tmp_path / "n")
+    assert same(again, model)
 
 
 def test_saving_over_the_mapped_checkpoint(saved):

@@ -56,6 +56,17 @@ def errors_of(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
     return "", "no error"
 
 
+def test_the_default_device_of_the_process_does_not_matter():
+    def work():
+        rank, _ = start("on")
+        with torch.device("meta"):  # as a test can have it; programs set "cuda"
+            assert collectives.gather_object([rank]) == [0, 1]
+            name, message = errors_of(collectives.gather, torch.ones(rank + 1, device="cpu"))
+        assert (name, "rank 1" in message) == ("CollectiveMismatchError", True)
+
+    worlds.run(work, 2)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("world", [2, 3])
 def test_gather_equals_concatenation(mode, world):

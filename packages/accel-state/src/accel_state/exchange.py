@@ -353,7 +353,7 @@ class Channel:
         """Wake the thread that waits for a message, by a timeout (see ``wait_message``)."""
         someone = 1 if self.rank == 0 else 0
         try:
-            self.group.recv([torch.empty(1, dtype=torch.uint8)], someone, _NO_TAG).wait(
+            self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], someone, _NO_TAG).wait(
                 timedelta(milliseconds=1)
             )
         except RuntimeError as error:
@@ -387,9 +387,9 @@ class Channel:
         text = f"{self._position[1]} at {site}: {words}".encode()
         if len(text) > _TEXT:
             text = text[: _TEXT - 4] + " …".encode()
-        mine = torch.zeros(_TEXT, dtype=torch.uint8)
+        mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        table = torch.empty((self.size, _TEXT), dtype=torch.uint8)
+        table = torch.empty((self.size, _TEXT), dtype=torch.uint8, device="cpu")
         self._all_gather_on_device(table, mine)
         if refusal is not None:
             raise refusal

@@ -69,4 +69,4 @@ def pickled(value: Any) -> tuple[Tensor | None, Exception | None]:
 
 def int64_bytes(values: Sequence[int]) -> Tensor:
     """Whole numbers as 1-D uint8, eight bytes each."""
-    return torch.tensor(values, dtype=torch.int64).view(torch.uint8)
+    return torch.tensor(values, dtype=torch.int64, device="cpu").view(torch.uint8)

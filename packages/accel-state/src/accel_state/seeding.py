@@ -229,7 +229,11 @@ def _index(device: torch.device) -> tuple[()] | tuple[torch.device]:
 def python_state_tree(state: tuple[Any, ...]) -> dict[str, Any]:
     """What ``random.getstate()`` returned, as a tree of tensors and plain data."""
     version, internal, gauss = state
-    return {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss}
+    return {
+        "version": version,
+        "internal": torch.tensor(internal, dtype=torch.int64, device="cpu"),
+        "gauss": gauss,
+    }
 
 
 def python_state(tree: Mapping[str, Any]) -> tuple[Any, ...]:

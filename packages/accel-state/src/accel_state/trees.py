@@ -211,7 +211,7 @@ def get_shape(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """Replace each ``TensorInformation`` by an uninitialised CPU tensor of that shape and dtype."""
     return recursively_apply(
-        lambda info: torch.empty(info.shape, dtype=info.dtype),
+        lambda info: torch.empty(info.shape, dtype=info.dtype, device="cpu"),
         data_structure,
         test_type=is_tensor_information,
     )

@@ -79,7 +79,7 @@ class PackedWeights:
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor on the CPU; nothing for a quantised weight, which is there in pieces only."""
-        return torch.empty(0) if self._is_packed(name) else self.opened.tensor(name)
+        return torch.empty(0, device="cpu") if self._is_packed(name) else self.opened.tensor(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal: of two quantised weights one of the pieces.

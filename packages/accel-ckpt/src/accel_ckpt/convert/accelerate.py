@@ -295,7 +295,11 @@ def _rng_tree(content: Mapping[str, Any]) -> dict[str, Any]:
     version, internal, gauss = content["random_state"]
     generator, key, position, has_gauss, cached = content["numpy_random_seed"]
     tree: dict[str, Any] = {
-        "python": {"version": version, "internal": torch.tensor(internal, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "internal": torch.tensor(internal, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "numpy": {
             "bit_generator": str(generator),
             "state": {"key": torch.from_numpy(np.asarray(key).astype(np.int64)), "pos": int(position)},
