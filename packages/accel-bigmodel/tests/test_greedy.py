@@ -86,12 +86,13 @@ def steps_of(function):
     return count
 
 
-@pytest.mark.parametrize("ties", [False, True])
-def test_the_work_grows_with_the_model_and_no_faster(ties):
+@pytest.mark.parametrize("kind", ["alike", "tied", "ever smaller"])
+def test_the_work_grows_with_the_model_and_no_faster(kind):
     def steps(blocks):
+        sizes = range(4 + blocks, 4, -1) if kind == "ever smaller" else [4] * blocks
         with init_empty_weights():
-            tree = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(blocks)])
-        for block in list(tree)[::10] if ties else ():
+            tree = nn.Sequential(*[nn.Sequential(nn.Linear(4, size), nn.Linear(4, 4)) for size in sizes])
+        for block in list(tree)[::10] if kind == "tied" else ():
             block[0].weight = tree[0][0].weight
         outline = Outline.of(tree)
         budgets = {0: 50 * blocks, 1: 50 * blocks, "cpu": 30 * blocks, "disk": float("inf")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from torch import nn
 
@@ -61,9 +62,14 @@ class _Greedy:
         """The parts that are not placed yet."""
         self.largest_below: dict[str, int] = {}
         """Bytes of the largest layer of a part, for those that were asked about."""
-        self.largest, self.with_largest = 0, set[str]()
-        """The bytes of the largest layer not placed, and the parts that such a layer is in."""
-        self._find_largest(self.queue)
+        self.modules: list[tuple[int, str]] = []
+        """A heap of the modules of the queue, the one with the largest layer on top; some were placed since."""
+        self._add_modules(self.queue)
+        # Tensors beside the modules count until such a layer is placed. They stand before the modules or behind them.
+        self.with_largest = max(reversed(self.queue), key=self._largest_below, default="")
+        """A part with the largest of the layers; empty if another one has to be found."""
+        self.largest = self._largest_below(self.with_largest) if self.queue else 0
+        """The bytes of that layer."""
         self.fallback = fallback
         self.falling_back = False
         self.result = Placement()
@@ -77,9 +83,8 @@ class _Greedy:
         return self.result
 
     def _treat(self, name: str, part: Part) -> None:
-        self.with_largest.discard(name)
-        if self.largest and not self.with_largest:
-            self._find_largest(self._modules())
+        if self.with_largest in (name, ""):
+            self._find_largest()
         device = self.devices[0]
         size = self.outline.sizes.get(name, 0)
         tied = _homes_of_partners(self.outline, name, self.queue)
@@ -90,10 +95,10 @@ class _Greedy:
             self._assign([name, *tied], total)
         elif tied and size <= room and self._split_one(tied):
             self._put_first([(name, part)])
-            self._find_largest(self._modules())
+            self._find_largest()
         elif size >= room and self.outline.can_split(part):
             self._put_first(self.outline.split(name, part))
-            self._find_largest(self._modules())
+            self._find_largest()
         elif not self._fall_back(name, part, total):
             if self.used[device] == 0:
                 self.result.too_small[device] = total + kept
@@ -105,14 +110,18 @@ class _Greedy:
         for name, part in reversed(parts):
             self.queue[name] = part
             self.queue.move_to_end(name, last=False)
+        self._add_modules(name for name, _ in parts)
 
-    def _modules(self) -> Iterable[str]:
-        return (name for name, part in self.queue.items() if isinstance(part, nn.Module))
+    def _add_modules(self, names: Iterable[str]) -> None:
+        for name in names:
+            if isinstance(self.queue[name], nn.Module):
+                heappush(self.modules, (-self._largest_below(name), name))
 
-    def _find_largest(self, names: Iterable[str]) -> None:
-        sizes = {name: self._largest_below(name) for name in names}
-        self.largest = max(sizes.values(), default=0)
-        self.with_largest = {name for name, size in sizes.items() if size == self.largest}
+    def _find_largest(self) -> None:
+        while self.modules and self.modules[0][1] not in self.queue:
+            heappop(self.modules)
+        size, self.with_largest = self.modules[0] if self.modules else (0, "")
+        self.largest = -size
 
     def _largest_below(self, name: str) -> int:
         if name not in self.largest_below:
@@ -136,6 +145,7 @@ class _Greedy:
         for name, part in self.queue.items():
             parts += self.outline.split(name, part) if name == chosen else [(name, part)]
         self.queue = OrderedDict(parts)
+        self._add_modules(name for name in self.queue if is_within(name, chosen))
         return True
 
     def _fall_back(self, name: str, part: Part, total: int) -> bool:
@@ -150,11 +160,18 @@ class _Greedy:
         if found is None or its_part is None:
             return False
         divided = home_of(found, self.queue)
+        assert divided is not None, "what was found lies in a part of the queue"
         self.queue = OrderedDict([(found, its_part), (name, part), *rest])
-        if divided in self.with_largest:
-            self.with_largest.remove(divided)
-            pieces = [piece for piece in self._modules() if is_within(piece, divided)]
-            self.with_largest.update(piece for piece in pieces if self._largest_below(piece) == self.largest)
+        pieces = [
+            piece
+            for piece in self.queue
+            if is_within(piece, divided) and isinstance(self.queue[piece], nn.Module)
+        ]
+        self._add_modules([name, *pieces])
+        if divided == self.with_largest:
+            self.with_largest = next(
+                (piece for piece in pieces if self._largest_below(piece) == self.largest), ""
+            )
         return True
 
 
