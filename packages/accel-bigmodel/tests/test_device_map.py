@@ -14,6 +14,7 @@ from accel_bigmodel import (
     DeviceMapError,
     check_tied_parameters_in_config,
     clean_device_map,
+    explain_device_map,
     infer_auto_device_map,
     init_empty_weights,
     resolve_device_map,
@@ -244,6 +245,12 @@ def test_modes():
     given = {"": "cpu"}
     assert resolve_device_map(model, given) == given
     assert resolve_device_map(model, given) is not given
+
+
+@pytest.mark.parametrize("function", [resolve_device_map, explain_device_map])
+def test_budgets_of_another_machine_are_announced_once(function, caplog):
+    function(layers((4, 4)), "auto", {98: 1000, 99: 1000, "cpu": 1000})
+    assert caplog.text.count("the map is for another machine") == 1
 
 
 # cleaning

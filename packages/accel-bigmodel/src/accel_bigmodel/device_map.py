@@ -89,15 +89,22 @@ def infer_auto_device_map(
     """
     budgets = _with_disk(get_max_memory(max_memory, reserve=reserve))
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
-    _warn_if_untied(outline)
-    device_map = _choose(outline, budgets, fallback_allocation, strict)
-    usage = Usage.of(outline, device_map)
-    if not offload_buffers:
-        _warn_about_buffers(usage, budgets)
+    device_map = _infer(outline, budgets, fallback_allocation, strict, offload_buffers)
     if clean_result:
         clean_device_map(device_map)
     if verbose:
         print(explanation_of(outline, device_map, budgets))
+    return device_map
+
+
+def _infer(
+    outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool, strict: bool, offload_buffers: bool
+) -> dict[str, DeviceKey]:
+    """The map of ``infer_auto_device_map``, not joined yet, for budgets that were read already."""
+    _warn_if_untied(outline)
+    device_map = _choose(outline, budgets, fallback, strict)
+    if not offload_buffers:
+        _warn_about_buffers(Usage.of(outline, device_map), budgets)
     return device_map
 
 
@@ -165,7 +172,7 @@ def _warn_about_buffers(usage: Usage, budgets: Mapping[DeviceKey, float]) -> Non
         warnings.warn(
             f"the buffers of the offloaded modules take {usage.buffers} bytes, and no accelerator has as much left in "
             "its budget; offload_buffers=True offloads them, too",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 
@@ -223,15 +230,8 @@ def resolve_device_map(
     budgets = _budgets_of_mode(
         model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
     )
-    return infer_auto_device_map(
-        model,
-        budgets,
-        no_split_module_classes,
-        dtype,
-        special_dtypes,
-        offload_buffers=offload_buffers,
-        strict=strict,
-    )
+    outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
+    return clean_device_map(_infer(outline, _with_disk(budgets), False, strict, offload_buffers))
 
 
 def _budgets_of_mode(
@@ -285,6 +285,7 @@ def explain_device_map(
     Raises:
         DeviceMapError: as ``resolve_device_map``.
     """
+    outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     if isinstance(device_map, Mapping):
         places = {name: _key(device) for name, device in device_map.items()}
         given = get_max_memory(max_memory, reserve=reserve)
@@ -292,8 +293,7 @@ def explain_device_map(
         given = _budgets_of_mode(
             model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
         )
-        places = infer_auto_device_map(model, given, no_split_module_classes, dtype, special_dtypes)
-    outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
+        places = clean_device_map(_infer(outline, _with_disk(given), False, False, False))
     return explanation_of(outline, places, _with_disk(given))
 
 
