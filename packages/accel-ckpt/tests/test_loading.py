@@ -405,6 +405,12 @@ def test_load_state_dict(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
+def test_load_state_dict_of_a_file_that_is_not_there(tmp_path, name):
+    with pytest.raises(CheckpointNotFoundError, match="there is no file"):
+        load_state_dict(tmp_path / name)
+
+
 def test_load_state_dict_and_formats(tmp_path):
     safetensors.torch.save_file({"w": torch.ones(1)}, tmp_path / "none.safetensors")
     with pytest.warns(UserWarning, match="does not say which framework"):

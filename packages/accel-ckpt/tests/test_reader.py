@@ -353,3 +353,23 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path):
     os.truncate(tmp_path / "f", 100)
     with pytest.raises(CorruptCheckpointError, match="has become shorter"):
         shard.tensor("a")
+
+
+@pytest.mark.parametrize("content", [b"GGUF\x03\0\0\0", b"\x81\xdb", b"hi"])
+def test_a_bin_of_another_format(tmp_path, content):
+    path = tmp_path / "x.bin"
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"x\.bin cannot be read; .*: .*[A-Za-z]"):
+        read_pickled(path)
+    with pytest.raises(CorruptCheckpointError, match="the file cannot be read"):
+        unpickle(path, "the file")
+
+
+@pytest.mark.parametrize("read", [read_header, read_pickled, lambda path: unpickle(path, "the file")])
+def test_a_pointer_of_git_lfs(tmp_path, read):
+    path = tmp_path / "x"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(
+        CorruptCheckpointError, match="only a pointer of Git LFS to the file; fetch the file: git lfs"
+    ):
+        read(path)

@@ -89,7 +89,6 @@ def load_state_dict(
     if path.suffix != ".safetensors":
         content = read_pickled(path, mapped=False)
         return dict(content) if isinstance(content, Mapping) else content
-    source = MappedWeights(WeightFiles((path,)))
     kind = MappedShard(path).header.metadata.get("format")
     if kind is None:
         warnings.warn(
@@ -97,6 +96,7 @@ def load_state_dict(
         )
     elif kind != "pt":
         raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")
+    source = MappedWeights(WeightFiles((path,)))
     loaded: dict[tuple[str, torch.device | None], torch.Tensor] = {}
     result = {}
     for name in source.about:

@@ -7,6 +7,7 @@ import math
 import pickle
 import re
 import stat
+import struct
 import zipfile
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -37,6 +38,7 @@ from accel_ckpt.tensors import (
 )
 
 __all__ = [
+    "DAMAGE",
     "Header",
     "MappedShard",
     "TensorEntry",
@@ -50,12 +52,29 @@ __all__ = [
     "read_pickled_weights",
     "read_tensors",
     "refuse_irregular",
+    "refuse_pointer",
 ]
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of the format whose shapes torch counts otherwise
 _CHUNK = 1 << 22
 _MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
+
+# What torch.load raises for bytes that torch.save did not write, besides UnpicklingError.
+DAMAGE = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+
+_POINTER = b"version https://git-lfs"
 
 # Bytes of a mapped file that are asked for at a time.
 _AHEAD = 1 << 22
@@ -113,6 +132,7 @@ def read_header(path: Path) -> Header:
             file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER, size - 8):
+                refuse_pointer(path)
                 raise CorruptCheckpointError(
                     f"{path} has {size} bytes, but announces a header of {length}; it is truncated or no "
                     "safetensors file"
@@ -366,6 +386,19 @@ def refuse_irregular(path: Path) -> None:
         raise CorruptCheckpointError(f"{path} is not a regular file, so nothing was read from it")
 
 
+def refuse_pointer(path: Path) -> None:
+    """Refuse what stands for a file in a clone of a repository that was made without Git LFS.
+
+    Raises:
+        CorruptCheckpointError: says how to get the file.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CorruptCheckpointError(
+                f"{path} is only a pointer of Git LFS to the file; fetch the file: git lfs install && git lfs pull"
+            )
+
+
 def read_pickled(path: Path, *, mapped: bool = True) -> Any:
     """Read a file of ``torch.save`` to the CPU without running code from it.
 
@@ -379,6 +412,7 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
     """
     if not path.is_file():
         raise CheckpointNotFoundError(f"there is no file {path}")
+    refuse_pointer(path)
     mapped = is_plain_zip(path) and mapped
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
@@ -387,7 +421,7 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
             f"{path} was not read, because doing so would run code from it, or because it is damaged: "
             f"{cause_of(error)}"
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, AttributeError, zipfile.BadZipFile) as error:
+    except DAMAGE as error:
         raise CorruptCheckpointError(
             f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
@@ -464,6 +498,8 @@ def cause_of(error: BaseException) -> str:
     named = re.search(r"GLOBAL (\S+)", str(error))
     if named:
         return f"it refers to {named[1]}"
+    if isinstance(error, KeyError):  # its text is the key alone
+        return repr(error)
     told = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
     lines = [told[1]] if told else str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
@@ -14,22 +12,12 @@ import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from accel_ckpt.model import TORCH_SAFE_GLOBALS
-from accel_ckpt.reader import cause_of, is_plain_zip
+from accel_ckpt.reader import DAMAGE, cause_of, is_plain_zip, refuse_pointer
 
 __all__ = ["FileSlice", "read_plain", "unpickle"]
 
-_DAMAGE = (
-    RuntimeError,
-    EOFError,
-    OSError,
-    ValueError,
-    KeyError,
-    IndexError,
-    AttributeError,
-    zipfile.BadZipFile,
-)
 # Of Python's own unpickler, besides.
-_PLAIN_DAMAGE = (TypeError, ImportError, MemoryError, ArithmeticError, AssertionError, struct.error)
+_PLAIN_DAMAGE = (ImportError, MemoryError, ArithmeticError)
 
 
 class FileSlice(io.RawIOBase):
@@ -92,6 +80,7 @@ def unpickle(
     if isinstance(source, Path):
         if not source.is_file():
             raise CheckpointNotFoundError(f"there is no file {source}")
+        refuse_pointer(source)
         mapped = is_plain_zip(source) and mapped
     try:
         with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
@@ -102,7 +91,7 @@ def unpickle(
             f"{what} was not read: it holds objects that only running code from the file can build, or it is "
             f"damaged ({cause_of(error)}){advice}"
         ) from error
-    except _DAMAGE as error:
+    except (OSError, *DAMAGE) as error:
         raise CorruptCheckpointError(
             f"{what} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
@@ -145,7 +134,7 @@ def read_plain(path: Path, find: Callable[[str, str], Any]) -> Any:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     except UnsafeCheckpointError:
         raise
-    except (pickle.UnpicklingError, *_DAMAGE, *_PLAIN_DAMAGE) as error:
+    except (pickle.UnpicklingError, OSError, *DAMAGE, *_PLAIN_DAMAGE) as error:
         raise CorruptCheckpointError(
             f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
         ) from error
