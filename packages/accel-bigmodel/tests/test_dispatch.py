@@ -247,6 +247,28 @@ def test_a_model_whose_weights_are_streamed_cannot_be_moved(saved, expected, met
     assert torch.equal(answer(model), expected)
 
 
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda model: torch.compile(model, backend="eager")])
+def test_nor_with_what_contains_it(expected, wrap):
+    model = cpu_offload(build(), transfer=HostTransfer())
+    with pytest.raises(OffloadError, match=r"model\.to\(\).*undispatch"):
+        wrap(model).to("meta")
+    assert torch.equal(answer(model), expected)
+    assert answer(wrap(model).bfloat16()).dtype == torch.bfloat16
+    undispatch(model)
+    wrap(model).to("meta")
+
+
+def test_a_model_that_was_compiled_first_is_guarded_on_both_sides(expected):
+    model = build()
+    compiled = cpu_offload(torch.compile(model, backend="eager"), transfer=HostTransfer())
+    for each in (model, compiled):
+        with pytest.raises(OffloadError, match=r"model\.cpu\(\)"):
+            each.cpu()
+    undispatch(compiled)
+    assert torch.equal(answer(compiled.cpu()), expected)
+    assert model.cpu() is model
+
+
 def test_a_module_that_is_added_later_works_where_everything_computes_on_the_host(saved):
     model = dispatch_model(load(saved), {"": "disk"})
     model.blocks.append(Block(16).eval())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -255,9 +255,10 @@ def undispatch(model: Model) -> Model:
     del carrier.__dict__["_accel_dispatch"]
     for module, hook in dispatch.hooks:
         take_hook_off(module, hook)
-    for name in MOVES:
-        if isinstance(vars(carrier).get(name), _Refusal):
-            delattr(carrier, name)
+    for module in (model, carrier):
+        for name in MOVES:
+            if isinstance(vars(module).get(name), _Refusal):
+                del vars(module)[name]
     del carrier.hf_device_map
     return model
 
@@ -602,10 +603,11 @@ def _encoder_hook(model: nn.Module) -> Iterator[tuple[nn.Module, ModelHook]]:
 
 
 def _guard(model: nn.Module) -> None:
-    """Guard a model against being moved."""
-    for name in MOVES:
-        if hasattr(type(model), name):
-            setattr(model, name, _Refusal(name))
+    """Guard a model against being moved, by itself or with a module that contains it."""
+    for module in (model, _carrier(model)):
+        for name in MOVES:
+            if hasattr(type(module), name):
+                vars(module)[name] = _RefusalInside(module) if name == "_apply" else _Refusal(name)
 
 
 def _module(model: nn.Module, name: str) -> nn.Module:
@@ -623,8 +625,29 @@ class _Refusal:
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        """Raise the error."""
         raise OffloadError(
             f"model.{self.name}() would move parts of a model that a device map has put elsewhere, and leave others "
             "behind. Load it again with another device_map, or call accel_bigmodel.undispatch(model) before moving "
             "it; it must fit the device then"
         )
+
+
+class _RefusalInside(_Refusal):
+    """Stands in place of ``_apply``, by which a module that contains a dispatched model would move it.
+
+    What only changes dtypes passes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__("to")
+        self.module = module
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for device in {tensor.device for tensor in (*self.module.parameters(), *self.module.buffers())}:
+            if fn(torch.empty(0, device=device)).device != device:
+                self.refuse()
+        return type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]

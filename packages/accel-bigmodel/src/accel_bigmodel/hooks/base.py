@@ -33,7 +33,22 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # Methods that move a whole module: dispatching a model guards them on the instance, and taking hooks off unguards them.
-MOVES = ("to", "cpu", "cuda", "npu", "xpu", "hpu", "mlu", "sdaa", "musa", "neuron", "ipu", "to_empty")
+# The last is what they call of the modules in it.
+MOVES = (
+    "to",
+    "cpu",
+    "cuda",
+    "npu",
+    "xpu",
+    "hpu",
+    "mlu",
+    "sdaa",
+    "musa",
+    "neuron",
+    "ipu",
+    "to_empty",
+    "_apply",
+)
 
 
 class ModelHook:
