@@ -452,6 +452,11 @@ def test_a_compiled_model_knows_of_its_dispatch(expected, first):
         offload_stats(compiled)
 
 
+def test_a_module_of_torch_jit_goes_to_a_device_as_a_whole():
+    model = torch.jit.script(nn.Linear(2, 2))
+    assert dispatch_model(model, {"": "cpu"})(torch.ones(1, 2)).shape == (1, 2)
+
+
 def test_modules_of_torch_jit_are_refused():
     class Holder(nn.Module):
         def __init__(self):

@@ -404,6 +404,8 @@ def test_words_instead_of_a_map(saved):
     _, path = saved
     with pytest.raises(DeviceMapError, match=r"'auto'.*load_checkpoint_and_dispatch"):
         load_checkpoint_in_model(empty(), path, "auto")
+    with pytest.raises(DeviceMapError, match=r"device_map is 0; .*'': device"):
+        load_checkpoint_in_model(empty(), path, 0)
     with pytest.raises(ValueError, match=r"'cpu' is not one of 'auto', 'balanced'.*\{'': 'cpu'\}"):
         load_checkpoint_and_dispatch(empty(), path, "cpu")
 

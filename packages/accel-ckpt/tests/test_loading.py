@@ -30,7 +30,7 @@ from accel_ckpt import (
 )
 from accel_ckpt.loading import Placer, Request, load_weights
 from accel_ckpt.memory import mapped_file_of
-from accel_state.errors import NotAvailableError
+from accel_state.errors import DeviceError, NotAvailableError
 from testkit.nets import Net, Tied, Untied, WithTable, on_meta, same
 
 
@@ -150,8 +150,9 @@ def test_dtypes(tmp_path):
 def test_modules_kept_in_fp32(tmp_path):
     save_model(Net(), tmp_path)
     again = Net()
-    load_checkpoint_in_model(again, tmp_path, dtype=torch.float16, keep_in_fp32_modules=["head"])
-    assert (again.head.weight.dtype, again.body[0].weight.dtype) == (torch.float32, torch.float16)
+    for names in (["head"], "head"):
+        load_checkpoint_in_model(again, tmp_path, dtype=torch.float16, keep_in_fp32_modules=names)
+        assert (again.head.weight.dtype, again.body[0].weight.dtype) == (torch.float32, torch.float16)
     load_checkpoint_in_model(again, tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["head"])
     assert again.head.weight.dtype == torch.bfloat16
 
@@ -409,6 +410,22 @@ def test_load_state_dict(tmp_path):
 def test_load_state_dict_of_a_file_that_is_not_there(tmp_path, name):
     with pytest.raises(CheckpointNotFoundError, match="there is no file"):
         load_state_dict(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("device_map", "told"),
+    [
+        ({"": "anywhere"}, "'anywhere', which is no device here"),
+        ({"": None}, "None, which is no device here"),
+        ({"": "mps:7"}, "'mps:7', but there are 0 of that kind"),
+        ("cpu", r"give a map.*\{'': 'cpu'\}"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_before_anything_is_read(tmp_path, device_map, told):
+    for call in (lambda: load_checkpoint_in_model(Net(), tmp_path / "none", device_map),
+                 lambda: load_state_dict(tmp_path / "none.safetensors", device_map)):  # fmt: skip
+        with pytest.raises(DeviceError, match=told):
+            call()
 
 
 def test_load_state_dict_and_formats(tmp_path):

@@ -283,7 +283,7 @@ def offload_stats(model: nn.Module) -> StreamStats | None:
 
 def _carrier(model: nn.Module) -> nn.Module:
     """The module that has the attributes set on a model: what ``torch.compile`` makes passes them to what it wraps."""
-    return model._modules.get("_orig_mod") or model
+    return getattr(model, "_orig_mod", model)
 
 
 def _dispatch_of(model: nn.Module) -> Dispatch | None:

@@ -41,7 +41,7 @@ def load_checkpoint_in_model(
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool | None = False,
     offload_buffers: bool = False,
-    keep_in_fp32_modules: Sequence[str] | None = None,
+    keep_in_fp32_modules: str | Sequence[str] | None = None,
     offload_8bit_bnb: bool = False,
     strict: bool | None = None,
     full_state_dict: bool = True,
@@ -229,10 +229,10 @@ def _load(
 
 def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Place]:
     """A checked map."""
-    if isinstance(device_map, str):
+    if not isinstance(device_map, Mapping):
         raise DeviceMapError(
-            f"device_map is {device_map!r}; load_checkpoint_in_model takes a map, as infer_auto_device_map makes it. "
-            "load_checkpoint_and_dispatch takes such words, too"
+            f"device_map is {device_map!r}; load_checkpoint_in_model takes a map, as infer_auto_device_map makes it, "
+            "or {'': device} for everything on one. Words are for load_checkpoint_and_dispatch"
         )
     check_device_map(model, device_map, strict=True)
     return {name: _Place.of(place) for name, place in device_map.items()}

@@ -20,7 +20,8 @@ from accel_ckpt.names import canonical_state_dict, listed, prefixed_modules, ref
 from accel_ckpt.reader import MappedShard, read_pickled
 from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, collector_paused, open_weights
-from accel_state.errors import NotAvailableError
+from accel_state.devices import device_count
+from accel_state.errors import DeviceError, NotAvailableError
 
 __all__ = [
     "LoadReport",
@@ -84,7 +85,13 @@ def load_state_dict(
     Returns:
         Names to tensors, tied names included. On the CPU the tensors of a safetensors file are private views
         of it.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, or was written for another framework.
+        DeviceError: a device of ``device_map`` is not there.
     """
+    places = _devices_of(device_map or {})
     path = Path(checkpoint_file).expanduser()
     if path.suffix != ".safetensors":
         content = read_pickled(path, mapped=False)
@@ -102,18 +109,52 @@ def load_state_dict(
     for name in source.about:
         key = source.key_of(name)
         tensor = source.tensor(key)
-        device = _device_of(name, device_map or {})
+        device = _device_of(name, places)
         result[name] = loaded.setdefault((key, device), tensor.to(device) if device is not None else tensor)
     return result
 
 
-def _device_of(name: str, device_map: DeviceMap) -> torch.device | None:
+def _devices_of(device_map: DeviceMap) -> dict[str, torch.device | None]:
+    """The devices of a map; ``None`` for ``"disk"``.
+
+    Raises:
+        DeviceError: it is no map, or a device is not there.
+    """
+    _check_is_map(device_map)
+    return {name: None if place == "disk" else _existing(place, name) for name, place in device_map.items()}
+
+
+def _check_is_map(device_map: object) -> None:
+    if not isinstance(device_map, Mapping):
+        raise DeviceError(
+            f"device_map is {device_map!r}; give a map from names of modules to devices, as {{'': {device_map!r}}} "
+            "for everything on one"
+        )
+
+
+def _existing(place: Device, name: str) -> torch.device:
+    try:
+        device = torch.device(place)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"the device_map puts {name!r} on {place!r}, which is no device here; give one such as 'cpu' or 'cuda:0', "
+            "or the index of an accelerator"
+        ) from error
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= device_count(device.type):
+        raise DeviceError(
+            f"the device_map puts {name!r} on {place!r}, but there are {device_count(device.type)} of that kind "
+            "here; use 'cpu', or a device that torch.accelerator finds"
+        )
+    return device
+
+
+def _device_of(name: str, devices: Mapping[str, torch.device | None]) -> torch.device | None:
     best = max(
-        (key for key in device_map if key == "" or name == key or name.startswith(key + ".")),
+        (key for key in devices if key == "" or name == key or name.startswith(key + ".")),
         key=len,
         default=None,
     )
-    return None if best is None or device_map[best] == "disk" else torch.device(device_map[best])
+    return None if best is None else devices[best]
 
 
 def load_checkpoint_in_model(
@@ -124,7 +165,7 @@ def load_checkpoint_in_model(
     dtype: str | torch.dtype | None = None,
     offload_state_dict: bool = False,
     offload_buffers: bool = False,
-    keep_in_fp32_modules: Sequence[str] | None = None,
+    keep_in_fp32_modules: str | Sequence[str] | None = None,
     offload_8bit_bnb: bool = False,
     strict: bool | None = None,
     full_state_dict: bool = True,
@@ -169,6 +210,7 @@ def load_checkpoint_in_model(
         StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
         UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
         ValueError: ``dtype`` is no floating dtype.
+        DeviceError: the device of ``device_map`` is not there.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
         FileChangedError: a file was changed while it was read.
@@ -193,13 +235,14 @@ def load_checkpoint_in_model(
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
     if device_map is None:
         return None
+    _check_is_map(device_map)
     if set(device_map) != {""} or device_map[""] == "disk":
         raise NotAvailableError(
             f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; that is what "
             "load_checkpoint_in_model of accel-bigmodel is for (pip install accel-bigmodel). Here: None or "
             '{"": device}'
         )
-    return torch.device(device_map[""])
+    return _existing(device_map[""], "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +324,7 @@ class Placer:
                 f"dtype={dtype!r} is for floating tensors, whose values another kind of dtype would lose; give one "
                 "such as torch.bfloat16. Weights are quantised by load_and_quantize_model of accel-bigmodel"
             )
-        self._keep_in_fp32 = frozenset(keep_in_fp32)
+        self._keep_in_fp32 = frozenset([keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32)
         self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
 
     def view(self, source: WeightSource) -> WeightSource:
