@@ -282,6 +282,13 @@ class PreTrainedModel(nn.Module):  # what transformers' models are recognised by
         return self.outputs
 
 
+def test_classes_that_the_model_does_not_have_are_announced(caplog):
+    infer_auto_device_map(Model(), {"cpu": 1000}, ["Linear", "AnotherModel'sBlock"])
+    assert not caplog.text
+    infer_auto_device_map(Model(), {"cpu": 1000}, "Linaer")
+    assert "(Linaer), so any of its modules may be split. Is 'Linear' meant by 'Linaer'?" in caplog.text
+
+
 def test_untied_weights_are_announced(caplog):
     assert not check_tied_parameters_in_config(Model())
     assert not check_tied_parameters_in_config(PreTrainedModel(tied=False))

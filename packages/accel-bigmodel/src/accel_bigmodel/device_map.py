@@ -16,6 +16,7 @@ And booleans count the byte that they take, not an eighth of it.
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import warnings
@@ -102,6 +103,7 @@ def _infer(
 ) -> dict[str, DeviceKey]:
     """The map of ``infer_auto_device_map``, not joined yet, for budgets that were read already."""
     _warn_if_untied(outline)
+    _warn_if_no_class_is_there(outline)
     device_map = _choose(outline, budgets, fallback, strict)
     if not offload_buffers:
         _warn_about_buffers(Usage.of(outline, device_map), budgets)
@@ -182,6 +184,21 @@ def _warn_if_untied(outline: Outline) -> None:
             "The configuration of %s asks for tied weights, but no two of its parameters are one. Call its "
             "tie_weights() before the map is inferred, or they are placed and counted twice.",
             type(outline.model).__name__,
+        )
+
+
+def _warn_if_no_class_is_there(outline: Outline) -> None:
+    """Some of the classes may be those of other models, which a script is written for, too; but not all."""
+    classes = {type(module).__name__ for module in outline.model.modules()}
+    if outline.no_split and outline.no_split.isdisjoint(classes):
+        name = min(outline.no_split)
+        close = difflib.get_close_matches(name, classes, n=1)
+        logger.warning(
+            "%s has no module of a class that no_split_module_classes names (%s), so any of its modules may be "
+            "split.%s",
+            type(outline.model).__name__,
+            ", ".join(sorted(outline.no_split)),
+            f" Is {close[0]!r} meant by {name!r}?" if close else "",
         )
 
 

@@ -20,19 +20,24 @@ Part = nn.Module | torch.Tensor
 Named = tuple[str, Part]
 
 
-def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
-    """The names of the classes that are not to be split, from any of the forms in which users give them.
+def class_names(
+    classes: str | Iterable[str] | None, argument: str = "no_split_module_classes"
+) -> frozenset[str]:
+    """The names of classes, from any of the forms in which users give them.
+
+    Args:
+        classes: one name, several, or None.
+        argument: what they were given as, for the message.
 
     Raises:
-        DeviceMapError: they are no names. (A class itself would equal no name, and be split.)
+        DeviceMapError: they are no names. (A class itself would equal no name, and be without effect.)
     """
     if classes is None:
         return frozenset()
     names = [classes] if isinstance(classes, str) or not isinstance(classes, Iterable) else list(classes)
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise DeviceMapError(
-            f"no_split_module_classes has {', '.join(map(repr, wrong))}; give names of classes, as "
-            "'TransformerEncoderLayer'"
+            f"{argument} has {', '.join(map(repr, wrong))}; give names of classes, as 'TransformerEncoderLayer'"
         )
     return frozenset(names)
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from accel_bigmodel.errors import PipelineError
+from accel_bigmodel.outline import class_names
 from accel_bigmodel.streaming.groups import never_called
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
@@ -87,8 +88,8 @@ def check_split_points(model: nn.Module, points: Collection[str], parts: int) ->
 
 def _whole_classes(model: nn.Module, asked: str | Collection[str] | None) -> frozenset[str]:
     if asked is None:
-        asked = getattr(model, "_no_split_modules", None) or ()
-    return frozenset([asked] if isinstance(asked, str) else asked)
+        asked = getattr(model, "_no_split_modules", None)
+    return class_names(asked)
 
 
 def _entries(model: nn.Module, whole: frozenset[str], parts: int) -> list[_Entry]:

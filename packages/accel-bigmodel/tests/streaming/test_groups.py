@@ -100,7 +100,10 @@ def test_a_model_without_repetition_goes_module_by_module():
 
 
 def test_preloaded_classes_are_whole():
-    assert names(plan_groups(Decoder(), [""], preload_module_classes=["Decoder"])) == [""]
+    for classes in (["Decoder"], "Decoder"):
+        assert names(plan_groups(Decoder(), [""], preload_module_classes=classes)) == [""]
+    with pytest.raises(DeviceMapError, match=r"preload_module_classes has <class .*Decoder'>; give names"):
+        plan_groups(Decoder(), [""], preload_module_classes=[Decoder])
 
 
 class Experts(nn.Module):

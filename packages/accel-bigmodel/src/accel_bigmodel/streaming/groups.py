@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from accel_bigmodel.errors import DeviceMapError
+from accel_bigmodel.outline import class_names
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
 
 __all__ = ["Group", "never_called", "plan_groups"]
@@ -59,10 +60,10 @@ def plan_groups(
         offload_buffers: buffers that are saved move, too. Others never do.
 
     Raises:
-        DeviceMapError: a name is neither a module's nor a tensor's.
+        DeviceMapError: a name is neither a module's nor a tensor's, or a class is given by anything but its name.
     """
     tensors = _waiting(model, frozenset(streamed), offload_buffers)
-    return _Planner(tensors, frozenset(preload_module_classes or ())).plan(model)
+    return _Planner(tensors, class_names(preload_module_classes, "preload_module_classes")).plan(model)
 
 
 def _waiting(model: nn.Module, streamed: frozenset[str], offload_buffers: bool) -> set[int]:
