@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_bigmodel import (
+    CustomDtype,
     EstimateError,
     dispatch_model,
     estimate_activations,
@@ -122,6 +123,53 @@ def test_activations_count_no_values_but_shapes():
             estimate_activations(Mlp(), (shape,), {"gain": 2.0}),
         )
     assert large / 64 == pytest.approx(small, rel=1e-3)
+
+
+class Remembering(nn.Module):
+    """Keeps what its forward makes, in every place where modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale, self.tables = None, {}
+
+    def forward(self, query, key, value):
+        if self.scale is None:
+            self.scale = torch.full((8,), 2.0, device=query.device)
+            self.tables[8] = self.scale + 1
+            self.register_buffer("table", self.scale + 2, persistent=False)
+        return self.linear(query * key + value) * self.scale * self.tables[8] * self.table
+
+
+def test_a_forward_that_keeps_what_it_made_leaves_the_model_as_it_was():
+    x = torch.randn(2, 8)
+    model = Remembering()
+    tables = model.tables
+    estimate_activations(model, (x, x, x))
+    assert model.scale is None
+    assert tables is model.tables == {}
+    assert list(dict(model.named_buffers())) == []
+    assert type(model(x, x, x)) is torch.Tensor
+
+
+def test_inputs_are_told_apart_as_autograd_does():
+    x = torch.randn(3, 5, 8)
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    once = kept_by_autograd(attention(x, x, x), [x, *attention.parameters()])
+    assert estimate_activations(attention, (x, x, x)) == once
+    assert estimate_activations(attention, (x, x.clone(), x.clone())) > once
+    frozen = nn.Sequential(nn.Linear(8, 8).requires_grad_(False), nn.Sigmoid())
+    assert estimate_activations(frozen, (x,)) == 0
+    assert estimate_activations(frozen, (x.requires_grad_(),)) == x.nbytes
+
+
+def test_compiled_models_and_inference_mode_change_nothing():
+    given = ids()
+    model = Mlp()
+    expected = estimate_activations(model, (given,))
+    assert estimate_activations(torch.compile(model), (given,)) == expected
+    with torch.inference_mode():
+        assert estimate_activations(model, (given,)) == expected
 
 
 class Branch(nn.Linear):
@@ -244,6 +292,11 @@ def test_integer_dtypes_are_those_of_linear_weights():
     tied_as_first_name = 11 * 6  # the embedding, which is not quantised, also when a linear layer shares it
     assert one.total == (linear - tied_as_first_name) + 2 * (floats + tied_as_first_name) + 3 * 8
     assert half.total == (linear - tied_as_first_name) // 2 + 2 * (floats + tied_as_first_name) + 3 * 8
+    assert (
+        estimate_weights(Mlp(), CustomDtype.INT4)[0].total
+        == estimate_weights(Mlp(), "uint4")[0].total
+        == half.total
+    )
     with pytest.raises(EstimateError, match="'flout16' is no dtype"):
         estimate_weights(Mlp(), ["flout16"])
 

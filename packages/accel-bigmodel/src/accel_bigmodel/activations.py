@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def estimate_activations(
 
     Args:
         model: on any device, meta included; not changed.
-        args: inputs, of which only shapes and dtypes matter.
+        args: inputs, of which only shapes, dtypes and ``requires_grad`` matter; one that is given twice counts as one.
         kwargs: keyword inputs.
         autocast: the dtype of autocast that training uses.
         device: where it will run, since kernels save different things on different devices: ``"cpu"``, or a kind that
@@ -56,46 +56,45 @@ def estimate_activations(
     if isinstance(given, Tensor):  # which would be taken for the sequence of its rows
         raise EstimateError("args is a tensor; give a sequence of inputs, as (tensor,)")
     where = _known(device)
-    training = {module: module.training for module in model.modules()}
     precision: AbstractContextManager[Any] = (
         torch.autocast(where.type, autocast) if autocast is not None else nullcontext()
     )
     saved: dict[int, int] = {}
+    unreal: dict[int, Tensor] = {}
+
+    def without_values(tensor: Tensor) -> Tensor:
+        if id(tensor) not in unreal:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=where)
+            unreal[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+        return unreal[id(tensor)]
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    model.train()
-    try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            state = {name: _unreal(tensor, where) for name, tensor in _tensors(model)}
-            inputs = pytree.tree_map_only(
-                Tensor, lambda tensor: _unreal(tensor, where), (tuple(args), dict(kwargs or {}))
-            )
-            with (
-                torch.enable_grad(),
-                precision,
-                torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
-            ):
-                # Held until all is counted: what autograd has saved must not make room for something else.
-                output = functional_call(model, state, *inputs)
-            known = [
-                *state.values(),
-                *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)),
-            ]
-            del output, mode
-    except Exception as error:
-        raise EstimateError(
-            f"the forward of {type(model).__name__} cannot run without values: {type(error).__name__}: "
-            f"{str(error).strip().partition(chr(10))[0]}. Check the inputs; control flow that depends on values, and "
-            "kernels whose results PyTorch cannot tell without them, have no estimate"
-        ) from error
-    finally:
-        for module, was in training.items():
-            module.training = was
-    for tensor in known:
+    # Under "force_eager" what is compiled runs as it was written. Tensors of inference mode save nothing.
+    with _restored(model), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
+        model.train()
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+                state = {name: without_values(tensor) for name, tensor in _tensors(model)}
+                inputs = pytree.tree_map_only(Tensor, without_values, (tuple(args), dict(kwargs or {})))
+                with (
+                    torch.enable_grad(),
+                    precision,
+                    torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
+                ):
+                    # Held until all is counted: what autograd has saved must not make room for something else.
+                    output = functional_call(model, state, *inputs)
+                del output, mode
+        except Exception as error:
+            raise EstimateError(
+                f"the forward of {type(model).__name__} cannot run without values: {type(error).__name__}: "
+                f"{str(error).strip().partition(chr(10))[0].rstrip('.')}. Check the inputs; control flow that depends "
+                "on values, and kernels whose results PyTorch cannot tell without them, have no estimate"
+            ) from error
+    for tensor in unreal.values():
         saved.pop(tensor.untyped_storage()._cdata, None)
     return sum(saved.values())
 
@@ -120,6 +119,15 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-def _unreal(tensor: Tensor, device: torch.device) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    return made.requires_grad_(tensor.requires_grad and isinstance(tensor, nn.Parameter))
+@contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Give modules their attributes back: some keep what a forward made, which here has no values."""
+    tables = [module.__dict__ for module in model.modules()]
+    tables += [value for table in tables for value in table.values() if type(value) is dict]
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        for table, was in zip(tables, before, strict=True):
+            table.clear()
+            table.update(was)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from accel_bigmodel.activations import estimate_activations
 from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.kv_cache import check_counts, estimate_kv_cache
 from accel_bigmodel.outline import Outline
-from accel_ckpt.modules.sizes import dtype_byte_size
+from accel_ckpt.modules.sizes import DType, dtype_byte_size
 from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
 from accel_ckpt.plan import readable_size
 
@@ -128,7 +129,7 @@ class MemoryEstimate:
 def estimate_memory(
     model: nn.Module,
     *,
-    dtypes: Sequence[str | torch.dtype] = DTYPES,
+    dtypes: DType | Sequence[DType] = DTYPES,
     batch_size: int | None = None,
     sequence_length: int | None = None,
     example_args: Sequence[Any] = (),
@@ -176,21 +177,25 @@ def estimate_memory(
 
 
 def estimate_weights(
-    model: nn.Module, dtypes: Sequence[str | torch.dtype] = DTYPES
+    model: nn.Module, dtypes: DType | Sequence[DType] = DTYPES
 ) -> tuple[WeightsEstimate, ...]:
     """Bytes of parameters and buffers for each dtype.
 
-    A floating dtype is that of every floating tensor. ``int8`` and ``int4`` are those of the weights of linear layers,
-    as quantising loaders have it; what they leave alone counts with 16 bits, and scales are not counted.
+    A floating dtype is that of every floating tensor. ``int8``, ``int4`` and the like are those of the weights of
+    linear layers, as quantising loaders have it; what they leave alone counts with 16 bits, and scales are not counted.
 
     Args:
         model: on any device, meta included.
-        dtypes: names or dtypes.
+        dtypes: names, dtypes or members of ``CustomDtype``; one, or several.
 
     Raises:
         EstimateError: a dtype is unknown.
     """
-    return tuple(_weights_in(model, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    listed = [dtypes] if isinstance(dtypes, str | torch.dtype | Enum) else dtypes
+    names = [
+        dtype.value if isinstance(dtype, Enum) else str(dtype).removeprefix("torch.") for dtype in listed
+    ]
+    return tuple(_weights_in(model, name) for name in names)
 
 
 def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> TrainingEstimate:
@@ -233,7 +238,7 @@ def _weights_in(model: nn.Module, dtype: str) -> WeightsEstimate:
         dtype_byte_size(dtype)
     except (ValueError, TypeError) as error:
         raise EstimateError(f"{dtype!r} is no dtype; known are those of PyTorch and int4") from error
-    quantised = dtype.startswith("int")
+    quantised = dtype.startswith(("int", "uint"))
     linear = {
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules(remove_duplicate=False)
