@@ -129,7 +129,7 @@ def test_io_same_device_of_a_module_that_calls_itself():
 
     module = add_hook_to_module(Nested(), AlignDevicesHook(io_same_device=True))
     assert module(torch.ones(1, device="meta")).is_meta
-    assert module._hf_hook._input_devices == []
+    assert not module._hf_hook._input_devices
 
 
 def test_io_same_device_may_be_switched_on_later(x):
@@ -383,7 +383,7 @@ def test_a_failing_forward_lets_the_weights_go(x):
         block(x, fail=True)
     assert block.scale.is_meta
     assert torch.equal(block(x), expected)
-    assert block._hf_hook._input_devices == []
+    assert not block._hf_hook._input_devices
 
 
 def test_a_load_that_fails_half_way_is_undone(x):

@@ -149,3 +149,28 @@ def test_a_call_of_another_thread_in_the_middle_of_loading(x):
     assert len(found) == 2
     assert all(torch.equal(each, expected) for each in found)
     assert where(layer) == {"weight": "meta", "bias": "meta"}
+
+
+def test_outputs_go_back_to_where_the_input_of_their_own_thread_was():
+    first_runs, second_runs, first_is_done = (threading.Event() for _ in range(3))
+
+    class Overlapping(nn.Module):
+        def forward(self, x):
+            mine, other = (first_runs, second_runs) if x.is_meta else (second_runs, first_is_done)
+            mine.set()
+            assert other.wait(10)
+            return x
+
+    def call_second():
+        first_runs.wait(10)
+        found.append(module(torch.ones(1)).device.type)
+
+    module = add_hook_to_module(Overlapping(), AlignDevicesHook(io_same_device=True))
+    found, second = [], threading.Thread(target=call_second)
+    second.start()
+    try:
+        assert module(torch.ones(1, device="meta")).is_meta
+    finally:
+        first_is_done.set()
+        second.join()
+    assert found == ["cpu"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -79,7 +80,7 @@ class AlignDevicesHook(ModelHook):
         self._shadows: list[ParkedTensor] = []  # keeps tensors tied that were placed on the meta device
         self._moved: list[tuple[Place, Tensor, torch.device]] = []
         self._loans = Loans()
-        self._input_devices: list[torch.device | None] = []
+        self._input_devices: dict[int, list[torch.device | None]] = {}  # of the calls of each thread
 
     def __repr__(self) -> str:
         shown = (
@@ -196,7 +197,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload:
             self._load(device)
         if self.io_same_device:
-            self._input_devices.append(source)
+            self._input_devices.setdefault(get_ident(), []).append(source)
         return args, kwargs
 
     @outside_graphs
@@ -208,7 +209,10 @@ class AlignDevicesHook(ModelHook):
     @outside_graphs
     def _end(self, output: Any) -> Any:
         self._loans.end()
-        device = self._input_devices.pop() if self._input_devices else None
+        calls = self._input_devices.get(get_ident(), [])
+        device = calls.pop() if calls else None
+        if not calls:
+            self._input_devices.pop(get_ident(), None)
         return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
     def _load(self, device: torch.device | None) -> None:
