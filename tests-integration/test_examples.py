@@ -167,6 +167,19 @@ def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_pat
     assert run("--plain").returncode == 137
 
 
+def test_where_nothing_may_be_written_no_model_is_trained(tmp_path):
+    (tmp_path / "file").touch()
+    command = [
+        sys.executable,
+        str(EXAMPLES / "bigger_than_memory.py"),
+        "--folder",
+        str(tmp_path / "file" / "model"),
+    ]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=60, check=False)
+    assert "NotADirectoryError" in done.stderr
+    assert "training" not in done.stdout
+
+
 def test_the_readme_shows_the_script_of_the_demo():
     readme = (EXAMPLES.parents[1] / "README.md").read_text(encoding="utf-8")
     assert (

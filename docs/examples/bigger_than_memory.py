@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ def encode(text: str) -> torch.Tensor:
 
 def train(folder: Path, steps: int) -> None:
     torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)  # where this may not be written, training would be in vain
     data = encode("\n".join(topics.values()))
     model = Model()
     for block in model.blocks:
@@ -78,6 +80,8 @@ def train(folder: Path, steps: int) -> None:
     rest = [p for p in model.parameters() if all(p is not table for table in tables)]
     optimizers = [torch.optim.SparseAdam(tables, lr=0.02), torch.optim.AdamW(rest, lr=2e-3)]
     start = time.perf_counter()
+    size = sum(p.nbytes for p in model.parameters())
+    print(f"training a model of {size / 1e9:.2f} GB: {steps} steps", flush=True)
     for step in range(steps):
         at = torch.randint(len(data) - 129, (32,))
         batch = torch.stack([data[i : i + 129] for i in at.tolist()])
@@ -86,10 +90,10 @@ def train(folder: Path, steps: int) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        if step % 50 == 49:
+        if step % 25 == 24:
             print(f"step {step + 1}: loss {loss.item():.2f}, {time.perf_counter() - start:.0f} s", flush=True)
     save_model(model, folder, max_shard_size="100MB")
-    print(f"saved {sum(p.nbytes for p in model.parameters()) / 1e9:.2f} GB to {folder}", flush=True)
+    print(f"saved to {folder}", flush=True)
 
 
 def answer(folder: Path, prompt: str, length: int, plain: bool) -> None:
@@ -130,7 +134,8 @@ def under_limit(command: list[str], limit: int) -> int:
                 time.sleep(0.01)
             group.rmdir()
     sys.exit(
-        "no control group can be made here (that takes root); use: systemd-run --user --scope -p MemoryMax=350M …"
+        "no control group can be made here (that takes root); another way is\n"
+        f"systemd-run --user --scope -p MemoryMax={limit} {shlex.join(command)}"
     )
 
 
@@ -146,7 +151,7 @@ def main() -> None:
     if args.answer:
         answer(args.folder, args.prompt, args.length, args.plain)
         return
-    if not args.folder.exists():
+    if not any(args.folder.glob("*.safetensors")):
         train(args.folder, args.steps)
     print(f"--- a new process that may use {LIMIT / 1e6:.0f} MB", flush=True)
     status = under_limit([sys.executable, os.path.abspath(__file__), "--answer", *sys.argv[1:]], LIMIT)
