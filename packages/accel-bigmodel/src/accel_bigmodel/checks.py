@@ -18,7 +18,13 @@ from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
 from accel_ckpt.names import listed
 from accel_state.devices import default_device, device_count
 
-__all__ = ["check_device_map", "check_exists", "check_tied_parameters_on_same_device", "execution_device"]
+__all__ = [
+    "check_all_have_values",
+    "check_device_map",
+    "check_exists",
+    "check_tied_parameters_on_same_device",
+    "execution_device",
+]
 
 AnyDevice = int | str | torch.device
 logger = logging.getLogger(__name__)
@@ -35,10 +41,15 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
             not have, and maps under which the parts of a tied group compute on different devices.
 
     Raises:
-        DeviceMapError: names what has no device, or what ``strict`` refuses.
+        DeviceMapError: names what has no device, or what ``strict`` refuses; or ``device_map`` is no map.
         TypeError: ``model`` is no module.
     """
     check_is_module(model)
+    if not isinstance(device_map, Mapping):
+        raise DeviceMapError(
+            f"device_map is {device_map!r}; give a map from names of modules to devices, as {{'': 'cpu'}}, or make one "
+            "with infer_auto_device_map"
+        )
     unknown = [name for name in device_map if not _has(model, name)]
     if unknown:
         message = _unknown_names(unknown, _all_names(model))
@@ -57,6 +68,19 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
             check_exists(device, f"the device_map puts {name!r} on")
         if len(set(device_map.values())) > 1:
             _check_ties(find_tied_parameters(model), device_map)
+
+
+def check_all_have_values(device_map: Mapping[str, AnyDevice]) -> None:
+    """Refuse a map for running a model that leaves a part of it on the meta device.
+
+    Raises:
+        DeviceMapError: names the parts.
+    """
+    if without := [name for name, place in device_map.items() if str(place) == "meta"]:
+        raise DeviceMapError(
+            f"the device map leaves {', '.join(map(repr, without))} without values ('meta'), so that the model "
+            "cannot run; load_checkpoint_in_model loads parts of a model"
+        )
 
 
 def check_tied_parameters_on_same_device(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.budget import available_host_memory
-from accel_bigmodel.checks import check_device_map, check_exists, execution_device
+from accel_bigmodel.checks import check_all_have_values, check_device_map, check_exists, execution_device
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.base import (
@@ -129,6 +129,7 @@ def dispatch_model(
     """
     device_budget, host_budget = memory_sizes(device_memory, host_memory)
     check_device_map(model, device_map, strict=True)
+    check_all_have_values(device_map)
     places = {name: _device(place) for name, place in device_map.items()}
     main = torch.device(main_device_of(places)) if main_device is None else _computing_device(main_device)
     check_exists(main, "main_device is")

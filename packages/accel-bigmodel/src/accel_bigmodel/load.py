@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_bigmodel.checks import check_device_map, execution_device
+from accel_bigmodel.checks import check_all_have_values, check_device_map, execution_device
 from accel_bigmodel.device_map import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
@@ -187,11 +187,7 @@ def load_checkpoint_and_dispatch(
             model, device_map, max_memory, no_split_module_classes, dtype,
             offload_buffers=offload_buffers, reserve=reserve, strict=True,
         )  # fmt: skip
-        if unread := [name for name, place in places.items() if str(place) == "meta"]:
-            raise DeviceMapError(
-                f"the device map leaves {', '.join(map(repr, unread))} without values ('meta'), so that the model "
-                "cannot run; load_checkpoint_in_model loads parts of a model"
-            )
+        check_all_have_values(places)
         return places
 
     places = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
