@@ -197,3 +197,34 @@ def test_nodes_without_a_shared_file_system_cannot_save_parts(tmp_path):
 
     worlds.run(work, 2, str(tmp_path / "c"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_whole_weights_go_to_the_ranks_parts(tmp_path, broadcast):
+    from accel_ckpt import save_model
+
+    model, _ = reference()
+    save_model(model, tmp_path)
+
+    def work(folder, broadcast, expected):
+        from torch.distributed.fsdp import fully_shard
+
+        from accel_ckpt import StateMismatchError, load_checkpoint_in_model
+        from accel_state import PartialState
+
+        rank = PartialState(cpu=True).process_index
+        model = fully_shard(Net(), reshard_after_forward=False)
+        parameter = model.layer.weight
+        for options in ({"dtype": "bfloat16"}, {"device_map": {"": "meta"}}):
+            with pytest.raises(StateMismatchError, match="divided among ranks"):
+                load_checkpoint_in_model(model, folder, **options)
+        model(torch.arange(8))  # leaves whole weights in place of the parts
+        path = "/nowhere" if broadcast and rank else folder
+        load_checkpoint_in_model(model, path, broadcast_from_rank0=broadcast)
+        assert model.layer.weight is parameter
+        assert model.head.weight is model.embed.weight
+        for name, tensor in model.state_dict().items():
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            assert torch.equal(whole, expected[name]), name
+
+    worlds.run(work, 2, str(tmp_path), broadcast, model.state_dict())

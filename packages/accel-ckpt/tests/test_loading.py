@@ -406,6 +406,15 @@ def test_load_state_dict(tmp_path):
     )
 
 
+def test_t32_ties_of_values_that_do_not_equal_themselves(tmp_path):
+    value = torch.full((6, 4), torch.nan)
+    state_dict = {"embed.weight": value, "head.weight": value.clone()}
+    safetensors.torch.save_file(state_dict, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = Tied()
+    load_checkpoint_in_model(model, tmp_path)
+    assert model.head.weight.isnan().all()
+
+
 @pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
 def test_load_state_dict_of_a_file_that_is_not_there(tmp_path, name):
     with pytest.raises(CheckpointNotFoundError, match="there is no file"):

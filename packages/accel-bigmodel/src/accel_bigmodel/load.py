@@ -308,6 +308,10 @@ class MapPlacer(Placer):
             return False
         return not source.is_mapped(step.source) or self.dtype(step) != step.saved
 
+    def fills_parts(self, step: Step) -> bool:
+        """No: a mesh says where tensors are that are divided among ranks."""
+        return False
+
     def put(self, step: Step, value: torch.Tensor) -> None:
         """To the cache or to the device; on the host a view of the file also in place of values that are there."""
         if step.source in self._stored:

@@ -18,6 +18,7 @@ from accel_ckpt.index import WeightFiles
 from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
 from accel_ckpt.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.reader import MappedShard, read_pickled
+from accel_ckpt.sharded import fill_part, is_sharded, reshard
 from accel_ckpt.tensors import is_lazy, parse_dtype
 from accel_ckpt.weights import BroadcastWeights, MappedWeights, WeightSource, collector_paused, open_weights
 from accel_state.devices import device_count
@@ -174,11 +175,12 @@ def load_checkpoint_in_model(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> LoadReport:
-    """Load weights into a model that is on one device, or on none yet.
+    """Load weights into a model that is on one device, or on none yet, or divided among ranks.
 
     Everything is compared before anything is changed. A parameter that has values keeps its identity, so
     optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of a
-    safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form.
+    safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form. Of a
+    ``DTensor``, as ``fully_shard`` makes them, each rank takes what it holds.
 
     Args:
         model: changed in place.
@@ -352,10 +354,17 @@ class Placer:
         """Refuse what cannot be done, before anything is read or changed; returns the steps to do, in order."""
         return steps
 
+    def fills_parts(self, step: Step) -> bool:
+        """Whether a tensor that is divided among ranks can be loaded: its mesh says where it is, and as which dtype."""
+        old = step.target.tensor
+        return step.home == old.device and self.dtype(step) == old.dtype
+
     def put(self, step: Step, value: torch.Tensor) -> None:
         """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
         old, home, dtype = step.target.tensor, step.home, self.dtype(step)
-        if old.device == home and old.dtype == dtype:
+        if is_sharded(old):
+            fill_part(old, value)
+        elif old.device == home and old.dtype == dtype:
             with torch.no_grad():
                 old.copy_(value)
         else:
@@ -490,6 +499,7 @@ class _ModelTensors(NamedTuple):
 
 def _tensors_of(model: nn.Module) -> _ModelTensors:
     check_is_module(model)
+    reshard(model)
     modules = prefixed_modules(model)
     found: dict[int, Target] = {}
     targets: dict[str, Target] = {}
@@ -574,6 +584,12 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
             ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
         elif (home := placer.home(target)) is not None:
             steps.append(Step(raw, dtype, tensor.numel() * dtype.itemsize, target, home))
+    divided = [s.target.names[0] for s in steps if is_sharded(s.target.tensor) and not placer.fills_parts(s)]
+    if divided:
+        raise StateMismatchError(
+            f"{listed(divided)} of the model are divided among ranks (DTensor), where they stay in their dtype: load "
+            "them without device_map and dtype. Parts on the meta device need memory first: model.to_empty(device=…)"
+        )
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
     return _Plan(report, steps, targets, tensors.hidden, ties)

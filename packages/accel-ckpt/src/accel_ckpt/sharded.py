@@ -9,18 +9,31 @@ from __future__ import annotations
 
 import json
 import math
+import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
 from accel_ckpt.reader import Header, MappedShard
 from accel_ckpt.tensors import METADATA_KEYS, SHARDING_KEY, same_tensor_id
 
-__all__ = ["Box", "BoxFiles", "is_sharded", "load_tensors", "local_boxes", "overlap", "sharding_metadata"]
+__all__ = [
+    "Box",
+    "BoxFiles",
+    "fill_part",
+    "is_sharded",
+    "load_tensors",
+    "local_boxes",
+    "overlap",
+    "reshard",
+    "sharding_metadata",
+]
 
 _OFFSETS_KEY = "saved_offsets"
 _SHAPE_KEY = "shape"  # ours: without it a missing last part could not be noticed
@@ -62,6 +75,24 @@ def local_boxes(tensors: Mapping[str, torch.Tensor]) -> list[Box]:
         if local.numel() or not data.size.numel():  # an empty part of a tensor that is not empty is no box
             boxes.append(Box(item.index.fqn, tuple(data.chunk.offsets), local.detach(), tuple(data.size)))
     return boxes
+
+
+def fill_part(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy to a ``DTensor`` the part of a whole value that this rank holds."""
+    with torch.no_grad():
+        for box in local_boxes({"": tensor}):
+            ends = map(operator.add, box.offsets, box.tensor.shape)
+            box.tensor.copy_(whole[tuple(map(slice, box.offsets, ends))])
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP give up the whole weights that a forward may have left in place of a rank's parts."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def tied_boxes(boxes: Iterable[Box]) -> dict[str, str]:

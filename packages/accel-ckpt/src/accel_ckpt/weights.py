@@ -181,7 +181,13 @@ def _differing(source: WeightSource, pairs: Sequence[Pair]) -> set[Pair]:
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     same_memory = a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype)
-    return same_memory or torch.equal(a, b)
+    return same_memory or torch.equal(a, b) or _are_alike(a, b)
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes are the same, also of values that do not equal themselves (NaN)."""
+    plain = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*plain)
 
 
 class MappedWeights(_Files):

@@ -209,6 +209,10 @@ class _QuantizingPlacer(Placer):
     def _converted(self, name: str) -> torch.dtype:
         return torch.float32 if is_named(name, self._keep) else self._config.dtype
 
+    def fills_parts(self, step: Step) -> bool:
+        """No: layers are quantised as a whole."""
+        return False
+
     def put(self, step: Step, value: torch.Tensor) -> None:
         """Quantise it, or convert it."""
         layer = self._waiting.pop(id(step.target.tensor), None)
