@@ -664,6 +664,25 @@ def test_a_module_that_is_added_later_is_named_when_it_is_on_the_wrong_device(fa
         model(torch.ones(3, 4))
 
 
+class UsesItsChild(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.fails_with = "Expected all tensors to be on the same device"
+
+    def forward(self, x):
+        raise RuntimeError(self.fails_with)
+
+
+def test_a_module_that_uses_weights_of_its_children_is_named_when_these_are_elsewhere():
+    model = dispatch_model(UsesItsChild(), {"": "cpu"}, transfer=HostTransfer(), force_hooks=True)
+    with pytest.raises(OffloadError, match=r"same device.*preload_module_classes=\['UsesItsChild'\]"):
+        model(torch.ones(1, 4))
+    model.fails_with = "something else"
+    with pytest.raises(RuntimeError, match=r"^something else$"):
+        model(torch.ones(1, 4))
+
+
 def test_one_device_needs_no_hook(fake_accelerators):
     model = dispatch_model(Scale("cuda:0"), {"": 0})
     assert not hasattr(model, "_hf_hook")

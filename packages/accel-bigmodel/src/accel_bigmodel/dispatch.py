@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -14,6 +15,7 @@ from accel_bigmodel.budget import available_host_memory
 from accel_bigmodel.checks import check_all_have_values, check_device_map, check_exists, execution_device
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
+from accel_bigmodel.hooks.alignment import has_offloaded_params
 from accel_bigmodel.hooks.base import (
     MOVES,
     ModelHook,
@@ -542,8 +544,8 @@ class FilesUnchanged(ModelHook):
         return FilesUnchanged, ((),)
 
 
-class AddedLater(ModelHook):
-    """Says so when a forward fails because of tensors that no device map has placed.
+class WrongDevice(ModelHook):
+    """Says what may be done when a forward fails because tensors are on different devices.
 
     Args:
         names: of the tensors that were there when the model was dispatched.
@@ -553,15 +555,37 @@ class AddedLater(ModelHook):
         self.names = frozenset(names)
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Look for names that are new."""
+        """Look for names that are new, and for modules that use weights of others."""
         error = sys.exception()
+        if (
+            not isinstance(error, RuntimeError)
+            or isinstance(error, OffloadError)
+            or "device" not in str(error)
+        ):
+            return
         tensors = (*module.named_parameters(), *module.named_buffers())
         added = [f"{name} (on {tensor.device})" for name, tensor in tensors if name not in self.names]
-        if added and isinstance(error, RuntimeError):
+        if added:
             raise OffloadError(
                 f"{error}. After the model was dispatched, {', '.join(added)} came to it, which no device map has "
                 "placed; call dispatch_model again with a map that names them"
             ) from error
+        where = _innermost_module(error)
+        if where is not None and any(
+            has_offloaded_params(below) for below in where.modules() if below is not where
+        ):
+            kind = type(where).__name__
+            raise OffloadError(
+                f"{error}. This comes from the forward of {kind}. If it uses weights of modules in it without calling "
+                f"these, they are not on the device then: dispatch the model with preload_module_classes=[{kind!r}]"
+            ) from error
+
+
+def _innermost_module(error: BaseException) -> nn.Module | None:
+    """The module in one of whose methods an error was raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = (frame.f_locals.get("self") for frame in reversed(frames))
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
 def _spread(plan: _Plan) -> bool:
@@ -578,7 +602,7 @@ def _hooks(
     files = {id(file): file for t in plan.tensors.values() if (file := mapped_file_of(t)) is not None}
     hooks: list[ModelHook] = [FilesUnchanged(files.values())] if files else []
     if force or _spread(plan):
-        hooks.append(AddedLater(plan.names.values()))
+        hooks.append(WrongDevice(plan.names.values()))
         for name, place in plan.places.items():
             device = plan.main if place in ("disk", CPU) else torch.device(place)
             owner = _module(model, name)

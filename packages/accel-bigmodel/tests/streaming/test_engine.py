@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.prune import random_unstructured
 
 from accel_bigmodel import DeviceMapError, OffloadError
 from accel_bigmodel.streaming.engine import Streamer
@@ -458,3 +459,12 @@ def test_a_device_without_memory_for_what_stays():
         streamer.attach()
     assert {name: value.data_ptr() for name, value in model.named_parameters()} == before
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_weights_from_which_hooks_compute_before_the_forward_stay_on_the_device(attach):
+    model = Model().requires_grad_(False)
+    random_unstructured(model.blocks[1].linear, "weight", amount=0.5)
+    attached = attach(model)
+    attached.homes = {name: tensor.data_ptr() for name, tensor in attached.weights()}
+    attached.check(x())
+    assert attached.stats.resident_bytes == BLOCK_BYTES

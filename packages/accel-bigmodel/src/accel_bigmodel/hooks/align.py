@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.hooks.base import ModelHook, outside_graphs
+from accel_bigmodel.hooks.base import ModelHook, computes_weight_early, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.parking import LENDING, Loans, ParkedTensor, Place, park, places_in, stand_in
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
@@ -354,10 +354,6 @@ def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
     Hooks of PyTorch may compute another one from them before ``forward``; the compiled code of TorchScript calls its
     parts without their hooks, and holds its weights itself.
     """
-    from torch.nn.utils.prune import BasePruningMethod
-    from torch.nn.utils.spectral_norm import SpectralNorm
-    from torch.nn.utils.weight_norm import WeightNorm
-
     owners = {place.name.rpartition(".")[0] for place in places}
     for name, owner in module.named_modules():
         if name not in owners:
@@ -368,14 +364,13 @@ def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
                 f"{where} is compiled by torch.jit, so its weights cannot be brought for the time of a forward: "
                 "offload the module as it was before torch.jit.script or torch.jit.trace, or do not offload this one"
             )
-        for hook in owner._forward_pre_hooks.values():
-            if isinstance(hook, BasePruningMethod | SpectralNorm | WeightNorm):
-                raise OffloadError(
-                    f"{type(hook).__name__} of torch.nn.utils computes a weight of {where} before its forward, when "
-                    "the weights that it needs have not come yet: use torch.nn.utils.parametrizations instead, make "
-                    "it permanent (torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove), or do "
-                    "not offload this module"
-                )
+        if kind := computes_weight_early(owner):
+            raise OffloadError(
+                f"{kind} of torch.nn.utils computes a weight of {where} before its forward, when the weights that it "
+                "needs have not come yet: use torch.nn.utils.parametrizations instead, make it permanent "
+                "(torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove), or do not offload this "
+                "module"
+            )
 
 
 def _refuse_meta(places: list[Place]) -> None:

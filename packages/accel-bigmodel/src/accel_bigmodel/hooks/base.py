@@ -20,6 +20,7 @@ __all__ = [
     "ModelHook",
     "SequentialHook",
     "add_hook_to_module",
+    "computes_weight_early",
     "forwards_of",
     "hook_of",
     "outside_graphs",
@@ -236,6 +237,20 @@ def forwards_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
     while forward is not None:
         yield forward
         forward = getattr(forward, "__wrapped__", None)
+
+
+def computes_weight_early(module: nn.Module) -> str | None:
+    """The kind of a hook of PyTorch that computes a weight of a module from others before anything around ``forward``.
+
+    These are the older ways of normalising and pruning weights; parametrizations compute when the weight is asked for.
+    """
+    from torch.nn.utils.prune import BasePruningMethod
+    from torch.nn.utils.spectral_norm import SpectralNorm
+    from torch.nn.utils.weight_norm import WeightNorm
+
+    kinds = BasePruningMethod, SpectralNorm, WeightNorm
+    hooks = module._forward_pre_hooks.values()
+    return next((type(hook).__name__ for hook in hooks if isinstance(hook, kinds)), None)
 
 
 def put_hook(module: nn.Module, hook: ModelHook | None) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.hooks.base import outside_graphs
+from accel_bigmodel.hooks.base import computes_weight_early, outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
 from accel_bigmodel.streaming.gates import Gate, gates_of
 from accel_bigmodel.streaming.groups import Group
@@ -61,7 +61,8 @@ class Streamer:
         groups: what ``plan_groups`` returned for the model.
         transfer: to the device; not shared with another streamer.
         budget: bytes on the device for slots and resident groups; ``None``: room for the groups that are moved
-            ahead, and nothing resident but what is too small to be worth moving, or needed around others.
+            ahead, and nothing resident but what is too small to be worth moving, or needed around others, or before its
+            forward.
         prefetch: how many groups are moved ahead.
         in_memory: names of groups whose weights are to wait in host memory for good. They are gathered in host blocks
             of the transfer when the engine takes hold of them, and stay there when it lets go.
@@ -235,7 +236,7 @@ class Streamer:
     def _choose(self, members: Sequence[Member]) -> set[int]:
         sizes = [member.layout.nbytes for member in members]
         names = [member.name for member in members]
-        return choose_resident(names, sizes, self._around(), self._budget, self._prefetch)
+        return choose_resident(names, sizes, self._around() | self._early(), self._budget, self._prefetch)
 
     def _let_residents_go(self) -> None:
         while self._resident:
@@ -248,6 +249,14 @@ class Streamer:
             number
             for number, group in enumerate(self._groups)
             if any(below in modules for below in group.module.modules() if below is not group.module)
+        }
+
+    def _early(self) -> set[int]:
+        """Numbers of the groups whose weights are needed before their forwards begin."""
+        return {
+            number
+            for number, group in enumerate(self._groups)
+            if any(computes_weight_early(module) for module in group.module.modules())
         }
 
     # Called by the gates

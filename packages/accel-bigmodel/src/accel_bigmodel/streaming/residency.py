@@ -17,13 +17,14 @@ def choose_resident(
 ) -> set[int]:
     """Numbers of the groups that stay on the device.
 
-    These are the groups around others (needed while those stream), the smallest ones, and as many more as the
-    budget allows beside the slots, evenly spread: while they compute, the copies of the next ones run.
+    These are the groups around others (needed while those stream) and those that are needed early, the smallest ones,
+    and as many more as the budget allows beside the slots, evenly spread: while they compute, the copies of the next
+    ones run.
 
     Args:
         names: of the groups, in the order in which they are expected.
         sizes: bytes of each on the device.
-        around: numbers of groups that are in use while others are.
+        around: numbers of groups that are in use while others are, or are needed before their turn.
         budget: bytes on the device for all; ``None``: nothing stays that need not.
         prefetch: how many groups are moved ahead.
 
