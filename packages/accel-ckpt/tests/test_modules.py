@@ -206,7 +206,9 @@ class Kind(enum.Enum):
     ],
 )
 def test_dtype_byte_size(dtype, size):
-    assert dtype_byte_size(dtype) == size
+    found = dtype_byte_size(dtype)
+    assert found == size
+    assert type(found) is type(size)  # so that whole ones can be sizes of tensors
 
 
 def test_dtype_byte_size_of_all_dtypes():

@@ -26,12 +26,12 @@ DType = torch.dtype | str | Enum
 """A dtype, its name, or a member of an enum whose value is its name, as ``CustomDtype.FP8``."""
 
 # "fp8" stands for any of the 8-bit floats; PyTorch has no dtype of that name.
-_NAMES_OF_KINDS = {"fp8": 1.0}
+_NAMES_OF_KINDS = {"fp8": 1}
 
 
 def dtype_byte_size(dtype: DType) -> float:
-    """Bytes per number, by the bits that its dtype names: 1/8 for booleans, 1/2 for ``int4`` and also for
-    ``float4_e2m1fn_x2``, an element of which is a byte with two numbers in it.
+    """Bytes per number, an integer where they are whole, by the bits that its dtype names: 1/8 for booleans, 1/2 for
+    ``int4`` and also for ``float4_e2m1fn_x2``, an element of which is a byte with two numbers in it.
 
     PyTorch stores a boolean, and a plain tensor of such a dtype stores each element, in a whole byte; the sizes
     of tensors that exist are counted so.
@@ -47,7 +47,8 @@ def dtype_byte_size(dtype: DType) -> float:
         return 1 / 8
     bits = re.search(r"[a-z](\d+)", str(found).removeprefix("torch."))
     assert bits is not None, f"the name of {found} holds no number of bits"
-    return int(bits.group(1)) / 8
+    whole, rest = divmod(int(bits.group(1)), 8)
+    return whole + rest / 8 if rest else whole
 
 
 def compute_module_sizes(
