@@ -406,6 +406,24 @@ def test_load_state_dict(tmp_path):
     )
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_extra_state_that_is_a_tensor(tmp_path, safe):
+    class Counted(nn.Linear):
+        seen = 0
+
+        def get_extra_state(self):
+            return torch.tensor(self.seen)
+
+        def set_extra_state(self, state):
+            self.seen = int(state)
+
+    model, again = nn.Sequential(Counted(2, 2)), nn.Sequential(Counted(2, 2))
+    model[0].seen = 3
+    save_model(model, tmp_path, safe_serialization=safe)
+    assert load_checkpoint_in_model(again, tmp_path, strict=True) == LoadReport()
+    assert again[0].seen == 3
+
+
 def test_t32_ties_of_values_that_do_not_equal_themselves(tmp_path):
     value = torch.full((6, 4), torch.nan)
     state_dict = {"embed.weight": value, "head.weight": value.clone()}

@@ -180,7 +180,8 @@ def load_checkpoint_in_model(
     Everything is compared before anything is changed. A parameter that has values keeps its identity, so
     optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of a
     safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form. Of a
-    ``DTensor``, as ``fully_shard`` makes them, each rank takes what it holds.
+    ``DTensor``, as ``fully_shard`` makes them, each rank takes what it holds. Extra state that is a tensor goes to the
+    module's ``set_extra_state``.
 
     Args:
         model: changed in place.
@@ -471,6 +472,8 @@ def _fill_model(
         try:
             for step in progress(steps_to_do):
                 placer.put(step, source.tensor(step.source))
+            for name, module in plan.extra.items():
+                module.set_extra_state(source.tensor(name).clone())
         except Exception:
             source.finish()  # other ranks wait for this one's part
             raise
@@ -480,7 +483,7 @@ def _fill_model(
     try:
         report, steps_to_do = do_together(judge, coordinator, doing=doing)
         _warn(report, checkpoint, warning_level)
-        source.begin([step.source for step in steps_to_do])
+        source.begin([*(step.source for step in steps_to_do), *plan.extra])
         if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
             resume_collector()
         do_together(fill, coordinator, doing=doing)
@@ -495,6 +498,8 @@ class _ModelTensors(NamedTuple):
     """What a state dict of the model holds, by canonical name; tied names share a target."""
     hidden: list[Target]
     """Buffers that a state dict leaves out."""
+    extra: dict[str, nn.Module]
+    """Modules that take extra state, by its name in a state dict."""
 
 
 def _tensors_of(model: nn.Module) -> _ModelTensors:
@@ -528,7 +533,13 @@ def _tensors_of(model: nn.Module) -> _ModelTensors:
     for target in found.values():
         if not target.tensor.is_meta and id(target) in saved:
             _refuse_unloadable(target)
-    return _ModelTensors(targets, [target for target in found.values() if id(target) not in saved])
+    hidden = [target for target in found.values() if id(target) not in saved]
+    extra = {
+        f"{canonical}_extra_state": module
+        for _, canonical, module in modules
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    return _ModelTensors(targets, hidden, extra)
 
 
 def _refuse_unloadable(target: Target) -> None:
@@ -550,6 +561,8 @@ class _Plan:
     steps: list[Step]
     targets: dict[str, Target]
     hidden: list[Target]
+    extra: dict[str, nn.Module]
+    """Name in the checkpoint → the module that takes this as its extra state."""
     ties: dict[tuple[str, str], str]
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
@@ -558,6 +571,7 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: list[Step] = []
+    extra: dict[str, nn.Module] = {}
     ties: dict[tuple[str, str], str] = {}
     provided: dict[int, str] = {}
     unusable: set[int] = set()
@@ -566,7 +580,10 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
     for raw, name in names.items():
         target = targets.get(name)
         if target is None:
-            unexpected.append(raw)
+            if name in tensors.extra:
+                extra[raw] = tensors.extra[name]
+            else:
+                unexpected.append(raw)
             continue
         info = about[raw]
         shape, dtype = info.shape, info.dtype
@@ -592,7 +609,7 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
         )
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
-    return _Plan(report, steps, targets, tensors.hidden, ties)
+    return _Plan(report, steps, targets, tensors.hidden, extra, ties)
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
