@@ -340,6 +340,7 @@ REFUSED_CALLS = [
     (lambda rank: ((), {}, False), "rank 0 must give the model's inputs"),
     (lambda rank: ((torch.ones(2 + rank, 4),), {}, False), "different inputs"),
     (lambda rank: ((torch.ones(0, 4),), {}, False), "no rows"),
+    (lambda rank: ((X.to_sparse(),), {}, False), "the input [0][0] is sparse"),
     (lambda rank: ((X,), {}, rank == 1), "training mode"),
     (
         lambda rank: ((torch.ones(2, 5),), {}, False),

@@ -54,12 +54,17 @@ class Inputs:
         """Describe inputs whose batch of ``rows`` rows is cut into ``num_chunks`` micro-batches.
 
         Raises:
-            PipelineError: an input is neither a tensor nor plain data.
+            PipelineError: an input is neither a dense tensor nor plain data.
         """
         leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
         described: list[Any] = []
         for path, leaf in leaves:
             if isinstance(leaf, Tensor):
+                if leaf.layout is not torch.strided or leaf.is_nested:
+                    raise PipelineError(
+                        f"the input{_at(path)} is {'nested' if leaf.is_nested else 'sparse'}, which cannot be cut into "
+                        "micro-batches: give a dense tensor"
+                    )
                 cut = leaf.dim() > 0 and leaf.shape[0] == rows
                 shape = (rows // num_chunks, *leaf.shape[1:]) if cut else tuple(leaf.shape)
                 described.append(_Shape(tuple(shape), leaf.dtype, cut))

@@ -194,9 +194,16 @@ def test_only_floating_tensors_are_cast():
     assert (module.count.dtype, module.mean.dtype) == (torch.int64, torch.float16)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.int8, LARGE), (SMALL, "bfloat16")])
-def test_dtypes_that_are_not_floating_are_refused(model, dtypes):
-    with pytest.raises(ValueError, match="must be a floating dtype"):
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ((torch.int8, LARGE), "storage_dtype must be a floating dtype"),
+        ((SMALL, "bfloat16"), "compute_dtype must be a floating dtype"),
+        ((torch.float4_e2m1fn_x2, LARGE), "storage_dtype: PyTorch cannot convert weights to"),
+    ],
+)
+def test_dtypes_that_weights_cannot_have_are_refused(model, dtypes, message):
+    with pytest.raises(ValueError, match=message):
         attach_layerwise_casting_hooks(model, *dtypes)
     assert not any(hasattr(module, "_hf_hook") for module in model.modules())
 

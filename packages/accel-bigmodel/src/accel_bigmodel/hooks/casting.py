@@ -134,11 +134,15 @@ def attach_layerwise_casting_hooks(
         non_blocking: as in ``Tensor.to``.
 
     Raises:
-        ValueError: a dtype is not a floating one; nothing has been changed.
+        ValueError: a dtype is not a floating one, or PyTorch cannot convert to it; nothing has been changed.
     """
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"{name} must be a floating dtype such as torch.bfloat16, got {dtype!r}")
+        try:
+            torch.zeros(1).to(dtype)
+        except NotImplementedError as error:
+            raise ValueError(f"{name}: PyTorch cannot convert weights to {dtype}") from error
     one = isinstance(skip_modules_pattern, str)
     patterns = [re.compile(p) for p in ([skip_modules_pattern] if one else skip_modules_pattern or ())]
     classes = (
