@@ -115,6 +115,11 @@ def test_t13_no_map_and_a_map_of_disk_alone(saved):
 # the cache
 
 
+def test_t11_a_load_to_disk_writes_nothing(saved, tmp_path):
+    load_checkpoint_in_model(empty(), saved[1], {"": "disk"}, offload_folder=tmp_path / "offload")
+    assert not (tmp_path / "offload").exists()
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_what_no_file_holds_as_it_is_needed_goes_to_the_offload_folder_once(tmp_path, safe):
     model = Net()

@@ -61,7 +61,7 @@ def test_a_parameter_larger_than_any_memory():
         torch.empty("many")
 
 
-def test_persistent_buffers_are_emptied_and_others_keep_their_values():
+def test_t31_persistent_buffers_are_emptied_and_others_keep_their_values():
     with init_empty_weights(include_buffers=True):
         model = nn.Sequential(Model(), Model())
     found = devices(model)
