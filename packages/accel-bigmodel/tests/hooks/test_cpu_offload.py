@@ -70,6 +70,22 @@ def test_the_model_before_goes_first(log):
     assert [device(model) for model in (first, second, third)] == ["cpu", "cpu", "meta"]
 
 
+def test_a_model_that_does_not_fit_goes_back_as_a_whole(log):
+    class Large(Noted):
+        def to(self, device):
+            super().to(device)
+            if torch.device(device).type != "cpu" and len(log) < 3:
+                self._parameters["bias"] = nn.Parameter(torch.zeros(2))  # the last one did not come
+                raise torch.OutOfMemoryError("full")
+            return self
+
+    model, _ = cpu_offload_with_hook(Large(log, "a"), "meta")
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        model(torch.ones(1, 2))
+    assert log == [("a", "cpu"), ("a", "meta"), ("a", "cpu")]
+    assert model(torch.ones(1, 2)).is_meta  # there is room by now
+
+
 def test_removing_leaves_the_model_where_it_is(log):
     model, hook = cpu_offload_with_hook(Noted(log, "a"), "meta")
     model(torch.ones(1, 2))

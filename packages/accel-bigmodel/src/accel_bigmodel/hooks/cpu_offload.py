@@ -62,7 +62,11 @@ class CpuOffload(ModelHook):
             clear_device_cache()
         device = self.execution_device
         if _device_of(module) not in (None, device):
-            module.to(device)
+            try:
+                module.to(device)
+            except BaseException:  # the device is full: a later call would take what has come for all
+                module.to(_CPU)
+                raise
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 
