@@ -188,7 +188,8 @@ def test_changes_and_replacements_between_forwards_are_seen(gathered):
             each.blocks[3].linear.weight.data = each.blocks[3].linear.weight.data.t()
         transfer.asked.clear()
         same(model(x()), plain(x()))
-    assert [runs for _, runs in transfer.asked] == [1, None, None, None]
+    # The last one still lies in its block: it has another memory format, which the layout follows.
+    assert [runs for _, runs in transfer.asked] == [1, None, None, 1]
 
 
 def test_statistics_and_edits_of_a_forward_come_home(gathered):

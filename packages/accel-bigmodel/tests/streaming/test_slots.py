@@ -43,6 +43,8 @@ def test_a_layout_knows_what_it_describes():
     assert layout.describes([torch.ones(2), torch.ones(3)])
     assert not layout.describes([torch.ones(2), torch.ones(4)])
     assert not layout.describes([torch.ones(2), torch.ones(3).half()])
+    assert not Layout([torch.ones(2, 3)]).describes([torch.ones(3, 2).t()])
+    assert Layout([torch.ones(3, 2).t()]).describes([torch.zeros(3, 2).t()])
 
 
 def test_the_tensor_at_a_byte():

@@ -128,7 +128,7 @@ class Member:
         return bool(self.items)
 
     def describe(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Let the layout follow tensors that got another shape or dtype."""
+        """Let the layout follow tensors that got another shape, memory format or dtype."""
         tensors = [
             item.tensor if source is None else source
             for item, source in zip(self.items, sources, strict=True)

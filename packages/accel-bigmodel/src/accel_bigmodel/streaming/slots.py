@@ -35,8 +35,10 @@ def address_of(tensor: torch.Tensor) -> int | None:
 class _Piece:
     shape: torch.Size
     stride: tuple[int, ...]
+    """Here: dense, also where the tensor's is not."""
     dtype: torch.dtype
     inference: bool
+    tensor_stride: tuple[int, ...]
     begin: int
     nbytes: int
 
@@ -60,19 +62,23 @@ class Layout:
         self.pieces: list[_Piece] = []
         self.nbytes = 0
         for tensor in tensors:
-            stride = torch.empty_like(tensor, device="meta").stride()  # dense, whatever the tensor's is
-            kind = tensor.shape, stride, tensor.dtype, tensor.is_inference()
+            stride = torch.empty_like(tensor, device="meta").stride()
+            kind = tensor.shape, stride, tensor.dtype, tensor.is_inference(), tensor.stride()
             self.pieces.append(_Piece(*kind, self.nbytes, tensor.nbytes))
             self.nbytes += aligned(tensor.nbytes)
         self._begins = [piece.begin for piece in self.pieces]
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors still are of the shapes, dtypes and kind that the layout was made for."""
+        """Whether the tensors still are of the shapes, strides, dtypes and kind that the layout was made for.
+
+        Strides count because kernels round otherwise for another memory format.
+        """
         for tensor, piece in zip(tensors, self.pieces, strict=True):
             if (
                 tensor.shape != piece.shape
                 or tensor.dtype is not piece.dtype
                 or tensor.is_inference() is not piece.inference
+                or tensor.stride() != piece.tensor_stride
             ):
                 return False
         return True
