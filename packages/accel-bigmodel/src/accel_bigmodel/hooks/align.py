@@ -23,7 +23,7 @@ __all__ = ["AlignDevicesHook", "TiedParams", "align_inputs", "moved_to"]
 
 TiedParams = MutableMapping[int, dict[torch.device, Tensor]]
 
-_PLAIN = frozenset({type(None), bool, int, float, str})
+_PLAIN = (type(None), bool, int, float, str)
 
 
 class AlignDevicesHook(ModelHook):

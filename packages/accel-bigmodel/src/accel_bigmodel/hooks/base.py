@@ -335,7 +335,7 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    hook = vars(module).get("_hf_hook")
+    hook = module.__dict__.get("_hf_hook")  # not vars(), which torch.compile does not know before torch 2.11
     if hook is None:  # it went, and what was put around it stayed
         return module._old_forward(*args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
