@@ -62,8 +62,8 @@ def mapped(tmp_path, **kwargs):
     names = list(state)
     half = len(names) // 2 + 1  # within a layer, whose weight and bias are in different files then
     for number, part in enumerate((names[:half], names[half:])):
-        # Not by safetensors' own function: for a single row of inputs, some processors round otherwise if weights do not
-        # begin at a multiple of 16 bytes, as those in memory do.
+        # Not by safetensors' own function: for a single row of inputs, some processors round otherwise if weights do
+        # not begin at a multiple of 16 bytes, as those in memory do.
         write_safetensors(tmp_path / f"{number}.safetensors", {n: state[n] for n in part}, {"format": "pt"})
     return plain, load(tmp_path, **kwargs)
 
