@@ -9,10 +9,12 @@ from torch import nn
 
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.engine import Engine, Pieces
-from accel_ckpt.names import listed
 from accel_ckpt.weights import About, Pair, TensorInfo, WeightSource
 
 __all__ = ["PackedWeights"]
+
+# So many layers are told of in a message.
+_TOLD = 8
 
 # Of bitsandbytes in 8 bits; all others stand below the name of the weight.
 _BESIDE = frozenset({"SCB", "weight_format"})
@@ -53,19 +55,21 @@ class PackedWeights:
         Raises:
             QuantizationError: names the layers and what differs.
         """
-        wrong = []
+        wrong: dict[str, list[str]] = {}  # by layer
         for name, pieces in self.pieces.items():
             if name not in layers:
-                wrong.append(f"{name} is quantised there, and not to be quantised here")
+                wrong[name] = [f"{name} is quantised there, and not to be quantised here"]
                 continue
             expected = engine.expected_pieces(layers[name], places[name])
             for piece in sorted(pieces | expected.keys()):
                 found = self.opened.about.get(f"{name}.{piece}")
                 if (problem := _difference(found, expected.get(piece))) is not None:
-                    wrong.append(f"{name}.{piece} {problem}")
+                    wrong.setdefault(name, []).append(f"{name}.{piece} {problem}")
         if wrong:
+            told = [problem for name in sorted(wrong)[:_TOLD] for problem in wrong[name]]
+            told += [f"and {len(wrong) - _TOLD} more layers"] if len(wrong) > _TOLD else []
             raise QuantizationError(
-                f"the checkpoint holds weights that were quantised in another way: {listed(wrong)}. Load it with "
+                f"the checkpoint holds weights that were quantised in another way: {'; '.join(told)}. Load it with "
                 "the configuration that it was saved with, on the same kind of device; nothing was changed"
             )
 
