@@ -15,11 +15,12 @@ from torch import nn
 from accel_bigmodel import OffloadError
 from accel_bigmodel.hooks.alignment import has_offloaded_params
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, remove_hook_from_module
+from accel_bigmodel.streaming import engine
 from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.gates import Gate
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
-from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Model, same, x
+from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Block, Model, same, x
 
 # Life of an engine
 
@@ -69,6 +70,21 @@ def test_a_copy_of_a_part_can_be_streamed_itself(attach):
     other = attach(model)
     other.check(x())
     assert other.stats.bytes_moved > 0
+
+
+def test_attaching_that_is_interrupted_leaves_nothing_behind(attach, monkeypatch):
+    class Interrupted(Gate):
+        def __init__(self, streamer, module, group, below):
+            if group == 2:
+                raise KeyboardInterrupt
+            super().__init__(streamer, module, group, below)
+
+    model = Model()
+    streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
+    monkeypatch.setattr(engine, "Gate", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        streamer.attach()
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 def test_detaching_while_the_model_runs_is_refused(attach):
@@ -360,3 +376,34 @@ def test_weights_that_stay_can_be_saved_one_by_one(attach, tmp_path):
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in state.values())
     safetensors.torch.save_model(attached.model, str(tmp_path / "all"))  # refuses parts of larger storages
     same(safetensors.torch.load_file(tmp_path / "all"), dict(attached.plain.state_dict()))
+
+
+def test_models_with_weights_in_common_run_one_after_the_other(attach):
+    class Waiting(Block):
+        def forward(self, x):
+            self.meanwhile()
+            return super().forward(x)
+
+    first, second = nn.Sequential(Waiting(), Waiting()), nn.Sequential(Waiting(), Waiting())
+    second[0].linear.weight = first[0].linear.weight
+    second_runs, first_ran = threading.Event(), threading.Event()
+    for block in (*first, *second):
+        block.meanwhile = bool
+    values = first[0].linear.weight.clone()
+    one, other = attach(first), attach(second)
+    # Were both to run at once, the second would take the first one's slot for the home of the weight.
+    first[0].meanwhile = lambda: second_runs.wait(0.3)
+    second[0].meanwhile = lambda: (second_runs.set(), first_ran.wait(5))
+
+    def run_first():
+        one.model(x())
+        first_ran.set()
+
+    threads = [threading.Thread(target=run_first), threading.Thread(target=other.model, args=(x(),))]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert first[0].linear.weight.data_ptr() == one.homes["0.linear.weight"]
+    assert torch.equal(first[0].linear.weight, values)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
@@ -31,6 +32,11 @@ __all__ = ["Streamer"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_attached: weakref.WeakSet[Streamer] = weakref.WeakSet()
+
+# Whose turn it is among models that have weights in common: what one of them has in a slot is nobody's home.
+_common_turn = threading.RLock()
+
 
 def _outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     """Let a part of the engine run as if no transform of ``torch.func`` were at work: what it makes outlives that."""
@@ -53,8 +59,9 @@ class Streamer:
     time.
 
     Copies are asked for ahead within one call of the outermost module that contains groups, in the order of the call
-    before. One thread at a time runs the model; others wait, so a forward must not wait for another thread that runs a
-    part of the model. ``copy.deepcopy`` and pickling of an attached model give a model with an engine of its own.
+    before. One thread at a time runs the model, or one that has weights in common with it; others wait, so a forward
+    must not wait for another thread that runs a part of the model. ``copy.deepcopy`` and pickling of an attached model
+    give a model with an engine of its own.
 
     Args:
         model: contains the groups.
@@ -90,6 +97,7 @@ class Streamer:
         self._model, self._groups, self._transfer, self._budget, self._prefetch, self._in_memory = (
             self._arguments
         )
+        self.turn = threading.RLock()  # taken before the lock; other engines may wait for the same
         self.lock = threading.RLock()
         self._gates: list[Gate] = []
         self._ready = False
@@ -129,15 +137,27 @@ class Streamer:
             DeviceMapError: the budget does not hold the largest group, which is named with what is needed.
             OffloadError: the engine is attached, or a tensor cannot be streamed.
         """
-        with self.lock:
-            self._check_modules(None)
-            self._prepare()
-            try:
+        self._check_modules(None)
+        self._take_turns()
+        try:
+            with self.turn, self.lock:
+                self._prepare()
                 for module, group, below in self._places():
                     self._gates.append(Gate(self, module, group, below))
-            except BaseException:
-                self.detach()
-                raise
+                _attached.add(self)
+        except BaseException:
+            self.detach()  # when the lock is free: who holds it is in a forward
+            raise
+
+    def _take_turns(self) -> None:
+        """Let forwards of models that have weights in common run one after the other."""
+        mine = self._identities()
+        for other in list(_attached):
+            if not mine.isdisjoint(other._identities()):
+                self.turn = other.turn = _common_turn
+
+    def _identities(self) -> set[int]:
+        return {id(tensor) for group in self._groups for tensor in group.tensors.values()}
 
     def check(self, replacing: Streamer | None = None) -> None:
         """Refuse what ``attach`` refuses, but for weights that have no values yet. Nothing is changed.
@@ -168,7 +188,8 @@ class Streamer:
         """End: weights are in host memory, with the values they have now, and the modules as they were before."""
         if self.is_running():
             raise OffloadError("the engine cannot be detached while a forward of its model runs")
-        with self.lock:
+        with self.turn, self.lock:
+            _attached.discard(self)
             if self._interrupted:
                 self._recover()
             for gate in reversed(self._gates or self._copied_gates()):

@@ -75,7 +75,7 @@ class Gate:
         if streamer is None:
             return self._forward(*args, **kwargs)
         outermost = not streamer.is_running()
-        with streamer.lock:
+        with streamer.turn, streamer.lock:
             orderly = complete = False
             try:
                 streamer.open(self, outermost)
