@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from accel_bigmodel.budget import HOST_PLACES, DeviceKey, Size, get_max_memory
+from accel_bigmodel.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
 from accel_bigmodel.outline import class_names, get_module_leaves
 from accel_ckpt.modules.sizes import DType, compute_module_sizes
 
@@ -20,13 +20,13 @@ _EXTRA_LAYERS = 1.25
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[DeviceKey, Size] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
     low_zero: bool = False,
     *,
-    reserve: Size | Mapping[DeviceKey, Size] | None = None,
+    reserve: Size | Sizes | None = None,
 ) -> dict[DeviceKey, int]:
     """Budgets for ``infer_auto_device_map`` that spread the model evenly over the accelerators.
 

@@ -19,6 +19,8 @@ DeviceKey = int | str
 """A place for weights: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
 Size = int | str
 """Bytes, or text such as ``"5GB"``."""
+Sizes = Mapping[Any, Size]
+"""Sizes by ``DeviceKey``, which is not said: to a type checker ``{"cpu": "5GB"}`` has keys of another type."""
 
 HOST_PLACES = ("cpu", "disk")
 _PLACES = ("mps", *HOST_PLACES)
@@ -26,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 def get_max_memory(
-    max_memory: Mapping[DeviceKey, Size] | None = None,
+    max_memory: Sizes | None = None,
     *,
-    reserve: Size | Mapping[DeviceKey, Size] | None = None,
+    reserve: Size | Sizes | None = None,
 ) -> dict[DeviceKey, int]:
     """Bytes for weights on each device, accelerators first, then ``"mps"``, ``"cpu"`` and ``"disk"``.
 
@@ -55,7 +57,7 @@ def get_max_memory(
     return budgets
 
 
-def _in_order(max_memory: Mapping[DeviceKey, Size]) -> dict[DeviceKey, int]:
+def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
     if not isinstance(max_memory, Mapping):
         raise DeviceMapError(
             f"max_memory is {max_memory!r}; give bytes or sizes by device, as {{0: '10GB', 'cpu': '30GB'}}"
@@ -79,9 +81,7 @@ def _in_order(max_memory: Mapping[DeviceKey, Size]) -> dict[DeviceKey, int]:
     return {device: _bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
 
 
-def _reserves(
-    reserve: Size | Mapping[DeviceKey, Size] | None, budgets: Mapping[DeviceKey, int]
-) -> dict[DeviceKey, int]:
+def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, int]:
     if reserve is None:
         return {}
     if not isinstance(reserve, Mapping):

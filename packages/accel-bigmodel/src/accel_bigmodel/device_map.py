@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.balance import get_balanced_memory
-from accel_bigmodel.budget import HOST_PLACES, DeviceKey, Size, get_max_memory
+from accel_bigmodel.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
 from accel_bigmodel.checks import execution_device
 from accel_bigmodel.contiguous import place_in_order
 from accel_bigmodel.errors import DeviceMapError
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[DeviceKey, Size] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
@@ -61,7 +61,7 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
     *,
-    reserve: Size | Mapping[DeviceKey, Size] | None = None,
+    reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey]:
     """A device map that fills the accelerators in order, then the host's memory, then the disk.
@@ -219,13 +219,13 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def resolve_device_map(
     model: nn.Module,
     device_map: str | Mapping[str, Device],
-    max_memory: Mapping[DeviceKey, Size] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
     offload_buffers: bool = False,
     *,
-    reserve: Size | Mapping[DeviceKey, Size] | None = None,
+    reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey] | dict[str, Device]:
     """The map that ``device_map`` stands for: a copy of a map, or one that is inferred in a named way.
@@ -254,11 +254,11 @@ def resolve_device_map(
 def _budgets_of_mode(
     model: nn.Module,
     mode: str,
-    max_memory: Mapping[DeviceKey, Size] | None,
+    max_memory: Sizes | None,
     no_split_module_classes: str | Iterable[str] | None,
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
-    reserve: Size | Mapping[DeviceKey, Size] | None,
+    reserve: Size | Sizes | None,
 ) -> dict[DeviceKey, int]:
     if mode not in MODES:
         raise DeviceMapError(
@@ -281,12 +281,12 @@ def _budgets_of_mode(
 def explain_device_map(
     model: nn.Module,
     device_map: str | Mapping[str, DeviceKey | torch.device] = "auto",
-    max_memory: Mapping[DeviceKey, Size] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
     dtype: DType | None = None,
     special_dtypes: Mapping[str, DType] | None = None,
     *,
-    reserve: Size | Mapping[DeviceKey, Size] | None = None,
+    reserve: Size | Sizes | None = None,
 ) -> DeviceMapExplanation:
     """Say for each entry of a map what it takes, where it goes and why; printed, it is a table.
 

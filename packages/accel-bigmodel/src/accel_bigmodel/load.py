@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
+from accel_bigmodel.budget import Sizes
 from accel_bigmodel.checks import check_all_have_values, check_device_map, execution_device
 from accel_bigmodel.device_map import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
@@ -26,6 +27,7 @@ from accel_state.topology import detect
 __all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 
 Device = int | str | torch.device
+Model = TypeVar("Model", bound=nn.Module)
 
 CPU = torch.device("cpu")
 
@@ -117,10 +119,10 @@ def load_checkpoint_in_model(
 
 
 def load_checkpoint_and_dispatch(
-    model: nn.Module,
+    model: Model,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Device] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Collection[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -136,10 +138,10 @@ def load_checkpoint_and_dispatch(
     revision: str | None = None,
     token: str | bool | None = None,
     progress: bool = True,
-    reserve: int | str | Mapping[int | str, int | str] | None = None,
+    reserve: int | str | Sizes | None = None,
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
-) -> nn.Module:
+) -> Model:
     """Load a checkpoint where a device map says, and let the model run from there.
 
     Args:

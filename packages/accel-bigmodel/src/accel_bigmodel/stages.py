@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from accel_bigmodel.budget import Sizes
 from accel_bigmodel.errors import PipelineError
 from accel_bigmodel.outline import class_names
 from accel_bigmodel.streaming.groups import never_called
@@ -29,7 +30,7 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: str | Collection[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Sizes | None = None,
 ) -> dict[str, int]:
     """Cut a model, in the order of its modules, into one part per process so that the largest part is smallest.
 
@@ -171,9 +172,7 @@ def _cut(entries: list[_Entry], parts: int) -> list[int]:
     return starts
 
 
-def _check_memory(
-    entries: list[_Entry], device_map: Mapping[str, int], max_memory: Mapping[int | str, int | str]
-) -> None:
+def _check_memory(entries: list[_Entry], device_map: Mapping[str, int], max_memory: Sizes) -> None:
     from accel_ckpt.plan import convert_file_size_to_int
 
     for part in sorted(set(device_map.values())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from accel_state.trees import send_to_device
 
 __all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]
 
+Model = TypeVar("Model", bound=nn.Module)
 _CPU = torch.device("cpu")
 
 
@@ -92,10 +93,10 @@ class UserCpuOffloadHook:
 
 
 def cpu_offload_with_hook(
-    model: nn.Module,
+    model: Model,
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
-) -> tuple[nn.Module, UserCpuOffloadHook]:
+) -> tuple[Model, UserCpuOffloadHook]:
     """Move a model to the CPU until it is called, and then to a device, where it stays until it is told to go.
 
     For the models of a pipeline of which one is called several times in a row, such as the denoiser of a diffusion

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from accel_bigmodel.budget import Sizes
 from accel_bigmodel.dispatch import dispatch_model, undispatch
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.quantization.config import QuantizationConfig
@@ -43,7 +44,7 @@ def load_and_quantize_model(
     weights_location: str | os.PathLike[str] | None = None,
     device_map: Mapping[str, Device] | Device | None = None,
     no_split_module_classes: Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Sizes | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
     *,

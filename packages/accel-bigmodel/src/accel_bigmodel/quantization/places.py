@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import get_max_memory
+from accel_bigmodel.budget import Sizes, get_max_memory
 from accel_bigmodel.checks import check_device_map
 from accel_bigmodel.device_map import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
@@ -73,7 +73,7 @@ def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: QuantizationConfig,
     device_map: Mapping[str, Device] | Device | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Sizes | None = None,
     no_split_module_classes: str | Iterable[str] | None = None,
 ) -> dict[str, Device]:
     """The device map of a model whose linear layers will be quantised.
@@ -117,7 +117,7 @@ def _inferred(
     config: QuantizationConfig,
     layers: Sequence[Layer],
     mode: str,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: Sizes | None,
     no_split_module_classes: str | Iterable[str] | None,
 ) -> dict[str, Device]:
     quantized = {f"{name}.weight" for layer in layers for name in layer.names}
