@@ -62,6 +62,13 @@ def test_classes_that_stay_whole():
     assert "Sequential is not split" in found.parts[1].why
 
 
+def test_modules_of_torch_jit():
+    found = explain_device_map(
+        torch.jit.script(layers((4, 4), (4, 4))), {"l1": 0, "l2": "cpu"}, {0: 160, "cpu": 80}
+    )
+    assert found.parts[1].why == "does not fit 0 (0 bytes left, 80 bytes kept for l2)"
+
+
 def test_maps_that_do_not_match_the_model():
     text = str(
         explain_device_map(layers((4, 4), (4, 4)), {"l1": torch.device("cuda", 0), "x": "cuda:1"}, {0: 100})

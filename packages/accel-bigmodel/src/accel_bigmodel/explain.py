@@ -178,10 +178,9 @@ def _largest_behind(
 
 
 def _class_kept_whole(outline: Outline, name: str) -> str:
-    try:
-        kind = type(outline.model.get_submodule(name)).__name__
-    except AttributeError:  # it is a tensor
-        return ""
+    # Not get_submodule(), which modules of torch.jit do not have.
+    module = dict(outline.model.named_modules(remove_duplicate=False)).get(name)
+    kind = type(module).__name__
     return kind if kind in outline.no_split else ""
 
 
