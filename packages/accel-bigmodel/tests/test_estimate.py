@@ -163,6 +163,23 @@ def test_inputs_are_told_apart_as_autograd_does():
     assert estimate_activations(frozen, (x.requires_grad_(),)) == x.nbytes
 
 
+class Grouped(nn.Module):
+    """Experts, each for some of the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, 8, 16))
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(x.sigmoid(), self.weight, offs=ends).sigmoid()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_of_grouped_matrices_in_any_dtype(dtype):
+    x, ends = torch.ones(6, 8, dtype=dtype), torch.tensor([2, 6], dtype=torch.int32)
+    assert estimate_activations(Grouped().to(dtype), (x, ends)) == (6 * 8 + 6 * 16) * dtype.itemsize
+
+
 def test_compiled_models_and_inference_mode_change_nothing():
     given = ids()
     model = Mlp()

@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_bigmodel.errors import EstimateError
 
@@ -81,6 +82,7 @@ def estimate_activations(
                 state = {name: without_values(tensor) for name, tensor in _tensors(model)}
                 inputs = pytree.tree_map_only(Tensor, without_values, (tuple(args), dict(kwargs or {})))
                 with (
+                    _GroupedProducts(),  # type: ignore[no-untyped-call]
                     torch.enable_grad(),
                     precision,
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
@@ -117,6 +119,22 @@ def _known(device: str | torch.device) -> torch.device:
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
+
+
+class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
+    """Tells what the product of grouped matrices, as of experts, returns in any dtype.
+
+    Without values PyTorch refuses all but bfloat16; its kernels take the others, too.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default:
+            return func(*args, **(kwargs or {}))
+        first, second, *rest = args
+        product = func(first.to(torch.bfloat16), second.to(torch.bfloat16), *rest, **(kwargs or {}))
+        return product.to(first.dtype)
 
 
 @contextmanager
