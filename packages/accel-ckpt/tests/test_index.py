@@ -125,3 +125,10 @@ def test_a_single_file_of_another_name(tmp_path):
         find_weights(tmp_path)
     index(tmp_path, {"w": "diffusion_pytorch_model.safetensors"}, name="diffusion.safetensors.index.json")
     assert find_weights(tmp_path).files == (tmp_path / "diffusion_pytorch_model.safetensors",)
+
+
+def test_shards_without_their_index(tmp_path):
+    for number in range(1, 31):
+        shard(tmp_path, f"model-{number:05}-of-00030.safetensors")
+    with pytest.raises(CheckpointNotFoundError, match=r"and 18 more.*shards, whose index is missing"):
+        find_weights(tmp_path)

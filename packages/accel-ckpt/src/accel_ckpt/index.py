@@ -33,6 +33,7 @@ _WEIGHT_FILE = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|pytorch_model(-\d{5}-of-\d{5})?\.bin"
     r"|model\.safetensors\.index\.json|pytorch_model\.bin\.index\.json"
 )
+_SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,10 @@ def find_weights(checkpoint: Path) -> WeightFiles:
         if len(others) == 1:
             return read(others[0])
         if others:
-            names = ", ".join(file.name for file in others)
-            raise CheckpointNotFoundError(
-                f"{checkpoint} holds several files {pattern} ({names}); pass the one you mean"
-            )
+            names = listed([file.name for file in others])
+            are_shards = all(_SHARD.search(file.name) for file in others)
+            advice = "they are shards, whose index is missing" if are_shards else "pass the one you mean"
+            raise CheckpointNotFoundError(f"{checkpoint} holds several files {pattern} ({names}); {advice}")
     raise CheckpointNotFoundError(
         f"{checkpoint} should hold {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}, one *.index.json or one *.safetensors, and "
         "holds none of them"
