@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_bigmodel.errors import EstimateError
+from accel_ckpt.modules.tensors import check_is_module
 
 __all__ = ["estimate_activations"]
 
@@ -47,7 +48,9 @@ def estimate_activations(
     Raises:
         EstimateError: the model is dispatched; there is no such device; ``args`` is no sequence; the forward needs
             values of tensors, or kernels of which PyTorch cannot tell without values what they return.
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     if getattr(model, "hf_device_map", None) is not None or getattr(model, "pippy_stage", None) is not None:
         raise EstimateError(
             f"this {type(model).__name__} is dispatched or cut into stages, and its forward moves weights; estimate "

@@ -190,7 +190,9 @@ def estimate_weights(
 
     Raises:
         EstimateError: a dtype is unknown.
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     listed = [dtypes] if isinstance(dtypes, str | torch.dtype | Enum) else dtypes
     names = [
         dtype.value if isinstance(dtype, Enum) else str(dtype).removeprefix("torch.") for dtype in listed
@@ -213,7 +215,9 @@ def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> Train
 
     Raises:
         EstimateError: another precision.
+        TypeError: ``model`` is no module.
     """
+    check_is_module(model)
     if mixed_precision not in ("no", "fp16", "bf16"):
         raise EstimateError(f"mixed_precision must be 'no', 'fp16' or 'bf16', got {mixed_precision!r}")
     mixed = mixed_precision != "no"
