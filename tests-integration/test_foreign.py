@@ -94,7 +94,10 @@ def assert_same(found, folder):
     expected = load_file(folder / "continued.safetensors")
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-7, msg=name)
+        # The fixtures were computed on another processor, whose kernels round otherwise, which Adam enlarges: the most
+        # that was seen is a twentieth of this. A moment, the step, the seed or the scheduler that was not taken over
+        # makes 100 to 10,000 times as much.
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
 
 
 def test_one_process_goes_on_where_accelerate_stopped():
