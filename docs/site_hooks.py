@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
 # Modules of many small things come last on their page.
-LONG_LISTS = ("accel_state.available", "accel_state.constants")
+LONG_LISTS = ("accel_state.host.available", "accel_state.constants")
 NOTHING = "\nThis version has no public functions in it yet.\n"
 _DIFF = re.compile(
     r'^(?:<!-- test: old=(?P<old>\S+) -->\n)?```diff title="(?P<new>[^"]+)"\n(?P<text>.*?)^```$',

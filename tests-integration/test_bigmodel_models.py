@@ -18,7 +18,7 @@ from accel_bigmodel import (
     load_checkpoint_in_model,
     offload_stats,
 )
-from accel_bigmodel.streaming.pager import Pager
+from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import StateMismatchError, save_model
 from testkit.models import ZOO

@@ -377,7 +377,8 @@ class Lookups(nn.Module):
 
 
 def failing_stages():
-    from accel_bigmodel import pipeline, prepare_pippy
+    from accel_bigmodel import prepare_pippy
+    from accel_bigmodel.pipelines import inference
 
     good, plain = torch.tensor([1, 2, 3]), Lookups()
     model = prepare_pippy(Lookups().eval(), example_args=(good[:2], good[:2]), gather_output=True)
@@ -388,12 +389,12 @@ def failing_stages():
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}"[:120])
         same(model(good, good), plain(good, good).detach())  # the next call finds everything in order
-    more, program = good.repeat(3), pipeline.Program
+    more, program = good.repeat(3), inference.Program
     if torch.distributed.get_rank() == 1:
-        pipeline.Program = broken
-    with pytest.raises((MemoryError, pipeline.PipelineError), match="no memory for a trace"):
+        inference.Program = broken
+    with pytest.raises((MemoryError, inference.PipelineError), match="no memory for a trace"):
         model(more, more)
-    pipeline.Program = program
+    inference.Program = program
     same(model(more, more), plain(more, more).detach())
     return errors
 
@@ -430,7 +431,8 @@ class Heavy(torch.Tensor):
 
 def around_the_stages():
     """Hooks of the model itself, the structure of its output, and what fails before and after the stages run."""
-    from accel_bigmodel import PipelineError, pipeline, prepare_pippy
+    from accel_bigmodel import PipelineError, prepare_pippy
+    from accel_bigmodel.pipelines import inference
 
     pytree.register_pytree_node(
         SimpleNamespace,
@@ -451,12 +453,12 @@ def around_the_stages():
         same(model(x), plain(x))
     with pytest.raises((MemoryError, PipelineError), match="no memory for the inputs"):
         model.pippy_stage.step(X.as_subclass(Heavy) if rank == 0 else X)
-    room = pipeline.initialize_tensors
+    room = inference.initialize_tensors
     if rank == 0:
-        pipeline.initialize_tensors = broken
+        inference.initialize_tensors = broken
     with pytest.raises((MemoryError, PipelineError), match="no memory for a trace"):
         model(x)
-    pipeline.initialize_tensors = room
+    inference.initialize_tensors = room
     with torch.no_grad():
         same(model(x), plain(x))
     return True

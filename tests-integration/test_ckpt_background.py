@@ -68,7 +68,7 @@ def test_the_training_s_group_is_not_used_in_the_background(tmp_path):
     def work(folder):
         import torch.distributed as dist
 
-        import accel_state.exchange
+        import accel_state.communication.channel
         from accel_train import Accelerator
 
         accelerator = Accelerator()
@@ -91,9 +91,9 @@ def test_the_training_s_group_is_not_used_in_the_background(tmp_path):
         for name in names:
             setattr(dist, name, watched(getattr(dist, name)))
         for name in ("barrier", "exchange", "operation"):
-            if hasattr(accel_state.exchange.Channel, name):
-                function = watched(getattr(accel_state.exchange.Channel, name))
-                setattr(accel_state.exchange.Channel, name, function)
+            if hasattr(accel_state.communication.channel.Channel, name):
+                function = watched(getattr(accel_state.communication.channel.Channel, name))
+                setattr(accel_state.communication.channel.Channel, name, function)
         accelerator.save_state(pathlib.Path(folder) / "c", asynchronous=True).result()
         assert used  # in the call itself
         assert set(used) == {caller}
@@ -111,8 +111,8 @@ def test_the_training_s_group_is_not_used_in_the_background(tmp_path):
 @pytest.mark.parametrize("moment", ["staging", "write", "fsync"])
 def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment):
     def work(folder):
-        from accel_ckpt import staging
         from accel_ckpt.disk import LOCAL, Disk
+        from accel_ckpt.saving import staging
         from accel_train import Accelerator
 
         class Broken(Disk):

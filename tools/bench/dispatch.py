@@ -70,7 +70,7 @@ def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torc
 
 
 def makers() -> dict[str, Callable[[Any], Any]]:
-    from accel_state.process import PartialState
+    from accel_state.world.process import PartialState
     from accel_train.data import prepare_data_loader
 
     device = PartialState(cpu=True).device

@@ -6,8 +6,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from accel_state.config.kinds import Bool, BoolOrText, Float, Int, Kind, Names, Table, Texts, ThreeBools
 from accel_state.config.option import Section
+from accel_state.config.option_types import (
+    Bool,
+    BoolOrText,
+    Float,
+    Int,
+    Kind,
+    Names,
+    Table,
+    Texts,
+    ThreeBools,
+)
 from accel_state.config.schema import BoundOption, build, schema_of
 
 _LETTERS = st.characters(min_codepoint=33, max_codepoint=0x2FFF, exclude_categories=("C", "Z"))

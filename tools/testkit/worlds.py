@@ -29,9 +29,9 @@ _PRELOAD = [
     "torch.nn.parallel",
     "numpy",
     "cloudpickle",
-    "accel_state.collectives",
+    "accel_state.communication.collectives",
     "accel_train.accelerator",
-    "accel_ckpt.state",
+    "accel_ckpt.loading.load_state",
     "testkit.worlds",
 ]
 

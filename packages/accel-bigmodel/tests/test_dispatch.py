@@ -16,7 +16,6 @@ from accel_bigmodel import (
     ModelHook,
     OffloadError,
     add_hook_to_module,
-    checks,
     cpu_offload,
     disk_offload,
     dispatch,
@@ -27,6 +26,7 @@ from accel_bigmodel import (
     remove_hook_from_module,
     undispatch,
 )
+from accel_bigmodel.device_maps import checks
 from accel_bigmodel.hooks.base import hook_of
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (

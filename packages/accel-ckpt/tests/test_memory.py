@@ -28,8 +28,8 @@ from accel_ckpt.memory import (
     populate,
     trim_heap,
 )
-from accel_ckpt.tensors import as_bytes
-from accel_ckpt.writer import write_image
+from accel_ckpt.saving.writer import write_image
+from accel_ckpt.tensor_storage import as_bytes
 
 BLOCK = 1 << 15
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
-from accel_ckpt.reader import read_header
-from accel_ckpt.saving import _share_boxes
+from accel_ckpt.format.reader import read_header
+from accel_ckpt.saving.save_state import _share_boxes
 from accel_ckpt.sharded import (
     Box,
     BoxFiles,

@@ -12,7 +12,7 @@ import pytest
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, StateError
 from accel_state.log import MultiProcessAdapter, get_logger
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 from testkit import worlds
 
 

@@ -7,8 +7,8 @@ import io
 import pytest
 
 from accel_state.errors import ConfigError
-from accel_state.process import PartialState
 from accel_state.progress import tqdm
+from accel_state.world.process import PartialState
 from testkit import worlds
 
 

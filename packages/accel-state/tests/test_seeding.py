@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from accel_state.enums import RNGType
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, DeviceError, NotAvailableError, StateError
-from accel_state.process import PartialState
 from accel_state.seeding import (
     get_rng_state,
     set_rng_state,
@@ -22,6 +21,7 @@ from accel_state.seeding import (
     synchronize_rng_state,
     synchronize_rng_states,
 )
+from accel_state.world.process import PartialState
 from testkit import worlds
 
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from accel_state import constants, nvidia, system
-from accel_state.clusters.base import Topology
-from accel_state.config.fsdp import FSDP_SHARDING_STRATEGIES
-from accel_state.devices import get_current_device_type
+from accel_state import constants
+from accel_state.compat import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
+from accel_state.config.sections.fsdp import FSDP_SHARDING_STRATEGIES
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.layers import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, get_module_children_bottom_up
-from accel_state.objects import convert_bytes, get_pretty_name, merge_dicts, recursive_getattr
+from accel_state.host import nvidia, system
+from accel_state.host.devices import get_current_device_type
+from accel_state.module_trees import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING, get_module_children_bottom_up
+from accel_state.world.clusters.base import Topology
 
 Uname = namedtuple("Uname", ["system", "release"])
 

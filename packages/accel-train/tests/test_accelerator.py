@@ -202,7 +202,7 @@ def test_regional_compilation_compiles_each_kind_of_block_once():
         graphs.append(graph)
         return graph.forward
 
-    from accel_train.compile import compile_regions
+    from accel_train.setup.compile import compile_regions
 
     torch.manual_seed(0)
     model = Blocks()
@@ -499,7 +499,7 @@ def test_options_of_loaders_are_of_their_types(wrong):
 
 def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():
     from accel_train.data import prepare_data_loader, skip_first_batches
-    from accel_train.prepare import overridden_even_batches
+    from accel_train.setup.prepare import overridden_even_batches
 
     def shared(loader):
         return prepare_data_loader(loader, num_processes=2, process_index=1)

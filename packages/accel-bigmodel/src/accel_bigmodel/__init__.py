@@ -6,11 +6,11 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "accel_bigmodel.activations": ["estimate_activations"],
-        "accel_bigmodel.balance": ["get_balanced_memory"],
-        "accel_bigmodel.budget": ["available_host_memory", "get_max_memory"],
-        "accel_bigmodel.checks": ["check_device_map", "check_tied_parameters_on_same_device"],
-        "accel_bigmodel.device_map": [
+        "accel_bigmodel.estimates.activations": ["estimate_activations"],
+        "accel_bigmodel.device_maps.balance": ["get_balanced_memory"],
+        "accel_bigmodel.device_maps.budget": ["available_host_memory", "get_max_memory"],
+        "accel_bigmodel.device_maps.checks": ["check_device_map", "check_tied_parameters_on_same_device"],
+        "accel_bigmodel.device_maps.infer": [
             "check_tied_parameters_in_config",
             "clean_device_map",
             "explain_device_map",
@@ -34,7 +34,7 @@ __getattr__, __dir__, __all__ = attach(
             "PipelineError",
             "QuantizationError",
         ],
-        "accel_bigmodel.estimate": [
+        "accel_bigmodel.estimates.estimate": [
             "MemoryEstimate",
             "TrainingEstimate",
             "WeightsEstimate",
@@ -42,8 +42,8 @@ __getattr__, __dir__, __all__ = attach(
             "estimate_training",
             "estimate_weights",
         ],
-        "accel_bigmodel.explain": ["DeviceMapExplanation", "PlacedPart"],
-        "accel_bigmodel.greedy": ["fallback_allocate"],
+        "accel_bigmodel.device_maps.explain": ["DeviceMapExplanation", "PlacedPart"],
+        "accel_bigmodel.device_maps.greedy": ["fallback_allocate"],
         "accel_bigmodel.hooks.align": ["AlignDevicesHook"],
         "accel_bigmodel.hooks.alignment": [
             "align_module_device",
@@ -65,7 +65,7 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "accel_bigmodel.hooks.casting": ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"],
         "accel_bigmodel.hooks.cpu_offload": ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"],
-        "accel_bigmodel.kv_cache": ["estimate_kv_cache"],
+        "accel_bigmodel.estimates.kv_cache": ["estimate_kv_cache"],
         "accel_bigmodel.load": ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"],
         "accel_bigmodel.meta": ["init_empty_weights", "init_on_device"],
         "accel_bigmodel.offload_files": [
@@ -78,8 +78,8 @@ __getattr__, __dir__, __all__ = attach(
             "offload_weight",
             "save_offload_index",
         ],
-        "accel_bigmodel.outline": ["get_module_leaves", "get_module_size_with_ties"],
-        "accel_bigmodel.pipeline": [
+        "accel_bigmodel.device_maps.model_outline": ["get_module_leaves", "get_module_size_with_ties"],
+        "accel_bigmodel.pipelines.inference": [
             "Pipeline",
             "build_pipeline",
             "find_pippy_batch_size",
@@ -92,7 +92,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_bigmodel.quantization.places": ["get_quantized_model_device_map"],
         "accel_bigmodel.quantization.selection": ["get_keys_to_not_convert"],
         "accel_bigmodel.quantization.support": ["QUANTIZATION_SUPPORT", "QuantizationSupport"],
-        "accel_bigmodel.stages": ["generate_device_map"],
+        "accel_bigmodel.pipelines.stages": ["generate_device_map"],
         "accel_bigmodel.streaming.engine": ["Streamer"],
         "accel_bigmodel.streaming.groups": ["Group", "plan_groups"],
         "accel_bigmodel.streaming.stats": ["StreamStats"],

@@ -1,15 +1,23 @@
 from accel_bigmodel.__about__ import __version__ as __version__
-from accel_bigmodel.activations import estimate_activations as estimate_activations
-from accel_bigmodel.balance import get_balanced_memory as get_balanced_memory
-from accel_bigmodel.budget import available_host_memory as available_host_memory
-from accel_bigmodel.budget import get_max_memory as get_max_memory
-from accel_bigmodel.checks import check_device_map as check_device_map
-from accel_bigmodel.checks import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
-from accel_bigmodel.device_map import check_tied_parameters_in_config as check_tied_parameters_in_config
-from accel_bigmodel.device_map import clean_device_map as clean_device_map
-from accel_bigmodel.device_map import explain_device_map as explain_device_map
-from accel_bigmodel.device_map import infer_auto_device_map as infer_auto_device_map
-from accel_bigmodel.device_map import resolve_device_map as resolve_device_map
+from accel_bigmodel.device_maps.balance import get_balanced_memory as get_balanced_memory
+from accel_bigmodel.device_maps.budget import available_host_memory as available_host_memory
+from accel_bigmodel.device_maps.budget import get_max_memory as get_max_memory
+from accel_bigmodel.device_maps.checks import check_device_map as check_device_map
+from accel_bigmodel.device_maps.checks import (
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
+)
+from accel_bigmodel.device_maps.explain import DeviceMapExplanation as DeviceMapExplanation
+from accel_bigmodel.device_maps.explain import PlacedPart as PlacedPart
+from accel_bigmodel.device_maps.greedy import fallback_allocate as fallback_allocate
+from accel_bigmodel.device_maps.infer import (
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+)
+from accel_bigmodel.device_maps.infer import clean_device_map as clean_device_map
+from accel_bigmodel.device_maps.infer import explain_device_map as explain_device_map
+from accel_bigmodel.device_maps.infer import infer_auto_device_map as infer_auto_device_map
+from accel_bigmodel.device_maps.infer import resolve_device_map as resolve_device_map
+from accel_bigmodel.device_maps.model_outline import get_module_leaves as get_module_leaves
+from accel_bigmodel.device_maps.model_outline import get_module_size_with_ties as get_module_size_with_ties
 from accel_bigmodel.dispatch import Dispatch as Dispatch
 from accel_bigmodel.dispatch import cpu_offload as cpu_offload
 from accel_bigmodel.dispatch import disk_offload as disk_offload
@@ -23,15 +31,14 @@ from accel_bigmodel.errors import EstimateError as EstimateError
 from accel_bigmodel.errors import OffloadError as OffloadError
 from accel_bigmodel.errors import PipelineError as PipelineError
 from accel_bigmodel.errors import QuantizationError as QuantizationError
-from accel_bigmodel.estimate import MemoryEstimate as MemoryEstimate
-from accel_bigmodel.estimate import TrainingEstimate as TrainingEstimate
-from accel_bigmodel.estimate import WeightsEstimate as WeightsEstimate
-from accel_bigmodel.estimate import estimate_memory as estimate_memory
-from accel_bigmodel.estimate import estimate_training as estimate_training
-from accel_bigmodel.estimate import estimate_weights as estimate_weights
-from accel_bigmodel.explain import DeviceMapExplanation as DeviceMapExplanation
-from accel_bigmodel.explain import PlacedPart as PlacedPart
-from accel_bigmodel.greedy import fallback_allocate as fallback_allocate
+from accel_bigmodel.estimates.activations import estimate_activations as estimate_activations
+from accel_bigmodel.estimates.estimate import MemoryEstimate as MemoryEstimate
+from accel_bigmodel.estimates.estimate import TrainingEstimate as TrainingEstimate
+from accel_bigmodel.estimates.estimate import WeightsEstimate as WeightsEstimate
+from accel_bigmodel.estimates.estimate import estimate_memory as estimate_memory
+from accel_bigmodel.estimates.estimate import estimate_training as estimate_training
+from accel_bigmodel.estimates.estimate import estimate_weights as estimate_weights
+from accel_bigmodel.estimates.kv_cache import estimate_kv_cache as estimate_kv_cache
 from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
 from accel_bigmodel.hooks.alignment import align_module_device as align_module_device
 from accel_bigmodel.hooks.alignment import get_state_dict_from_offload as get_state_dict_from_offload
@@ -52,7 +59,6 @@ from accel_bigmodel.hooks.casting import attach_layerwise_casting_hooks as attac
 from accel_bigmodel.hooks.cpu_offload import CpuOffload as CpuOffload
 from accel_bigmodel.hooks.cpu_offload import UserCpuOffloadHook as UserCpuOffloadHook
 from accel_bigmodel.hooks.cpu_offload import cpu_offload_with_hook as cpu_offload_with_hook
-from accel_bigmodel.kv_cache import estimate_kv_cache as estimate_kv_cache
 from accel_bigmodel.load import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accel_bigmodel.load import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_bigmodel.meta import init_empty_weights as init_empty_weights
@@ -65,13 +71,12 @@ from accel_bigmodel.offload_files import load_offloaded_weights as load_offloade
 from accel_bigmodel.offload_files import offload_state_dict as offload_state_dict
 from accel_bigmodel.offload_files import offload_weight as offload_weight
 from accel_bigmodel.offload_files import save_offload_index as save_offload_index
-from accel_bigmodel.outline import get_module_leaves as get_module_leaves
-from accel_bigmodel.outline import get_module_size_with_ties as get_module_size_with_ties
-from accel_bigmodel.pipeline import Pipeline as Pipeline
-from accel_bigmodel.pipeline import build_pipeline as build_pipeline
-from accel_bigmodel.pipeline import find_pippy_batch_size as find_pippy_batch_size
-from accel_bigmodel.pipeline import pippy_forward as pippy_forward
-from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
+from accel_bigmodel.pipelines.inference import Pipeline as Pipeline
+from accel_bigmodel.pipelines.inference import build_pipeline as build_pipeline
+from accel_bigmodel.pipelines.inference import find_pippy_batch_size as find_pippy_batch_size
+from accel_bigmodel.pipelines.inference import pippy_forward as pippy_forward
+from accel_bigmodel.pipelines.inference import prepare_pippy as prepare_pippy
+from accel_bigmodel.pipelines.stages import generate_device_map as generate_device_map
 from accel_bigmodel.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_bigmodel.quantization.config import TorchAoQuantizationConfig as TorchAoQuantizationConfig
 from accel_bigmodel.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
@@ -83,7 +88,6 @@ from accel_bigmodel.quantization.places import (
 from accel_bigmodel.quantization.selection import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_bigmodel.quantization.support import QUANTIZATION_SUPPORT as QUANTIZATION_SUPPORT
 from accel_bigmodel.quantization.support import QuantizationSupport as QuantizationSupport
-from accel_bigmodel.stages import generate_device_map as generate_device_map
 from accel_bigmodel.streaming.engine import Streamer as Streamer
 from accel_bigmodel.streaming.groups import Group as Group
 from accel_bigmodel.streaming.groups import plan_groups as plan_groups

@@ -11,8 +11,14 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import available_host_memory
-from accel_bigmodel.checks import check_all_have_values, check_device_map, check_exists, execution_device
+from accel_bigmodel.device_maps.budget import available_host_memory
+from accel_bigmodel.device_maps.checks import (
+    check_all_have_values,
+    check_device_map,
+    check_exists,
+    execution_device,
+)
+from accel_bigmodel.device_maps.device_usage import main_device_of, place_of
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.alignment import has_offloaded_params
@@ -24,16 +30,16 @@ from accel_bigmodel.hooks.base import (
     hook_of,
     take_hook_off,
 )
+from accel_bigmodel.offload_cache import OffloadCache
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
-from accel_bigmodel.stores import OffloadCache
+from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import Group, plan_groups
-from accel_bigmodel.streaming.pager import Pager
 from accel_bigmodel.streaming.stats import StreamStats
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
-from accel_bigmodel.usage import main_device_of, place_of
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (
     check_is_module,
     check_nothing_on_meta,
@@ -42,8 +48,7 @@ from accel_ckpt.modules.tensors import (
     set_module_tensor_to_device,
 )
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
-from accel_ckpt.names import listed, prefixed_modules
-from accel_ckpt.plan import convert_file_size_to_int
+from accel_ckpt.saving.plan import convert_file_size_to_int
 
 __all__ = ["Dispatch", "cpu_offload", "disk_offload", "dispatch_model", "offload_stats", "undispatch"]
 

@@ -10,19 +10,28 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import Sizes
-from accel_bigmodel.checks import check_all_have_values, check_device_map, execution_device
-from accel_bigmodel.device_map import resolve_device_map
+from accel_bigmodel.device_maps.budget import Sizes
+from accel_bigmodel.device_maps.checks import check_all_have_values, check_device_map, execution_device
+from accel_bigmodel.device_maps.infer import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
-from accel_bigmodel.stores import CacheFile, OffloadCache
+from accel_bigmodel.offload_cache import CacheFile, OffloadCache
 from accel_ckpt.coordination import do_together
-from accel_ckpt.loading import LoadReport, Placer, Request, Step, Target, assign, converted, load_weights
-from accel_ckpt.names import listed
-from accel_ckpt.weights import WeightSource
+from accel_ckpt.loading.load_model import (
+    LoadReport,
+    Placer,
+    Request,
+    Step,
+    Target,
+    assign,
+    converted,
+    load_weights,
+)
+from accel_ckpt.loading.weights import WeightSource
+from accel_ckpt.modules.names import listed
 from accel_state import environment
 from accel_state.errors import NotAvailableError
-from accel_state.topology import detect
+from accel_state.world.topology import detect
 
 __all__ = ["load_checkpoint_and_dispatch", "load_checkpoint_in_model"]
 

@@ -17,7 +17,7 @@ from accel_bigmodel.hooks.alignment import has_offloaded_params
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_bigmodel.streaming import engine
 from accel_bigmodel.streaming.engine import Streamer
-from accel_bigmodel.streaming.gates import Gate
+from accel_bigmodel.streaming.forward_wrappers import Gate
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Block, Model, same, x

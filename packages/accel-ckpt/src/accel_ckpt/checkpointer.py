@@ -11,8 +11,6 @@ from typing import Any, Literal, Protocol, overload, runtime_checkable
 import torch
 from torch import nn
 
-from accel_ckpt.background import BackgroundSaver, SaveHandle, WhenBusy
-from accel_ckpt.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.errors import (
     CheckpointNotFoundError,
@@ -20,15 +18,17 @@ from accel_ckpt.errors import (
     StateMismatchError,
     UnsupportedValueError,
 )
-from accel_ckpt.names import canonical_state_dict, misfits, under_own_names
+from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
+from accel_ckpt.modules.names import canonical_state_dict, misfits, under_own_names
 from accel_ckpt.optimizers import (
     check_optimizer_state,
     load_optimizer_state,
     optimizer_state_by_name,
     steps_only,
 )
-from accel_ckpt.saving import save_training_state
-from accel_ckpt.state import TrainingCheckpoint, open_training_state
+from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
+from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
+from accel_ckpt.saving.save_state import save_training_state
 
 __all__ = ["Checkpointer", "RandomState", "Stateful"]
 

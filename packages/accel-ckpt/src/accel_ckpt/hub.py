@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CheckpointSaveError
-from accel_ckpt.index import (
+from accel_ckpt.format.index import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     WEIGHTS_INDEX_NAME,

@@ -19,9 +19,9 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_ckpt.blocks import BLOCK
 from accel_ckpt.errors import FileChangedError
-from accel_ckpt.tensors import as_bytes
+from accel_ckpt.saving.blocks import BLOCK
+from accel_ckpt.tensor_storage import as_bytes
 
 __all__ = [
     "Arena",

@@ -16,8 +16,8 @@ from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import Arena
-from accel_ckpt.names import canonical_state_dict, listed
-from accel_ckpt.tensors import why_not_plain
+from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.tensor_storage import why_not_plain
 
 __all__ = [
     "check_optimizer_state",

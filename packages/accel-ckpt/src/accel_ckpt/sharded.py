@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
-from accel_ckpt.reader import Header, MappedShard
-from accel_ckpt.tensors import METADATA_KEYS, SHARDING_KEY, same_tensor_id
+from accel_ckpt.format.reader import Header, MappedShard
+from accel_ckpt.tensor_storage import METADATA_KEYS, SHARDING_KEY, same_tensor_id
 
 __all__ = [
     "Box",

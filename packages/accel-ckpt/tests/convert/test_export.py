@@ -1,4 +1,7 @@
-"""Training states in Accelerate's layout. The real one loads them in ``tests-engines/test_accelerate.py``."""
+"""Training states in Accelerate's layout.
+
+The real one loads them in ``tests-integration/engines/test_accelerate.py``.
+"""
 
 import errno
 import random

@@ -7,13 +7,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from accel_state.config.common import CommonOptions
-from accel_state.config.hardware import HardwareOptions
-from accel_state.config.kinds import Bool
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.run import RunOptions
+from accel_state.config.option_types import Bool
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
+from accel_state.config.sections.common import CommonOptions
+from accel_state.config.sections.hardware import HardwareOptions
+from accel_state.config.sections.run import RunOptions
 from accel_state.launching.engines import MISSING_SECTIONS, MISSING_TYPES
 
 __all__ = ["launch_help"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_state.config.kinds import Bool
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.option_types import Bool
 from accel_state.config.schema import BoundOption, build, schema_of
 from accel_state.errors import ConfigError
 

@@ -6,7 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "accel_state.available": (
+        "accel_state.host.available": (
             "is_4bit_bnb_available",
             "is_8bit_bnb_available",
             "is_aim_available",
@@ -68,7 +68,7 @@ __getattr__, __dir__, __all__ = attach(
             "is_xpu_available",
             "torchao_required",
         ),
-        "accel_state.collectives": (
+        "accel_state.communication.collectives": (
             "CannotPadNestedTensorWarning",
             "broadcast",
             "broadcast_object_list",
@@ -79,7 +79,7 @@ __getattr__, __dir__, __all__ = attach(
             "reduce",
             "set_collective_checks",
         ),
-        "accel_state.config.basic": (
+        "accel_state.config.default_config": (
             "default_config_file",
             "load_config_from_file",
             "write_basic_config",
@@ -124,7 +124,7 @@ __getattr__, __dir__, __all__ = attach(
             "WEIGHTS_PATTERN_NAME",
             "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
         ),
-        "accel_state.devices": ("get_current_device_type",),
+        "accel_state.host.devices": ("get_current_device_type",),
         "accel_state.enums": (
             "BaseEnum",
             "ComputeEnvironment",
@@ -167,7 +167,7 @@ __getattr__, __dir__, __all__ = attach(
         ),
         "accel_state.launching.inline": ("debug_launcher", "notebook_launcher"),
         "accel_state.launching.ports": ("is_port_in_use",),
-        "accel_state.layers": (
+        "accel_state.module_trees": (
             "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
             "get_module_children_bottom_up",
         ),
@@ -175,29 +175,29 @@ __getattr__, __dir__, __all__ = attach(
             "MultiProcessAdapter",
             "get_logger",
         ),
-        "accel_state.memory": (
+        "accel_state.host.memory": (
             "clear_device_cache",
             "find_executable_batch_size",
             "release_memory",
             "should_reduce_batch_size",
         ),
-        "accel_state.nvidia": (
+        "accel_state.host.nvidia": (
             "check_cuda_p2p_ib_support",
             "get_driver_version",
             "get_gpu_info",
         ),
-        "accel_state.objects": (
+        "accel_state.compat": (
             "convert_bytes",
             "get_pretty_name",
             "merge_dicts",
             "recursive_getattr",
         ),
-        "accel_state.process": (
+        "accel_state.world.process": (
             "PartialState",
             "wait_for_everyone",
         ),
         "accel_state.progress": ("tqdm",),
-        "accel_state.scatter": (
+        "accel_state.communication.scatter": (
             "Scatterer",
             "scatter",
         ),
@@ -208,7 +208,7 @@ __getattr__, __dir__, __all__ = attach(
             "synchronize_rng_state",
             "synchronize_rng_states",
         ),
-        "accel_state.system": (
+        "accel_state.host.system": (
             "are_libraries_initialized",
             "check_cuda_fp8_capability",
             "check_os_kernel",
@@ -217,7 +217,7 @@ __getattr__, __dir__, __all__ = attach(
             "override_numa_affinity",
             "set_numa_affinity",
         ),
-        "accel_state.topology": ("Topology",),
+        "accel_state.world.topology": ("Topology",),
         "accel_state.trees": (
             "TensorInformation",
             "concatenate",
@@ -238,7 +238,7 @@ __getattr__, __dir__, __all__ = attach(
             "send_to_device",
             "slice_tensors",
         ),
-        "accel_state.versions": (
+        "accel_state.host.versions": (
             "STR_OPERATION_TO_FUNC",
             "compare_versions",
             "is_torch_version",

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state import environment
 from accel_state.errors import ConfigError, StateError
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 

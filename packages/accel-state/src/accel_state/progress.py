@@ -7,7 +7,7 @@ from typing import Any
 from tqdm.auto import tqdm as _tqdm
 
 from accel_state.errors import ConfigError
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 
 __all__ = ["tqdm"]
 

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from accel_state import environment
-from accel_state.collectives import broadcast
-from accel_state.devices import accelerator_module, default_device, device_backend, device_count
+from accel_state.communication.collectives import broadcast
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, NotAvailableError, StateError
-from accel_state.process import PartialState
-from accel_state.topology import detect
+from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
+from accel_state.world.process import PartialState
+from accel_state.world.topology import detect
 
 __all__ = [
     "derive_rng_state",

@@ -165,7 +165,7 @@ __getattr__, __dir__, __all__ = attach(
             "wait_for_everyone",
             "write_basic_config",
         ),
-        "accel_state.collectives": (
+        "accel_state.communication.collectives": (
             "CannotPadNestedTensorWarning",
             "broadcast",
             "broadcast_object_list",
@@ -175,7 +175,7 @@ __getattr__, __dir__, __all__ = attach(
             "pad_across_processes",
             "reduce",
         ),
-        "accel_state.devices": ("get_current_device_type",),
+        "accel_state.host.devices": ("get_current_device_type",),
         "accel_state.environment": (
             "convert_dict_to_env_variables",
             "purge_accelerate_environment",
@@ -185,19 +185,19 @@ __getattr__, __dir__, __all__ = attach(
             "notebook_launcher",
         ),
         "accel_state.launching.ports": ("is_port_in_use",),
-        "accel_state.layers": ("get_module_children_bottom_up",),
-        "accel_state.nvidia": (
+        "accel_state.module_trees": ("get_module_children_bottom_up",),
+        "accel_state.host.nvidia": (
             "check_cuda_p2p_ib_support",
             "get_gpu_info",
         ),
-        "accel_state.system": ("get_cpu_distributed_information",),
+        "accel_state.host.system": ("get_cpu_distributed_information",),
         "accel_train.accelerator": ("Accelerator",),
-        "accel_train.by_hand": (
+        "accel_train.loop.manual_amp": (
             "convert_outputs_to_fp32",
             "get_grad_scaler",
             "get_mixed_precision_context_manager",
         ),
-        "accel_train.compile": ("compile_regions",),
+        "accel_train.setup.compile": ("compile_regions",),
         "accel_train.config": (
             "AutocastKwargs",
             "DDPCommunicationHookType",
@@ -236,12 +236,12 @@ __getattr__, __dir__, __all__ = attach(
             "OptionError",
             "PrepareError",
         ),
-        "accel_train.optimizer": (
+        "accel_train.loop.optimizer": (
             "AcceleratedOptimizer",
             "move_to_device",
         ),
-        "accel_train.preemption": ("PreemptionConfig",),
-        "accel_train.scheduler": ("AcceleratedScheduler",),
+        "accel_train.loop.preemption": ("PreemptionConfig",),
+        "accel_train.loop.scheduler": ("AcceleratedScheduler",),
         "accel_train.state": (
             "AcceleratorState",
             "GradientState",

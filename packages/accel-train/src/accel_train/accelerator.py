@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accel_ckpt.background import BackgroundSaver, SaveHandle
-from accel_state import collectives
+from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
+from accel_state.communication import collectives
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
-from accel_state.memory import release_memory
-from accel_state.process import PartialState
-from accel_train import arguments, checkpoint, metrics, prepare, profiling
-from accel_train.accumulation import Accumulator
+from accel_state.host.memory import release_memory
+from accel_state.world.process import PartialState
+from accel_train.checkpoints import checkpoint
+from accel_train.checkpoints.training_state import Registered
 from accel_train.config import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -37,14 +37,16 @@ from accel_train.config import (
 )
 from accel_train.data import LoaderLedger, skip_first_batches
 from accel_train.errors import ArgumentTypeError, PrepareError
-from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.preemption import Preemption, PreemptionConfig
-from accel_train.preemption import resume as resume_training
-from accel_train.preemption import start as start_preemption
-from accel_train.resolve import mixed_precision_name, refuse_unavailable, resolve
-from accel_train.scheduler import AcceleratedScheduler
+from accel_train.loop import metrics, profiling
+from accel_train.loop.accumulation import Accumulator
+from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.loop.preemption import Preemption, PreemptionConfig
+from accel_train.loop.preemption import resume as resume_training
+from accel_train.loop.preemption import start as start_preemption
+from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.setup import arguments, prepare
+from accel_train.setup.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
-from accel_train.training_state import Registered
 from accel_train.unwrap import extract_model_from_parallel
 
 __all__ = ["Accelerator"]

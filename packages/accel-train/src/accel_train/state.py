@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.enums import DistributedType
 from accel_state.errors import StateError
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
-    from accel_train.accumulation import Accumulator
     from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
-    from accel_train.data.ledger import LoaderLedger
+    from accel_train.data.active_loaders import LoaderLedger
+    from accel_train.loop.accumulation import Accumulator
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized"]
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 from accel_train.data import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accel_train.errors import DataError
 from testkit import worlds

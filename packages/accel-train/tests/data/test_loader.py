@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel_train.data import DataLoaderShard, LoaderLedger, prepare_data_loader
-from accel_train.data.batches import ShardedBatchSampler
+from accel_train.data.sampling.batches import ShardedBatchSampler
 from accel_train.errors import DataError
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_state.process import PartialState
+from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from testkit import worlds
 

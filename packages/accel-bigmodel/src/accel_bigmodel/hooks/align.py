@@ -14,9 +14,17 @@ from torch import Tensor, nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import ModelHook, computes_weight_early, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_bigmodel.hooks.parking import LENDING, Loans, ParkedTensor, Place, park, places_in, stand_in
+from accel_bigmodel.hooks.offloaded_tensors import (
+    LENDING,
+    Loans,
+    ParkedTensor,
+    Place,
+    park,
+    places_in,
+    stand_in,
+)
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
-from accel_ckpt.names import listed
+from accel_ckpt.modules.names import listed
 from accel_state.trees import find_device, send_to_device
 
 __all__ = ["AlignDevicesHook", "TiedParams", "align_inputs", "moved_to"]

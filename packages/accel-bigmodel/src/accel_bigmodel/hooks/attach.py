@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams, align_inputs
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_bigmodel.hooks.parking import places_in
+from accel_bigmodel.hooks.offloaded_tensors import places_in
 from accel_bigmodel.offload_files import PrefixedDataset
 from accel_bigmodel.streaming.groups import never_called
 

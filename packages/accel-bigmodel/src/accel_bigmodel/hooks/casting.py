@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs
-from accel_bigmodel.hooks.parking import LENDING, Loans, Place, places_in, stand_in
+from accel_bigmodel.hooks.offloaded_tensors import LENDING, Loans, Place, places_in, stand_in
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs, remove_hook_from_module
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_state.devices import default_device
-from accel_state.memory import clear_device_cache
+from accel_state.host.devices import default_device
+from accel_state.host.memory import clear_device_cache
 from accel_state.trees import send_to_device
 
 __all__ = ["CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook"]

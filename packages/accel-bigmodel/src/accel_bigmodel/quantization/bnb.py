@@ -13,7 +13,7 @@ from torch import nn
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import BnbQuantizationConfig
 from accel_bigmodel.quantization.engine import Pieces
-from accel_ckpt.tensors import as_bytes
+from accel_ckpt.tensor_storage import as_bytes
 
 __all__ = ["Linear4bit", "QuantizationEngine"]
 

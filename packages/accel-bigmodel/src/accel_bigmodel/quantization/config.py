@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from accel_bigmodel.errors import QuantizationError
-from accel_ckpt.tensors import parse_dtype
+from accel_ckpt.tensor_storage import parse_dtype
 
 __all__ = ["BnbQuantizationConfig", "QuantizationConfig", "TorchAoQuantizationConfig"]
 

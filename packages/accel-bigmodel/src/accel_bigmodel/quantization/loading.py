@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import Sizes
+from accel_bigmodel.device_maps.budget import Sizes
 from accel_bigmodel.dispatch import dispatch_model, undispatch
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.quantization.config import QuantizationConfig
@@ -24,11 +24,11 @@ from accel_bigmodel.quantization.selection import (
     warn_of_unknown,
 )
 from accel_ckpt.errors import UninitializedTensorError
-from accel_ckpt.loading import Placer, Request, Step, Target, load_weights
+from accel_ckpt.loading.load_model import Placer, Request, Step, Target, load_weights
+from accel_ckpt.loading.weights import WeightSource
 from accel_ckpt.memory import mapped_file_of, trim_heap
+from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module, check_nothing_on_meta, get_non_persistent_buffers
-from accel_ckpt.names import listed
-from accel_ckpt.weights import WeightSource
 
 __all__ = ["load_and_quantize_model"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.engine import Engine, Pieces
-from accel_ckpt.weights import About, Pair, TensorInfo, WeightSource
+from accel_ckpt.loading.weights import About, Pair, TensorInfo, WeightSource
 
 __all__ = ["PackedWeights"]
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import Sizes, get_max_memory
-from accel_bigmodel.checks import check_device_map
-from accel_bigmodel.device_map import MODES, resolve_device_map
+from accel_bigmodel.device_maps.budget import Sizes, get_max_memory
+from accel_bigmodel.device_maps.checks import check_device_map
+from accel_bigmodel.device_maps.infer import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine
 from accel_bigmodel.quantization.selection import Layer, is_named, kept_in_float32, select_layers
 from accel_bigmodel.quantization.support import OFFLOADED, check_support
-from accel_state.devices import default_device
+from accel_state.host.devices import default_device
 
 __all__ = ["Device", "Places", "check_sizes", "get_quantized_model_device_map"]
 

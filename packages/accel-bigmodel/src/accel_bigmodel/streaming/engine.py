@@ -16,7 +16,7 @@ from torch import nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import computes_weight_early, outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
-from accel_bigmodel.streaming.gates import Gate, gates_of
+from accel_bigmodel.streaming.forward_wrappers import Gate, gates_of
 from accel_bigmodel.streaming.groups import Group
 from accel_bigmodel.streaming.host_blocks import gather
 from accel_bigmodel.streaming.members import Load, Member, TiedUses

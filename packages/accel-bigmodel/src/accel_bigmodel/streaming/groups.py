@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from accel_bigmodel.device_maps.model_outline import class_names
 from accel_bigmodel.errors import DeviceMapError
-from accel_bigmodel.outline import class_names
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
 
 __all__ = ["Group", "never_called", "plan_groups"]

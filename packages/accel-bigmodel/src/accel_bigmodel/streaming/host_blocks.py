@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accel_bigmodel.budget import available_host_memory
+from accel_bigmodel.device_maps.budget import available_host_memory
 from accel_bigmodel.streaming.slots import Layout, address_of, aligned
 from accel_ckpt.memory import mapped_file_of
 

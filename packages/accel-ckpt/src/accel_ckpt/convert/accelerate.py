@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from accel_ckpt.commit import checkpoints_from
 from accel_ckpt.convert.dcp import DcpFolder, is_dcp_folder
 from accel_ckpt.convert.pickles import unpickle
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
-from accel_ckpt.manifest import MANIFEST_NAME
-from accel_ckpt.names import canonical_name, canonical_state_dict
+from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.format.reader import MappedShard
+from accel_ckpt.modules.names import canonical_name, canonical_state_dict
 from accel_ckpt.optimizers import name_positions
-from accel_ckpt.reader import MappedShard
+from accel_ckpt.saving.commit import checkpoints_from
 from accel_state.errors import NotAvailableError
 
 __all__ = [

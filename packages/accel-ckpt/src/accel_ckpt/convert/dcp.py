@@ -21,7 +21,7 @@ import torch
 from accel_ckpt.convert.pickles import FileSlice, read_plain, unpickle
 from accel_ckpt.convert.pieces import Piece, PiecedTensor
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
-from accel_ckpt.index import inside
+from accel_ckpt.format.index import inside
 from accel_state.errors import NotAvailableError
 
 __all__ = ["DCP_METADATA", "DcpFolder", "is_dcp_folder"]

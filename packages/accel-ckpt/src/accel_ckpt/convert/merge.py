@@ -14,13 +14,13 @@ from accel_ckpt.convert.pieces import PiecedTensor, PiecedWeights
 from accel_ckpt.convert.sources import PiecedFolder, Source, find_source, open_pieces, refuse_several_models
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
-from accel_ckpt.index import WeightFiles, index_text, is_weight_file
-from accel_ckpt.manifest import MANIFEST_NAME
-from accel_ckpt.model import check_weights_folder, publish_weights
-from accel_ckpt.names import canonical_state_dict
-from accel_ckpt.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.tensors import DTYPE_NAMES
-from accel_ckpt.writer import FileRecord, write_safetensors_from, write_torch
+from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
+from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
+from accel_ckpt.saving.writer import FileRecord, write_safetensors_from, write_torch
+from accel_ckpt.tensor_storage import DTYPE_NAMES
 
 __all__ = ["merge_fsdp_weights", "merge_weights"]
 

@@ -11,8 +11,8 @@ from typing import IO, Any
 import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
-from accel_ckpt.model import TORCH_SAFE_GLOBALS
-from accel_ckpt.reader import DAMAGE, cause_of, is_plain_zip, refuse_pointer
+from accel_ckpt.format.reader import DAMAGE, cause_of, is_plain_zip, refuse_pointer
+from accel_ckpt.saving.save_model import TORCH_SAFE_GLOBALS
 
 __all__ = ["FileSlice", "read_plain", "unpickle"]
 

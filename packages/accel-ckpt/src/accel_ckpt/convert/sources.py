@@ -14,12 +14,12 @@ import torch
 from accel_ckpt.convert.dcp import DCP_METADATA, DcpFolder, is_dcp_folder
 from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from accel_ckpt.index import WeightFiles, find_weights, inside, is_weight_file
-from accel_ckpt.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.names import listed
-from accel_ckpt.reader import Header, read_entry, read_header, read_pickled_weights
+from accel_ckpt.format.index import WeightFiles, find_weights, inside, is_weight_file
+from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.format.reader import Header, read_entry, read_header, read_pickled_weights
+from accel_ckpt.modules.names import listed
 from accel_ckpt.sharded import places_of
-from accel_ckpt.tensors import SHARDING_KEY, tied_aliases
+from accel_ckpt.tensor_storage import SHARDING_KEY, tied_aliases
 
 __all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 

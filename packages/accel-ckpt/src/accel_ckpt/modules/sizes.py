@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_ckpt.modules.tensors import check_is_module, named_module_tensors
-from accel_ckpt.tensors import parse_dtype
+from accel_ckpt.tensor_storage import parse_dtype
 
 __all__ = [
     "calculate_maximum_sizes",

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
+from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.ties import parent_and_leaf
-from accel_ckpt.names import listed
-from accel_ckpt.tensors import parse_dtype
+from accel_ckpt.tensor_storage import parse_dtype
 
 __all__ = [
     "check_is_module",

@@ -75,7 +75,7 @@ def default(
     ] = "no",
 ) -> None:
     """Write a file for the accelerators of this machine, or for its CPU, without questions."""
-    from accel_state.config.basic import write_basic_config
+    from accel_state.config.default_config import write_basic_config
 
     path = _writable(config_file)
     if path.exists():

@@ -11,9 +11,9 @@ from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accel_state.config.kinds import Bool, Kind
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Carrier, Section
+from accel_state.config.option_types import Bool, Kind
 from accel_state.config.schema import BoundOption, build, schema_of, value_of, variables_of
 from accel_state.errors import ConfigError
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
 
     class RanksTopology(Protocol):
-        """The fields of ``accel_state.topology.Topology`` that have a variable."""
+        """The fields of ``accel_state.world.topology.Topology`` that have a variable."""
 
         @property
         def rank(self) -> int: ...

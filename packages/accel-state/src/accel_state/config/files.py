@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_state.config.kinds import Table
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.option_types import Table
 from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 

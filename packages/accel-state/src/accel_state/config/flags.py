@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from accel_state.config.kinds import Bool, BoolOrText, Float, Int, Texts
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
+from accel_state.config.option_types import Bool, BoolOrText, Float, Int, Texts
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from accel_state.config.accumulation import GradientAccumulationSection
 from accel_state.config.data import to_data
-from accel_state.config.deepspeed import DeepSpeedLaunchSection
-from accel_state.config.dynamo import DynamoSection
-from accel_state.config.fp8 import Fp8Section
-from accel_state.config.fsdp import FsdpSection
-from accel_state.config.hardware import HardwareOptions
-from accel_state.config.megatron_lm import MegatronLMSection
-from accel_state.config.mpirun import MpirunSection
-from accel_state.config.parallelism import ParallelismSection
-from accel_state.config.run import RunOptions
-from accel_state.config.runtime import RuntimeSection
-from accel_state.config.tpu import TpuSection
+from accel_state.config.sections.accumulation import GradientAccumulationSection
+from accel_state.config.sections.deepspeed import DeepSpeedLaunchSection
+from accel_state.config.sections.dynamo import DynamoSection
+from accel_state.config.sections.fp8 import Fp8Section
+from accel_state.config.sections.fsdp import FsdpSection
+from accel_state.config.sections.hardware import HardwareOptions
+from accel_state.config.sections.megatron_lm import MegatronLMSection
+from accel_state.config.sections.mpirun import MpirunSection
+from accel_state.config.sections.parallelism import ParallelismSection
+from accel_state.config.sections.run import RunOptions
+from accel_state.config.sections.runtime import RuntimeSection
+from accel_state.config.sections.tpu import TpuSection
 
 __all__ = ["LaunchConfig"]
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from accel_state.config.flags import ParsedFlags
-from accel_state.config.kinds import Bool
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
+from accel_state.config.option_types import Bool
 from accel_state.config.schema import BoundOption, Schema, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 

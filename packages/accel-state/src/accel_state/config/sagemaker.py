@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from accel_state.config.common import CommonOptions
 from accel_state.config.data import to_data
-from accel_state.config.dynamo import DynamoSection
-from accel_state.config.fp8 import Fp8Section
 from accel_state.config.option import option
+from accel_state.config.sections.common import CommonOptions
+from accel_state.config.sections.dynamo import DynamoSection
+from accel_state.config.sections.fp8 import Fp8Section
 from accel_state.enums import SageMakerDistributedType
 
 __all__ = ["SageMakerConfig"]

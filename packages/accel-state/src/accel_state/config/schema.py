@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from accel_state.config.kinds import BoolOrText, Kind, kind_of
 from accel_state.config.option import Carrier, Option, Section
+from accel_state.config.option_types import BoolOrText, Kind, kind_of
 from accel_state.errors import ConfigError, UnknownKeyError
 
 __all__ = [

@@ -154,7 +154,7 @@ def peer_to_peer_works(accelerators: Accelerators, root: Path = Path("/")) -> bo
     models = [file.read_text(errors="replace") for file in root.glob("proc/driver/nvidia/gpus/*/information")]
     if models and not any("RTX 40" in model for model in models):
         return True
-    from accel_state.nvidia import check_cuda_p2p_ib_support
+    from accel_state.host.nvidia import check_cuda_p2p_ib_support
 
     return check_cuda_p2p_ib_support()
 

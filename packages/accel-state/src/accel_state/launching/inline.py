@@ -216,7 +216,7 @@ def _refuse_if_unsafe_to_fork(launcher: str) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    process = sys.modules.get("accel_state.process")
+    process = sys.modules.get("accel_state.world.process")
     if process is not None and process.PartialState._shared_state:
         raise StateError(
             f"{launcher} starts processes, but an Accelerator or PartialState exists in this one already. "

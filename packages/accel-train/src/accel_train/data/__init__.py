@@ -1,12 +1,12 @@
 """Data loaders for many processes: sharding by arithmetic, dispatch, device transfer, resume."""
 
-from accel_train.data.batches import BatchSamplerShard, ShardedBatchSampler, SkipBatchSampler
+from accel_train.data.active_loaders import LoaderLedger
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard
-from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
 from accel_train.data.prepare import get_sampler, prepare_data_loader
-from accel_train.data.seedable import SeedableRandomSampler
+from accel_train.data.sampling.batches import BatchSamplerShard, ShardedBatchSampler, SkipBatchSampler
+from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader, skip_first_batches
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from accel_state.trees import TreeSpec, flatten, ignorant_find_batch_size, unflatten
-from accel_train.data.layout import clip_rows
-from accel_train.data.streams import ALL_ROWS
+from accel_train.data.sampling.index_streams import ALL_ROWS
+from accel_train.data.sampling.layout import clip_rows
 from accel_train.errors import DataError, DispatchError
 
 __all__ = ["Round", "cut_round", "pieces_of"]

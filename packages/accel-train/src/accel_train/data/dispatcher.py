@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from accel_state.process import PartialState
-from accel_state.scatter import Scatterer
-from accel_train.data.batches import Opening, arithmetic_source
+from accel_state.communication.scatter import Scatterer
+from accel_state.world.process import PartialState
 from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored, Run
 from accel_train.data.iterators import LoaderIterator, early_end
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.resume import Randomness
-from accel_train.data.sharing import Alone
-from accel_train.data.streams import ArithmeticStream, IndexStream
+from accel_train.data.rng_replay import Randomness
+from accel_train.data.sampling.batches import Opening, arithmetic_source
+from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
+from accel_train.data.sampling.shared_seed import Alone
 
 __all__ = ["DataLoaderDispatcher"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_train.data.dispatch_wire import Envelope
-from accel_train.data.orders import Record
-from accel_train.data.streams import IndexStream
+from accel_train.data.sampling.index_streams import IndexStream
+from accel_train.data.sampling.permutations import Record
 from accel_train.data.workers import WorkerNotes
 from accel_train.errors import DataError
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset
 
-from accel_train.data.batches import check_split
-from accel_train.data.layout import clip_rows
-from accel_train.data.streams import ALL_ROWS
+from accel_train.data.sampling.batches import check_split
+from accel_train.data.sampling.index_streams import ALL_ROWS
+from accel_train.data.sampling.layout import clip_rows
 
 __all__ = ["IterableDatasetShard", "Tagged", "TaggingCollate", "native_shard", "parts_of"]
 

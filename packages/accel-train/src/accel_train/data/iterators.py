@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_train.data.epoch import Run
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.streams import IndexStream
+from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.errors import DataError
 
 __all__ = ["AheadIterator", "LoaderIterator"]

@@ -13,21 +13,21 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel_state.errors import NotAvailableError
 from accel_state.seeding import synchronize_rng_states
-from accel_train.data.batches import (
+from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.epoch import Epoch, Restored, Run
+from accel_train.data.rng_replay import Randomness, generators_of
+from accel_train.data.sampling.batches import (
     Opening,
     ShardedBatchSampler,
     SkipBatchSampler,
     arithmetic_source,
     open_stream,
 )
-from accel_train.data.epoch import Epoch, Restored, Run
-from accel_train.data.ledger import LoaderLedger
-from accel_train.data.lookup import innermost_sampler, loader_options, samplers_of
-from accel_train.data.resume import Randomness, generators_of
-from accel_train.data.seedable import SeedableRandomSampler
-from accel_train.data.sharing import Sharing, sharing_for
+from accel_train.data.sampling.index_streams import IndexStream
+from accel_train.data.sampling.samplers import innermost_sampler, loader_options, samplers_of
+from accel_train.data.sampling.seedable import SeedableRandomSampler
+from accel_train.data.sampling.shared_seed import Sharing, sharing_for
 from accel_train.data.stateful import loader_class, says_where_it_is
-from accel_train.data.streams import IndexStream
 from accel_train.data.transfer import DirectTransfer, Transfer
 from accel_train.data.workers import (
     Denoting,

@@ -19,14 +19,14 @@ from torch.utils.data import (
 )
 
 from accel_state.errors import NotAvailableError
-from accel_state.process import PartialState
-from accel_train.data.batches import ShardedBatchSampler, check_split
+from accel_state.world.process import PartialState
+from accel_train.data.active_loaders import LoaderLedger
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
-from accel_train.data.ledger import LoaderLedger
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.lookup import innermost_sampler, loader_options, samplers_of
-from accel_train.data.seedable import SeedableRandomSampler
+from accel_train.data.sampling.batches import ShardedBatchSampler, check_split
+from accel_train.data.sampling.samplers import innermost_sampler, loader_options, samplers_of
+from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader
 from accel_train.data.stateful import StatefulShard, says_where_it_is

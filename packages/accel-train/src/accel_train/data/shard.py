@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_train.data.batches import (
+from accel_train.data.iterable import IterableDatasetShard, TaggingCollate, valid_rows_of_round
+from accel_train.data.iterators import AheadIterator, LoaderIterator
+from accel_train.data.loader import PreparedLoader
+from accel_train.data.sampling.batches import (
     ShardedBatchSampler,
     SkipBatchSampler,
     arithmetic_source,
     padded_rows,
 )
-from accel_train.data.iterable import IterableDatasetShard, TaggingCollate, valid_rows_of_round
-from accel_train.data.iterators import AheadIterator, LoaderIterator
-from accel_train.data.loader import PreparedLoader
 from accel_train.data.transfer import Transfer, choose_transfer
 
 __all__ = ["DataLoaderShard"]

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_train.data.batches import SkipBatchSampler
 from accel_train.data.loader import PreparedLoader
-from accel_train.data.lookup import loader_options
+from accel_train.data.sampling.batches import SkipBatchSampler
+from accel_train.data.sampling.samplers import loader_options
 from accel_train.errors import ArgumentTypeError, DataError
 
 __all__ = ["SkipDataLoader", "skip_first_batches"]

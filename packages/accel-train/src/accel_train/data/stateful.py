@@ -12,7 +12,7 @@ from typing import Any
 
 from accel_state.errors import NotAvailableError
 from accel_train.data.iterable import IterableDatasetShard
-from accel_train.data.resume import Randomness, generators_of
+from accel_train.data.rng_replay import Randomness, generators_of
 
 __all__ = ["StatefulShard", "loader_class", "says_where_it_is"]
 

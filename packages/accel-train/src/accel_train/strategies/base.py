@@ -19,7 +19,7 @@ __all__ = ["Capabilities", "Strategy", "StrategyOptions"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can be combined with; `accel_train.resolve` checks it before anything is built.
+    """What a strategy can be combined with; `accel_train.setup.resolve` checks it before anything is built.
 
     Attributes:
         precisions: names of the precisions it can run, or None for all of them.

@@ -1,0 +1,1 @@
+"""Device maps: budgets, inference, checks and explanations. Nothing is moved here."""

@@ -1,0 +1,211 @@
+"""How much memory there is for weights: on accelerators, and in the host's memory within its control groups."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from accel_bigmodel.errors import DeviceMapError
+from accel_ckpt.saving.plan import convert_file_size_to_int
+from accel_state.host.devices import accelerator_module, default_device, device_count
+
+__all__ = ["available_host_memory", "get_max_memory"]
+
+DeviceKey = int | str
+"""A place for weights: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
+Size = int | str
+"""Bytes, or text such as ``"5GB"``."""
+Sizes = Mapping[Any, Size]
+"""Sizes by ``DeviceKey``, which is not said: to a type checker ``{"cpu": "5GB"}`` has keys of another type."""
+
+HOST_PLACES = ("cpu", "disk")
+_PLACES = ("mps", *HOST_PLACES)
+logger = logging.getLogger(__name__)
+
+
+def get_max_memory(
+    max_memory: Sizes | None = None,
+    *,
+    reserve: Size | Sizes | None = None,
+) -> dict[DeviceKey, int]:
+    """Bytes for weights on each device, accelerators first, then ``"mps"``, ``"cpu"`` and ``"disk"``.
+
+    Args:
+        max_memory: bytes or sizes such as ``"5GB"`` by device; it is not changed. By default the free memory of
+            every accelerator, and of the host what ``available_host_memory`` says, unless accelerator and host
+            share one memory.
+        reserve: bytes to leave free, for activations and the KV cache: of every accelerator with a budget (of the
+            host, if there is none), or by device.
+
+    Raises:
+        DeviceMapError: a key is no device, a size cannot be read or is negative, or a reserve is larger than what
+            there is.
+    """
+    budgets = _free_memory() if max_memory is None else _in_order(max_memory)
+    reserves = _reserves(reserve, budgets)
+    for device, kept in reserves.items():
+        if kept > budgets[device]:
+            raise DeviceMapError(
+                f"reserve asks to keep {kept} bytes free on {device!r}, which has {budgets[device]}; lower the "
+                "reserve, or give the device more in max_memory"
+            )
+        budgets[device] -= kept
+    return budgets
+
+
+def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
+    if not isinstance(max_memory, Mapping):
+        raise DeviceMapError(
+            f"max_memory is {max_memory!r}; give bytes or sizes by device, as {{0: '10GB', 'cpu': '30GB'}}"
+        )
+    indices = sorted(key for key in max_memory if isinstance(key, int))
+    unknown = [key for key in max_memory if key not in _PLACES and not (type(key) is int and key >= 0)]
+    if unknown:
+        raise DeviceMapError(
+            f"max_memory names {', '.join(map(repr, unknown))}; devices are indices of accelerators (0 for cuda:0) "
+            f"and {', '.join(map(repr, _PLACES))}"
+        )
+    count = _accelerators()
+    missing = [index for index in indices if index >= count]
+    if missing:
+        logger.warning(
+            "max_memory names the accelerators %s, but there are %d here: the map is for another machine",
+            ", ".join(map(str, missing)),
+            count,
+        )
+    order: list[DeviceKey] = [*indices, *(place for place in _PLACES if place in max_memory)]
+    return {device: _bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
+
+
+def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, int]:
+    if reserve is None:
+        return {}
+    if not isinstance(reserve, Mapping):
+        # A budget of 0 says that a device is not to be used, so there is nothing to leave free.
+        accelerators = [device for device in budgets if device not in HOST_PLACES and budgets[device] > 0]
+        wanted = accelerators or [device for device in budgets if device == "cpu"]
+        return {device: _bytes(reserve, "reserve") for device in wanted}
+    unknown = [device for device in reserve if device not in budgets]
+    if unknown:
+        raise DeviceMapError(
+            f"reserve names {', '.join(map(repr, unknown))}; there is memory on {', '.join(map(repr, budgets))}"
+        )
+    return {device: _bytes(size, f"reserve[{device!r}]") for device, size in reserve.items()}
+
+
+def _bytes(size: Size | float, what: str) -> int:
+    # Factors such as 0.9 * free make floats, and sizes from arrays are NumPy's.
+    given: Any = size
+    if isinstance(given, Real) and math.isfinite(given):
+        given = math.floor(given)
+    try:
+        return convert_file_size_to_int(given)
+    except ValueError as error:
+        raise DeviceMapError(f"{what}: {error}") from None
+
+
+def _accelerators() -> int:
+    kind = default_device().type
+    return 0 if kind in ("cpu", "mps") else device_count(kind)
+
+
+def _free_memory() -> dict[DeviceKey, int]:
+    budgets: dict[DeviceKey, int] = {}
+    shared = False
+    kind = default_device().type
+    for index in range(_accelerators()):
+        backend = accelerator_module(kind)
+        try:
+            budgets[index] = int(backend.mem_get_info(index)[0])
+        except RuntimeError as error:  # another process may hold it for itself alone
+            logger.warning("%s:%d is left out, its free memory cannot be asked for: %s", kind, index, error)
+            continue
+        shared |= kind == "cuda" and bool(
+            getattr(backend.get_device_properties(index), "is_integrated", False)
+        )
+    if kind == "mps":
+        budgets["mps"] = available_host_memory()
+    elif not shared:
+        budgets["cpu"] = available_host_memory()
+    return budgets
+
+
+def available_host_memory() -> int:
+    """Bytes that can still be allocated in the host's memory without swapping.
+
+    The smaller of what the machine has available and what the control groups of this process (versions 1 and 2,
+    with all their parents) leave of their limits. File pages in no recent use count as available, because the
+    kernel drops them first.
+    """
+    import psutil  # on first use: it takes longer to import than this package
+
+    return min([int(psutil.virtual_memory().available), *control_group_room()])
+
+
+def control_group_room(root: Path = Path("/")) -> list[int]:
+    """Bytes left below each memory limit of the control groups that hold this process.
+
+    Args:
+        root: where the file system begins; tests have one of their own.
+    """
+    groups = root / "proc/self/cgroup"
+    mounts = root / "proc/self/mountinfo"
+    if not (groups.exists() and mounts.exists()):  # not Linux
+        return []
+    found = []
+    for line in groups.read_text().splitlines():
+        _, controllers, group = line.split(":", 2)
+        version = 2 if controllers == "" else 1
+        if version == 2 or "memory" in controllers.split(","):
+            for folder in _folders(mounts.read_text(), version, group, root):
+                found += _room_v2(folder) if version == 2 else _room_v1(folder)
+    return found
+
+
+def _folders(mounts: str, version: int, group: str, root: Path) -> Iterator[Path]:
+    """The folder of a group where its hierarchy is mounted, then those of its parents."""
+    for line in mounts.splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind != ("cgroup2" if version == 2 else "cgroup"):
+            continue
+        if version == 1 and "memory" not in options.split(","):
+            continue
+        top, mount = left.split(" ")[3:5]
+        base = root / mount.lstrip("/")
+        # A container sees its own group as the top of the mount, and may be told a path from outside of it.
+        inside = Path(group).relative_to(top) if Path(group).is_relative_to(top) else Path()
+        folder = base / str(inside).lstrip("/")
+        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(base))
+
+
+def _room_v2(folder: Path) -> list[int]:
+    # Above memory.high a process is slowed down until little of it moves, so that is a limit, too.
+    limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
+    return _room(folder, limits, "memory.current", "inactive_file")
+
+
+def _room_v1(folder: Path) -> list[int]:
+    limits = [_number(folder / "memory.limit_in_bytes")]
+    return _room(folder, limits, "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _room(folder: Path, limits: list[int | None], usage: str, droppable: str) -> list[int]:
+    known = [limit for limit in limits if limit is not None]
+    used = _number(folder / usage)
+    if not known or used is None:
+        return []
+    statistics = folder / "memory.stat"
+    rows = statistics.read_text().splitlines() if statistics.exists() else []
+    free = sum(int(value) for name, value in (row.split() for row in rows) if name == droppable)
+    return [max(0, min(known) - used + free)]
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None if there is no file, or it says ``max``."""
+    text = path.read_text().strip() if path.exists() else "max"
+    return None if text == "max" else int(text)

@@ -1,0 +1,1 @@
+"""Weights as pages of mapped files, in less memory than the files take."""

@@ -1,0 +1,119 @@
+"""A thread that brings pages of mapped files into memory, as far as a plan says."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+
+from accel_bigmodel.paging.pages import Extent
+from accel_ckpt.memory import new_bytes, populate
+
+__all__ = ["Reader"]
+
+
+class Reader:
+    """Reads what the plan names, in its order, piece by piece; the plan may change at any time.
+
+    Nothing refers to the object that owns it, so that :meth:`stop` can be that object's finalizer, and the thread ends
+    when the model goes.
+    """
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.nbytes = 0
+        """Bytes that were asked for, without asking again for what stays in memory."""
+        self.seconds = 0.0
+        """Time that this took."""
+        # Reentrant, because finalizers run anywhere.
+        self._changed = threading.Condition(threading.RLock())
+        self._plan: Mapping[Extent, int] = {}
+        self._busy: Extent | None = None
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+
+    def follow(self, plan: Mapping[Extent, int]) -> None:
+        """Read these numbers of pieces of these extents."""
+        with self._changed:
+            self._plan = plan
+            self._changed.notify_all()
+            if self._thread is None and not self._stopped:
+                self._thread = threading.Thread(target=self._run, name="accel-pager", daemon=True)
+                try:
+                    self._thread.start()
+                except RuntimeError:  # the interpreter is ending and starts no more threads
+                    self._stopped = True
+
+    def shrink(self, goals: Mapping[Extent, int]) -> None:
+        """Count these extents as read so far at most; when this returns, nothing more of them is being read."""
+        with self._changed:
+            self._plan = {extent: min(goal, goals.get(extent, goal)) for extent, goal in self._plan.items()}
+            self._changed.wait_for(lambda: self._busy not in goals)
+            for extent, goal in goals.items():
+                extent.have = min(extent.have, goal)
+
+    def wait(self, goals: Mapping[Extent, int]) -> None:
+        """Return when so much has been read."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._stopped or all(extent.have >= goal for extent, goal in goals.items())
+            )
+
+    def stop(self) -> None:
+        """End the thread, without waiting for it."""
+        if self.pid != os.getpid():
+            return  # in a fork the thread is not there, and its lock may be held for ever
+        with self._changed:
+            self._stopped = True
+            self._plan = {}
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        finally:  # forwards read for themselves then, instead of waiting for ever
+            with self._changed:
+                self._stopped, self._busy = True, None
+                self._changed.notify_all()
+
+    def _read(self) -> None:
+        while (work := self._take()) is not None:
+            extent, number = work
+            piece = extent.piece(number)
+            began = time.perf_counter()
+            if not populate(piece) and not _can_populate():
+                _touch(piece)
+            with self._changed:
+                if number >= extent.asked or not extent.resident:
+                    self.seconds += time.perf_counter() - began
+                    self.nbytes += piece.numel()
+                extent.have = number + 1
+                extent.asked = max(extent.asked, extent.have)
+                self._busy = None
+                self._changed.notify_all()
+
+    def _take(self) -> tuple[Extent, int] | None:
+        with self._changed:
+            while not self._stopped:
+                for extent, goal in self._plan.items():
+                    if extent.have < goal:
+                        self._busy = extent
+                        return extent, extent.have
+                self._changed.wait()
+            return None
+
+
+@cache
+def _can_populate() -> bool:
+    """Whether this kernel has the call; where it has, a failure means that the disk did not answer."""
+    return populate(new_bytes(mmap.PAGESIZE))
+
+
+def _touch(pages: torch.Tensor) -> None:
+    """Read one byte of every page; torch lets go of the interpreter's lock for that."""
+    pages[:: mmap.PAGESIZE].sum()

@@ -1,0 +1,1 @@
+"""Pipeline inference: a model cut into stages, one per process."""

@@ -1,0 +1,505 @@
+"""Reading checkpoint files: headers first, and nothing that a file says is believed before it is checked."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import stat
+import struct
+import zipfile
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any, NamedTuple
+
+import torch
+import xxhash
+
+from accel_ckpt.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    UnsafeCheckpointError,
+    UnsupportedValueError,
+)
+from accel_ckpt.memory import Arena, MappedFile, populate
+from accel_ckpt.tensor_storage import (
+    DTYPES,
+    METADATA_KEYS,
+    as_bytes,
+    id_tensor_storage,
+    same_tensor_id,
+    why_not_plain,
+)
+
+__all__ = [
+    "DAMAGE",
+    "Header",
+    "MappedShard",
+    "TensorEntry",
+    "cause_of",
+    "is_plain_zip",
+    "parse_json",
+    "read_entry",
+    "read_header",
+    "read_json",
+    "read_pickled",
+    "read_pickled_weights",
+    "read_tensors",
+    "refuse_irregular",
+    "refuse_pointer",
+]
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_PACKED = ("F4", "F6_E2M3", "F6_E3M2")  # dtypes of the format whose shapes torch counts otherwise
+_CHUNK = 1 << 22
+_MAX_DIMENSIONS = 1000  # far above any use, and few enough to multiply
+
+# What torch.load raises for bytes that torch.save did not write, besides UnpicklingError.
+DAMAGE = (
+    RuntimeError,
+    EOFError,
+    ValueError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    TypeError,
+    AssertionError,
+    struct.error,
+    zipfile.BadZipFile,
+)
+
+_POINTER = b"version https://git-lfs"
+
+# Bytes of a mapped file that are asked for at a time.
+_AHEAD = 1 << 22
+
+# Parts of a file that are read at a time: a disk is faster with a few requests, and reading with a second core.
+_READERS = 4
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor stands: its file and the offset of its first byte in it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of a safetensors file, checked against the size of the file."""
+
+    file: Path
+    size: int
+    entries: Mapping[str, TensorEntry]
+    """In the order of their bytes in the file."""
+    metadata: Mapping[str, str]
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Names that were left out because they are tied, to the name that is in the file.
+
+        They are kept as safetensors' own ``save_model`` keeps them: as metadata ``alias: name``.
+        """
+        return {
+            alias: name
+            for alias, name in self.metadata.items()
+            if name in self.entries and alias not in self.entries and alias not in METADATA_KEYS
+        }
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of a safetensors file.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, or its header is not one that describes it.
+        UnsupportedValueError: several values of a tensor share a byte.
+    """
+    refuse_irregular(path)
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(MAX_HEADER, size - 8):
+                refuse_pointer(path)
+                raise CorruptCheckpointError(
+                    f"{path} has {size} bytes, but announces a header of {length}; it is truncated or no "
+                    "safetensors file"
+                )
+            raw = file.read(length)
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    return _parse_header(path, size, 8 + length, raw)
+
+
+def _parse_header(path: Path, size: int, start: int, raw: bytes) -> Header:
+    fields = parse_json(raw, f"the header of {path}")
+    if not isinstance(fields, dict):
+        raise CorruptCheckpointError(f"the header of {path} is not a JSON object")
+    metadata = fields.pop("__metadata__", {})
+    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
+        raise CorruptCheckpointError(f"the metadata of {path} does not map strings to strings")
+    entries = [_parse_entry(path, name, field, start) for name, field in fields.items()]
+    entries.sort(key=lambda entry: (entry.offset, entry.nbytes))
+    position = start
+    for entry in entries:
+        if entry.offset != position:
+            raise CorruptCheckpointError(
+                f"in {path} the tensor {entry.name!r} starts at byte {entry.offset}, where {position} was "
+                "expected: tensors overlap or leave a hole"
+            )
+        position += entry.nbytes
+    if position != size:
+        raise CorruptCheckpointError(
+            f"{path} has {size} bytes, but its header describes {position}; it is truncated or changed"
+        )
+    return Header(path, size, MappingProxyType({e.name: e for e in entries}), MappingProxyType(metadata))
+
+
+def _parse_entry(path: Path, name: str, field: Any, start: int) -> TensorEntry:
+    try:
+        dtype = DTYPES[field["dtype"]]
+        shape = tuple(field["shape"])
+        begin, end = field["data_offsets"]
+        for number in (*shape, begin, end):
+            if type(number) is not int or number < 0:
+                raise ValueError("a size or an offset is not a natural number")
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(field, dict) and field.get("dtype") in _PACKED:
+            raise UnsupportedValueError(
+                f"{path} cannot be loaded: the tensor {name!r} is {field['dtype']}, of which several values share a "
+                f"byte; only {', '.join(DTYPES)} are read here. Save its bytes, as U8"
+            ) from None
+        raise CorruptCheckpointError(
+            f"{path} describes the tensor {name!r} by {field!r}, which cannot be read: {error!r}"
+        ) from error
+    if not _takes(shape, dtype, end - begin):
+        raise CorruptCheckpointError(
+            f"{path} gives {end - begin} bytes to the tensor {name!r}, which is not what a tensor of shape "
+            f"{_short(shape)} and {dtype} takes"
+        )
+    return TensorEntry(name, dtype, shape, path, start + begin, end - begin)
+
+
+def _takes(shape: Sequence[int], dtype: torch.dtype, nbytes: int) -> bool:
+    """Whether a tensor has this size; a product of absurd sizes is never computed to its end."""
+    if len(shape) > _MAX_DIMENSIONS or max(shape, default=0) >= 1 << 63:
+        return False
+    if 0 in shape:
+        return nbytes == 0 and math.prod(size for size in shape if size) < 1 << 63
+    return math.prod(shape) * dtype.itemsize == nbytes
+
+
+def _short(shape: Sequence[int]) -> str:
+    text = str(list(shape))
+    return text if len(text) < 200 else f"{text[:200]}…"
+
+
+class MappedShard:
+    """A safetensors file mapped into memory, privately: writing to its tensors never reaches the file.
+
+    Args:
+        path: the file.
+        xxh3: the checksum that the content must have; ``None`` does not check.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, its header does not describe it, or it has another checksum.
+    """
+
+    def __init__(self, path: Path, xxh3: str | None = None) -> None:
+        self.header = read_header(path)
+        self._file: MappedFile | None = None
+        if xxh3 is not None:
+            content = torch.frombuffer(self._map(), dtype=torch.uint8)
+            check_digest(path, _mapped_digest(content) or file_digest(path), xxh3)
+
+    def again(self) -> MappedShard:
+        """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""
+        other = copy(self)
+        other._file = None
+        return other
+
+    def is_view(self, name: str) -> bool:
+        """Whether the file aligns a tensor, so that it can be used where it stands."""
+        entry = self.header.entries[name]
+        return entry.offset % entry.dtype.itemsize == 0
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file on the CPU: a view of the mapping, or a copy where the file does not align
+        it.
+
+        It has a storage of just its bytes: who saves or copies its storage does not take the file along.
+        """
+        entry = self.header.entries[name]
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+        size = entry.dtype.itemsize
+        if entry.offset % size:
+            loose = torch.frombuffer(self._map(), dtype=torch.uint8, count=entry.nbytes, offset=entry.offset)
+            return loose.clone().view(entry.dtype).view(entry.shape)
+        count = entry.nbytes // size
+        found = torch.frombuffer(self._map(), dtype=entry.dtype, count=count, offset=entry.offset)
+        return found if len(entry.shape) == 1 else found.view(entry.shape)
+
+    def _map(self) -> MappedFile:
+        if self._file is None:
+            try:
+                self._file = MappedFile(self.header.file, self.header.size)
+            except ValueError as error:
+                raise CorruptCheckpointError(
+                    f"{self.header.file} has become shorter; another process is changing it"
+                ) from error
+        return self._file
+
+
+def _mapped_digest(content: torch.Tensor) -> str | None:
+    """The xxh3 checksum of a mapped file, which is read ahead; ``None`` if the kernel cannot do that."""
+    parts = torch.split(content, _AHEAD)
+    digest = xxhash.xxh3_64()
+    with ThreadPoolExecutor(2) as readers:
+        for part, is_there in zip(parts, readers.map(populate, parts), strict=True):
+            if not is_there:
+                readers.shutdown(cancel_futures=True)
+                return None
+            digest.update(as_bytes(part))
+    return digest.hexdigest()
+
+
+def read_entry(entry: TensorEntry) -> torch.Tensor:
+    """Read one tensor of a safetensors file into memory of its own."""
+    tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+    if entry.nbytes:
+        with open(entry.file, "rb", buffering=0) as file:
+            file.seek(entry.offset)
+            _read_into(file, as_bytes(tensor), entry.file)
+    return tensor
+
+
+def _read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
+    filled = 0
+    while filled < len(view):
+        count = file.readinto(view[filled:])  # type: ignore[attr-defined]
+        if not count:
+            raise CorruptCheckpointError(f"{path} ended while it was read; another process is changing it")
+        filled += count
+
+
+def read_tensors(path: Path, xxh3: str | None = None) -> tuple[Header, dict[str, torch.Tensor]]:
+    """Read every tensor of a safetensors file into memory of its own.
+
+    Args:
+        path: the file.
+        xxh3: the checksum that the content must have; ``None`` does not check.
+    """
+    shard, arena = MappedShard(path, xxh3), Arena()
+    return shard.header, {name: arena.copy(shard.tensor(name)) for name in shard.header.entries}
+
+
+def check_digest(path: Path, found: str, expected: str | None) -> None:
+    """Compare a checksum with the one in the manifest."""
+    if expected is not None and found != expected:
+        raise CorruptCheckpointError(
+            f"{path} has the checksum {found}, but the manifest says {expected}: the file has changed since "
+            "it was saved; load another checkpoint"
+        )
+
+
+def file_digest(path: Path) -> str:
+    """The xxh3 checksum of a file."""
+    size = path.stat().st_size
+    window = [memoryview(bytearray(min(_CHUNK, size))) for _ in range(2 * _READERS)]
+
+    def read(number: int) -> memoryview:
+        view = window[number % len(window)][: size - number * _CHUNK]
+        with open(path, "rb", buffering=0) as file:
+            file.seek(number * _CHUNK)
+            _read_into(file, view, path)
+        return view
+
+    digest = xxhash.xxh3_64()
+    pending: deque[Future[memoryview]] = deque()
+    with ThreadPoolExecutor(_READERS) as readers:
+        for number in range(-(-size // _CHUNK)):
+            if len(pending) == len(window):  # what comes next is read to the place of the first
+                digest.update(pending.popleft().result())
+            pending.append(readers.submit(read, number))
+        for future in pending:
+            digest.update(future.result())
+    return digest.hexdigest()
+
+
+def read_json(path: Path, xxh3: str | None = None) -> Any:
+    """Read a JSON file, checking its checksum first if one is given."""
+    refuse_irregular(path)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointNotFoundError(f"there is no file {path}") from error
+    if xxh3 is not None:
+        check_digest(path, xxhash.xxh3_64_hexdigest(raw), xxh3)
+    return parse_json(raw, str(path))
+
+
+def parse_json(raw: bytes, what: str) -> Any:
+    """Parse JSON in which no key of an object stands twice: of two values one would be lost unnoticed.
+
+    Raises:
+        CorruptCheckpointError: it is no such JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{what} is not JSON as it should be: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice!r} stands more than once in one object")
+    return found
+
+
+def refuse_irregular(path: Path) -> None:
+    """Refuse pipes and devices, which would be read without an end, and directories.
+
+    Raises:
+        CorruptCheckpointError: the path is there, and is no file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError:  # opening it says why
+        return
+    if not stat.S_ISREG(mode):
+        raise CorruptCheckpointError(f"{path} is not a regular file, so nothing was read from it")
+
+
+def refuse_pointer(path: Path) -> None:
+    """Refuse what stands for a file in a clone of a repository that was made without Git LFS.
+
+    Raises:
+        CorruptCheckpointError: says how to get the file.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_POINTER)) == _POINTER:
+            raise CorruptCheckpointError(
+                f"{path} is only a pointer of Git LFS to the file; fetch the file: git lfs install && git lfs pull"
+            )
+
+
+def read_pickled(path: Path, *, mapped: bool = True) -> Any:
+    """Read a file of ``torch.save`` to the CPU without running code from it.
+
+    Args:
+        path: the file.
+        mapped: map the tensors privately instead of reading them, where the file's layout allows.
+
+    Raises:
+        UnsafeCheckpointError: reading it would call something that is not a tensor constructor.
+        CorruptCheckpointError: it is not such a file, or truncated.
+    """
+    if not path.is_file():
+        raise CheckpointNotFoundError(f"there is no file {path}")
+    refuse_pointer(path)
+    mapped = is_plain_zip(path) and mapped
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+    except pickle.UnpicklingError as error:
+        raise UnsafeCheckpointError(
+            f"{path} was not read, because doing so would run code from it, or because it is damaged: "
+            f"{cause_of(error)}"
+        ) from error
+    except DAMAGE as error:
+        raise CorruptCheckpointError(
+            f"{path} cannot be read; it is truncated or changed: {cause_of(error)}"
+        ) from error
+
+
+def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file of ``torch.save`` by name, mapped where possible.
+
+    They are contiguous, and apart in memory unless two names hold the same tensor: whoever trains one of two
+    overlapping views would change the other.
+
+    Raises:
+        CorruptCheckpointError: it does not hold tensors by name.
+        UnsupportedValueError: a tensor is not plain values in memory.
+    """
+    content = read_pickled(path)
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    if not isinstance(content, Mapping):
+        raise CorruptCheckpointError(
+            f"{path} does not hold a dictionary of tensors by name, but one {type(content).__qualname__}"
+        )
+    for name, value in content.items():
+        if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
+            raise CorruptCheckpointError(
+                f"{path} does not hold a dictionary of tensors by name: under {name!r} is one "
+                f"{type(value).__qualname__}. Save the tensors alone, as torch.save(model.state_dict(), path) does"
+            )
+    same: dict[Any, torch.Tensor] = {}
+    used = set()
+    for name, tensor in content.items():
+        if (reason := why_not_plain(tensor)) is not None:
+            raise UnsupportedValueError(f"{path} cannot be loaded: the tensor {name!r} {reason}")
+        storage = id_tensor_storage(tensor)
+        if same_tensor_id(tensor) not in same:
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            apart = plain.is_contiguous() and storage not in used
+            same[same_tensor_id(tensor)] = (
+                plain if apart else plain.clone(memory_format=torch.contiguous_format)
+            )
+        used.add(storage)
+    return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}
+
+
+def is_plain_zip(path: Path) -> bool:
+    """Whether a file is a zip archive as ``torch.save`` writes it: nothing compressed, nothing twice.
+
+    torch would map the bytes of a compressed tensor as if they were its values, and a small file could unpack to
+    more than fits into memory.
+
+    Raises:
+        CorruptCheckpointError: it is another zip archive.
+    """
+    try:
+        if not zipfile.is_zipfile(path):
+            return False
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CorruptCheckpointError(f"{path} cannot be read; it is truncated or changed: {error}") from error
+    packed = any(member.compress_type != zipfile.ZIP_STORED for member in members)
+    twice = len({member.filename for member in members}) < len(members)
+    if packed or twice or sum(member.file_size for member in members) > path.stat().st_size:
+        raise CorruptCheckpointError(
+            f"{path} is a zip archive that torch.save did not write: its members are compressed or overlap. Unpack it "
+            "and save its content with torch.save"
+        )
+    return True
+
+
+def cause_of(error: BaseException) -> str:
+    """What went wrong in one line; for a refused pickle the name of the object that it refers to."""
+    # torch explains at length how to switch the protection off; the name of the object is what helps.
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    if named:
+        return f"it refers to {named[1]}"
+    if isinstance(error, KeyError):  # its text is the key alone
+        return repr(error)
+    told = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    lines = [told[1]] if told else str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

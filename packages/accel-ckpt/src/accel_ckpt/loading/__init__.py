@@ -1,0 +1,1 @@
+"""Loading checkpoints: weights into models, and training states."""

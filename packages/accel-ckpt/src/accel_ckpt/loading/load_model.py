@@ -1,0 +1,701 @@
+"""Loading weights into a model on one device."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordinator, do_together
+from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
+from accel_ckpt.format.index import WeightFiles
+from accel_ckpt.format.reader import MappedShard, read_pickled
+from accel_ckpt.loading.weights import (
+    BroadcastWeights,
+    MappedWeights,
+    WeightSource,
+    collector_paused,
+    open_weights,
+)
+from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
+from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
+from accel_ckpt.sharded import fill_part, is_sharded, reshard
+from accel_ckpt.tensor_storage import is_lazy, parse_dtype
+from accel_state.errors import DeviceError, NotAvailableError
+from accel_state.host.devices import device_count
+
+__all__ = [
+    "LoadReport",
+    "Placer",
+    "Request",
+    "Step",
+    "Target",
+    "assign",
+    "converted",
+    "load_checkpoint_in_model",
+    "load_state_dict",
+    "load_weights",
+]
+
+Device = int | str | torch.device
+DeviceMap = Mapping[str, Device]
+
+CPU = torch.device("cpu")
+
+# Bytes. Whatever is done with them, it does not take long.
+_SMALL_LOAD = 1 << 30
+
+_PROBLEMS = {
+    "missing": "is not in the checkpoint",
+    "mismatched": "has another shape, kind of dtype or value",
+    "unexpected": "is not in the model",
+}
+_FATAL: Mapping[bool | None, frozenset[str]] = {
+    True: frozenset(_PROBLEMS),
+    None: frozenset({"missing", "mismatched"}),
+    False: frozenset(),
+}
+"""What of it is an error, by ``strict``."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load left open."""
+
+    missing: tuple[str, ...] = ()
+    """Names of the model that the checkpoint does not have and that are not tied to one it has."""
+    unexpected: tuple[str, ...] = ()
+    """Names of the checkpoint that the model does not have."""
+    mismatched: tuple[str, ...] = ()
+    """Names with another shape, each as ``name: (shape in the checkpoint) instead of (shape in the model)``; with a
+    dtype that cannot be converted without loss of meaning (complex to real, floating to integer, a quantised weight to
+    a plain one); or with other values than a name that the model ties with it.
+    """
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: DeviceMap | None = None
+) -> dict[str, torch.Tensor]:
+    """Load one file of weights, safetensors or ``.bin``.
+
+    Args:
+        checkpoint_file: the file. Without code being run from it.
+        device_map: for safetensors: module name → device; ``""`` is the whole model. Names that it does not
+            cover, and ``"disk"``, stay on the CPU.
+
+    Returns:
+        Names to tensors, tied names included. On the CPU the tensors of a safetensors file are private views
+        of it.
+
+    Raises:
+        CheckpointNotFoundError: there is no such file.
+        CorruptCheckpointError: it is truncated, or was written for another framework.
+        DeviceError: a device of ``device_map`` is not there.
+    """
+    places = _devices_of(device_map or {})
+    path = Path(checkpoint_file).expanduser()
+    if path.suffix != ".safetensors":
+        content = read_pickled(path, mapped=False)
+        return dict(content) if isinstance(content, Mapping) else content
+    kind = MappedShard(path).header.metadata.get("format")
+    if kind is None:
+        warnings.warn(
+            f"{path} does not say which framework wrote it; it is read as written by PyTorch", stacklevel=2
+        )
+    elif kind != "pt":
+        raise CorruptCheckpointError(f"{path} was written for the framework {kind!r}; only 'pt' is read here")
+    source = MappedWeights(WeightFiles((path,)))
+    loaded: dict[tuple[str, torch.device | None], torch.Tensor] = {}
+    result = {}
+    for name in source.about:
+        key = source.key_of(name)
+        tensor = source.tensor(key)
+        device = _device_of(name, places)
+        result[name] = loaded.setdefault((key, device), tensor.to(device) if device is not None else tensor)
+    return result
+
+
+def _devices_of(device_map: DeviceMap) -> dict[str, torch.device | None]:
+    """The devices of a map; ``None`` for ``"disk"``.
+
+    Raises:
+        DeviceError: it is no map, or a device is not there.
+    """
+    _check_is_map(device_map)
+    return {name: None if place == "disk" else _existing(place, name) for name, place in device_map.items()}
+
+
+def _check_is_map(device_map: object) -> None:
+    if not isinstance(device_map, Mapping):
+        raise DeviceError(
+            f"device_map is {device_map!r}; give a map from names of modules to devices, as {{'': {device_map!r}}} "
+            "for everything on one"
+        )
+
+
+def _existing(place: Device, name: str) -> torch.device:
+    try:
+        device = torch.device(place)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"the device_map puts {name!r} on {place!r}, which is no device here; give one such as 'cpu' or 'cuda:0', "
+            "or the index of an accelerator"
+        ) from error
+    if device.type not in ("cpu", "meta") and (device.index or 0) >= device_count(device.type):
+        raise DeviceError(
+            f"the device_map puts {name!r} on {place!r}, but there are {device_count(device.type)} of that kind "
+            "here; use 'cpu', or a device that torch.accelerator finds"
+        )
+    return device
+
+
+def _device_of(name: str, devices: Mapping[str, torch.device | None]) -> torch.device | None:
+    best = max(
+        (key for key in devices if key == "" or name == key or name.startswith(key + ".")),
+        key=len,
+        default=None,
+    )
+    return None if best is None else devices[best]
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: DeviceMap | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: str | Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool | None = None,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> LoadReport:
+    """Load weights into a model that is on one device, or on none yet, or divided among ranks.
+
+    Everything is compared before anything is changed. A parameter that has values keeps its identity, so
+    optimizers that hold it stay valid; one on the meta device becomes real: on the CPU a private view of a
+    safetensors file, without a copy, or a copy of what a ``.bin`` holds. Names are compared in canonical form. Of a
+    ``DTensor``, as ``fully_shard`` makes them, each rank takes what it holds. Extra state that is a tensor goes to the
+    module's ``set_extra_state``.
+
+    Args:
+        model: changed in place.
+        checkpoint: a file, an index, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an
+            index, or of a distributed checkpoint. A string ``org/name`` that is no local path is a repository
+            of a hub, whose weights are downloaded to huggingface_hub's cache.
+        device_map: ``None``: every tensor stays on its device, those without one go to the CPU. ``{"":
+            device}``: all go there, buffers that no checkpoint holds included.
+        offload_folder: for maps with several devices; accel-bigmodel's.
+        dtype: floating tensors become this dtype. Without it they take the dtype of the model's tensor.
+        offload_state_dict: for maps with several devices; accel-bigmodel's.
+        offload_buffers: for maps with several devices; accel-bigmodel's.
+        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these in their name, between dots,
+            become float32.
+        offload_8bit_bnb: for maps with several devices; accel-bigmodel's.
+        strict: ``None``: a missing name or another shape is an error, an unexpected name a warning. ``True``:
+            all are errors. ``False``: all are reported by a warning, and what matches is loaded. A name that
+            is tied to one that is present is never missing.
+        full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
+        broadcast_from_rank0: rank 0 reads and sends every tensor to the others, which need not see the files.
+            Collective.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
+
+    Returns:
+        What was missing, unexpected or of another shape.
+
+    Raises:
+        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
+        UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
+        ValueError: ``dtype`` is no floating dtype.
+        DeviceError: the device of ``device_map`` is not there.
+        CorruptCheckpointError: a file is truncated, or its header does not describe it.
+        UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
+        FileChangedError: a file was changed while it was read.
+        NotAvailableError: an option that needs several devices; names the package that has it.
+    """
+    request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
+    device = _single_device(device_map)
+    offload = {
+        "offload_folder": offload_folder,
+        "offload_state_dict": offload_state_dict,
+        "offload_buffers": offload_buffers,
+        "offload_8bit_bnb": offload_8bit_bnb,
+    }
+    if used := [name for name, value in offload.items() if value and name != "offload_folder"]:
+        raise NotAvailableError(
+            f"{', '.join(used)}: offloading needs load_checkpoint_in_model of accel-bigmodel"
+        )
+    placer = Placer(device, dtype, keep_in_fp32_modules or ())
+    return load_weights(model, request, placer)
+
+
+def _single_device(device_map: DeviceMap | None) -> torch.device | None:
+    if device_map is None:
+        return None
+    _check_is_map(device_map)
+    if set(device_map) != {""} or device_map[""] == "disk":
+        raise NotAvailableError(
+            f"the device map {dict(device_map)!r} places parts of the model, or puts it on disk; that is what "
+            "load_checkpoint_in_model of accel-bigmodel is for (pip install accel-bigmodel). Here: None or "
+            '{"": device}'
+        )
+    return _existing(device_map[""], "")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Which weights to load, and how: what all functions that load to a model are asked in the same words.
+
+    Raises:
+        NotAvailableError: for ``full_state_dict=False``.
+        ValueError: ``strict`` is none of its three values.
+    """
+
+    checkpoint: str | os.PathLike[str]
+    strict: bool | None = None
+    full_state_dict: bool = True
+    broadcast_from_rank0: bool = False
+    revision: str | None = None
+    token: str | bool | None = None
+    must_run: bool = False
+    """The model is run next, so that ``strict=False`` must not leave tensors without values either."""
+
+    def __post_init__(self) -> None:
+        """Refuse what there is not."""
+        if self.strict not in _FATAL:
+            raise ValueError(
+                f"strict is {self.strict!r}; give True (every mismatch is an error), False (none is), or None, for "
+                "which unexpected names are none"
+            )
+        if not self.full_state_dict:
+            raise NotAvailableError(
+                "full_state_dict=False loads the shards of each rank, which plain modules do not have; leave it at True"
+            )
+
+    def ranks(self) -> Coordinator:
+        """Those that load together."""
+        return default_coordinator() if self.broadcast_from_rank0 else SingleProcess()
+
+
+@dataclass(slots=True, eq=False)
+class Target:
+    """A tensor of the model and all its names there."""
+
+    tensor: torch.Tensor
+    names: list[str]
+    owners: list[dict[str, Any]]
+    """For each name, the dictionary of a module in which it stands."""
+
+
+class Step(NamedTuple):
+    """A tensor of the checkpoint that a tensor of the model gets its values from."""
+
+    source: str
+    """Name in the checkpoint."""
+    saved: torch.dtype
+    nbytes: int
+    """In the checkpoint."""
+    target: Target
+    home: torch.device
+
+
+class Placer:
+    """Where the tensors of a model go, and as which dtype. This one: all to one device, or each stays where it is.
+
+    Args:
+        device: where all go; ``None``: those with values stay, the others go to the CPU.
+        dtype: of floating tensors; ``None``: that of the model's tensor.
+        keep_in_fp32: with ``dtype`` float16, parts of names whose tensors become float32.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        keep_in_fp32: Collection[str] = (),
+    ) -> None:
+        self.device = device
+        self._dtype = None if dtype is None else parse_dtype(dtype)
+        if self._dtype is not None and not self._dtype.is_floating_point:
+            raise ValueError(
+                f"dtype={dtype!r} is for floating tensors, whose values another kind of dtype would lose; give one "
+                "such as torch.bfloat16. Weights are quantised by load_and_quantize_model of accel-bigmodel"
+            )
+        self._keep_in_fp32 = frozenset([keep_in_fp32] if isinstance(keep_in_fp32, str) else keep_in_fp32)
+        self._taken: set[int] = set()  # memory that a tensor of the model already uses as its own
+
+    def view(self, source: WeightSource) -> WeightSource:
+        """The weights as they are compared with the model; these: as they are saved."""
+        return source
+
+    def home(self, target: Target) -> torch.device | None:
+        """The device of a tensor; ``None``: it is not loaded here."""
+        if self.device is not None:
+            return self.device
+        old = target.tensor.device
+        return CPU if old.type == "meta" else old
+
+    def dtype(self, step: Step) -> torch.dtype:
+        """The dtype that a tensor gets."""
+        old = step.target.tensor.dtype
+        if not old.is_floating_point:  # a mask or a counter, whatever the file has it as
+            return old
+        if self._dtype == torch.float16 and self._keep_in_fp32:
+            name = step.target.names[0]
+            return torch.float32 if self._keep_in_fp32.intersection(name.split(".")) else torch.float16
+        return self._dtype or old
+
+    def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
+        """Refuse what cannot be done, before anything is read or changed; returns the steps to do, in order."""
+        return steps
+
+    def fills_parts(self, step: Step) -> bool:
+        """Whether a tensor that is divided among ranks can be loaded: its mesh says where it is, and as which dtype."""
+        old = step.target.tensor
+        return step.home == old.device and self.dtype(step) == old.dtype
+
+    def put(self, step: Step, value: torch.Tensor) -> None:
+        """Give a tensor of the model its values: in place if it has some, else as a view of what is mapped."""
+        old, home, dtype = step.target.tensor, step.home, self.dtype(step)
+        if is_sharded(old):
+            fill_part(old, value)
+        elif old.device == home and old.dtype == dtype:
+            with torch.no_grad():
+                old.copy_(value)
+        else:
+            assign(step.target, self.own(converted(value, home, dtype)))
+
+    def own(self, value: torch.Tensor) -> torch.Tensor:
+        """The value, or a copy if a tensor of the model has its memory already."""
+        address = value.data_ptr()
+        if address in self._taken and value.numel():
+            return value.clone()
+        self._taken.add(address)
+        return value
+
+    def abandon(self) -> None:
+        """Called instead of ``finish`` after an error."""
+
+    def finish(self, rest: Sequence[Target]) -> None:
+        """Called when all that is read is in the model.
+
+        Args:
+            rest: the other tensors of the model, those that no checkpoint holds included.
+        """
+        for target in rest:
+            home, tensor = self.home(target), target.tensor
+            if home is not None and not tensor.is_meta and tensor.device != home:
+                tensor.data = tensor.data.to(home)
+
+
+def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The value on a device and in a dtype; itself if it is that already, which ``to`` would find out slower."""
+    return value if value.dtype == dtype and value.device == home else value.to(home, dtype)
+
+
+def assign(target: Target, value: torch.Tensor) -> None:
+    """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
+    old = target.tensor
+    if not old.is_meta:
+        old.data = value
+        return
+    wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
+    for name, tensors in zip(target.names, target.owners, strict=True):
+        tensors[name.rpartition(".")[2]] = wrapped
+
+
+def load_weights(
+    model: nn.Module,
+    request: Request,
+    placer: Placer,
+    *,
+    progress: Callable[[Sequence[Step]], Iterable[Step]] = iter,
+    stacklevel: int = 2,
+) -> LoadReport:
+    """Load weights into a model, wherever a placer puts them.
+
+    Everything is compared, and refused on all ranks together, before a tensor is read or the model changed.
+
+    Args:
+        model: changed in place.
+        request: which weights.
+        placer: where tensors go.
+        progress: what iterates over the steps, to show how far it is.
+        stacklevel: whom warnings point at: 1 is the caller of this function, 2 the caller of that.
+    """
+    coordinator, checkpoint = request.ranks(), request.checkpoint
+    source: WeightSource
+    if coordinator.world_size > 1:
+        source = BroadcastWeights(checkpoint, coordinator, request.revision, request.token)
+    else:
+        source = open_weights(checkpoint, revision=request.revision, token=request.token)
+    with collector_paused() as resume_collector:
+        return _fill_model(
+            model, placer.view(source), request, placer, progress, stacklevel + 3, resume_collector
+        )
+
+
+def _fill_model(
+    model: nn.Module,
+    source: WeightSource,
+    request: Request,
+    placer: Placer,
+    progress: Callable[[Sequence[Step]], Iterable[Step]],
+    warning_level: int,
+    resume_collector: Callable[[], None],
+) -> LoadReport:
+    coordinator, checkpoint, strict = request.ranks(), request.checkpoint, request.strict
+    doing = f"loading {checkpoint}"
+    plan = do_together(lambda: _compare(source, _tensors_of(model), placer), coordinator, doing=doing)
+    differing = source.differing([*plan.ties])
+    read = {id(step.target) for step in plan.steps}
+    rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
+    empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
+
+    def judge() -> tuple[LoadReport, Sequence[Step]]:
+        wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
+        report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
+        _judge(report, model, checkpoint, strict)
+        if "missing" in _FATAL[strict]:
+            refuse_without_values(empty, [target.names[0] for target in plan.hidden])
+        elif request.must_run:
+            _refuse_to_leave(empty, checkpoint)
+        return report, placer.prepare(source, plan.steps)
+
+    def fill() -> None:
+        try:
+            for step in progress(steps_to_do):
+                placer.put(step, source.tensor(step.source))
+            for name, module in plan.extra.items():
+                module.set_extra_state(source.tensor(name).clone())
+        except Exception:
+            source.finish()  # other ranks wait for this one's part
+            raise
+        source.finish()
+        placer.finish(rest)
+
+    try:
+        report, steps_to_do = do_together(judge, coordinator, doing=doing)
+        _warn(report, checkpoint, warning_level)
+        source.begin([*(step.source for step in steps_to_do), *plan.extra])
+        if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
+            resume_collector()
+        do_together(fill, coordinator, doing=doing)
+    except BaseException:
+        placer.abandon()
+        raise
+    return report
+
+
+class _ModelTensors(NamedTuple):
+    targets: dict[str, Target]
+    """What a state dict of the model holds, by canonical name; tied names share a target."""
+    hidden: list[Target]
+    """Buffers that a state dict leaves out."""
+    extra: dict[str, nn.Module]
+    """Modules that take extra state, by its name in a state dict."""
+
+
+def _tensors_of(model: nn.Module) -> _ModelTensors:
+    check_is_module(model)
+    reshard(model)
+    modules = prefixed_modules(model)
+    found: dict[int, Target] = {}
+    targets: dict[str, Target] = {}
+    own_names: dict[str, str] = {}
+    for kind in ("_parameters", "_buffers"):
+        for prefix, canonical, module in modules:
+            tensors: dict[str, Any] = getattr(module, kind)
+            if not tensors:
+                continue
+            left_out = module._non_persistent_buffers_set
+            for leaf, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                target = found.get(id(tensor))
+                if target is None:
+                    target = found[id(tensor)] = Target(tensor, [prefix + leaf], [tensors])
+                else:
+                    target.names.append(prefix + leaf)
+                    target.owners.append(tensors)
+                if leaf not in left_out:
+                    name, own = canonical + leaf, prefix + leaf
+                    if own_names.setdefault(name, own) != own:
+                        refuse_collisions([(own_names[name], name), (own, name)])
+                    targets[name] = target
+    saved = {id(target) for target in targets.values()}
+    for target in found.values():
+        if not target.tensor.is_meta and id(target) in saved:
+            _refuse_unloadable(target)
+    hidden = [target for target in found.values() if id(target) not in saved]
+    extra = {
+        f"{canonical}_extra_state": module
+        for _, canonical, module in modules
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    return _ModelTensors(targets, hidden, extra)
+
+
+def _refuse_unloadable(target: Target) -> None:
+    name, tensor = target.names[0], target.tensor
+    if is_lazy(tensor):
+        raise UninitializedTensorError(
+            f"{name!r} of the model is lazy and has no shape yet; run the model once before loading"
+        )
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise StateMismatchError(
+            f"{name!r} of the model is expanded, so that elements share memory and cannot be loaded one by one; "
+            "clone() it when the model is built"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    report: LoadReport
+    steps: list[Step]
+    targets: dict[str, Target]
+    hidden: list[Target]
+    extra: dict[str, nn.Module]
+    """Name in the checkpoint → the module that takes this as its extra state."""
+    ties: dict[tuple[str, str], str]
+    """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
+
+
+def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _Plan:
+    about, targets = source.about, tensors.targets
+    mismatched, unexpected = [], []
+    steps: list[Step] = []
+    extra: dict[str, nn.Module] = {}
+    ties: dict[tuple[str, str], str] = {}
+    provided: dict[int, str] = {}
+    unusable: set[int] = set()
+    names = _names_as_in(about, targets)
+    scaled = {raw.rpartition("_scale")[0] for raw, name in names.items() if name not in targets}
+    for raw, name in names.items():
+        target = targets.get(name)
+        if target is None:
+            if name in tensors.extra:
+                extra[raw] = tensors.extra[name]
+            else:
+                unexpected.append(raw)
+            continue
+        info = about[raw]
+        shape, dtype = info.shape, info.dtype
+        key, tensor = id(target), target.tensor
+        if shape != tensor.shape:
+            mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(tensor.shape)}")
+            unusable.add(key)
+        elif dtype != tensor.dtype and _loses_values(dtype, tensor.dtype):
+            mismatched.append(f"{name}: {dtype} instead of {tensor.dtype}")
+            unusable.add(key)
+        elif dtype.itemsize == 1 and dtype != tensor.dtype and _is_quantized(dtype, tensor, raw in scaled):
+            mismatched.append(f"{name}: {dtype}, quantised, instead of {tensor.dtype}")
+            unusable.add(key)
+        elif (first := provided.setdefault(key, raw)) != raw:
+            ties[raw, first] = f"{name}: other values than {first}, with which the model ties it"
+        elif (home := placer.home(target)) is not None:
+            steps.append(Step(raw, dtype, tensor.numel() * dtype.itemsize, target, home))
+    divided = [s.target.names[0] for s in steps if is_sharded(s.target.tensor) and not placer.fills_parts(s)]
+    if divided:
+        raise StateMismatchError(
+            f"{listed(divided)} of the model are divided among ranks (DTensor), where they stay in their dtype: load "
+            "them without device_map and dtype. Parts on the meta device need memory first: model.to_empty(device=…)"
+        )
+    missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
+    report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
+    return _Plan(report, steps, targets, tensors.hidden, extra, ties)
+
+
+def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
+    """Whether conversion would drop imaginary parts, or what stands behind the point; masks may become bool."""
+    if saved.is_complex:
+        return not wanted.is_complex
+    return saved.is_floating_point and not (
+        wanted.is_floating_point or wanted.is_complex or wanted == torch.bool
+    )
+
+
+def _is_quantized(saved: torch.dtype, wanted: torch.Tensor, has_scale: bool) -> bool:
+    """Whether what is saved in 8 bits means nothing without scales that the model does not take; masks have none."""
+    is_code = has_scale or saved in (torch.int8, torch.uint8)
+    return is_code and wanted.dtype.is_floating_point and isinstance(wanted, nn.Parameter)
+
+
+def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str, str]:
+    names = {name: name for name in source}
+    if all(name in targets for name in names):
+        return names
+    names = {name: new for new, name in canonical_state_dict(names).items()}
+    if (
+        names
+        and all(name.startswith("module.") for name in names.values())
+        and not any(n in targets for n in names.values())
+    ):
+        # Written from inside DistributedDataParallel by a program that kept its prefix.
+        names = {raw: name.removeprefix("module.") for raw, name in names.items()}
+    return names
+
+
+def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: bool | None) -> None:
+    fatal = _FATAL[strict]
+    errors = [
+        f"{what}: {listed(getattr(report, kind))}"
+        for kind, what in _PROBLEMS.items()
+        if getattr(report, kind) and kind in fatal
+    ]
+    if errors:
+        if report.unexpected and "unexpected" not in fatal:  # often the same tensors by other names
+            errors.append(f"{_PROBLEMS['unexpected']}: {listed(report.unexpected)}")
+        raise StateMismatchError(
+            f"{checkpoint} does not fit the model; "
+            + "; ".join(errors)
+            + ". Nothing was changed; strict=False loads what matches and reports the rest"
+            + (_advice_on_names(model) if report.missing and report.unexpected else "")
+        )
+
+
+def _refuse_to_leave(empty: Sequence[str], checkpoint: object) -> None:
+    if empty:
+        raise UninitializedTensorError(
+            f"the model cannot run with what {checkpoint} holds: strict=False would leave tensors without values (meta "
+            f"device): {listed(empty)}. Nothing was changed; give them values before, for example by building these "
+            "modules outside of init_empty_weights"
+        )
+
+
+def _advice_on_names(model: nn.Module) -> str:
+    """Since transformers 5, files of some models have names that only its own loading translates."""
+    if not any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__):
+        return ""
+    return (
+        f". If these are other names for the same weights, {type(model).__name__}.from_pretrained of transformers "
+        "translates them: dispatch_model of accel-bigmodel takes the model that it gives, and what save_model writes "
+        "of that model is loaded here as it is"
+    )
+
+
+def _warn(report: LoadReport, checkpoint: object, level: int) -> None:
+    for kind in ("missing", "mismatched"):
+        if names := getattr(report, kind):
+            warnings.warn(
+                f"{checkpoint} does not fill the whole model; {_PROBLEMS[kind]}: {listed(names)}",
+                stacklevel=level,
+            )
+    if report.unexpected:
+        warnings.warn(
+            f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
+            f"tensors of these names: {listed(report.unexpected)}",
+            stacklevel=level,
+        )

@@ -1,0 +1,391 @@
+"""Opening the weights of a checkpoint: names, shapes and dtypes first, values one tensor at a time."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import xxhash
+
+from accel_ckpt import hub
+from accel_ckpt.convert.dcp import DCP_METADATA
+from accel_ckpt.convert.pieces import PiecedWeights
+from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
+from accel_ckpt.coordination import Coordinator, run_together
+from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
+from accel_ckpt.format.index import WeightFiles
+from accel_ckpt.format.reader import MappedShard, read_pickled_weights
+from accel_ckpt.modules.names import listed
+from accel_state.world.process import PartialState
+
+__all__ = [
+    "BroadcastWeights",
+    "MappedWeights",
+    "WeightSource",
+    "collector_paused",
+    "fingerprint_of",
+    "open_weights",
+]
+
+
+# Bytes of tensors that are sent together.
+_BATCH = 1 << 24
+
+
+class TensorInfo(Protocol):
+    """What is known of a tensor before it is read; tensors know it of themselves."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As a ``torch.Size`` or plain."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+
+
+class _Told(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+About = Mapping[str, TensorInfo]
+Pair = tuple[str, str]
+
+
+class WeightSource(Protocol):
+    """Tensors of a checkpoint by name; shapes are known before anything is read."""
+
+    @property
+    def about(self) -> About:
+        """Shape and dtype of every tensor."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Which files these are: changes with their paths, sizes, times of change and inodes."""
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether a tensor is a view of a mapped safetensors file, which needs no memory of its own."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU; a private view where ``is_mapped``, else in memory of its own."""
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal; of broadcast weights the answer for all ranks."""
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Say which tensors will be asked for, each once, best in this order. Of broadcast weights a collective."""
+
+    def finish(self) -> None:
+        """Say that no more will be asked for.
+
+        Raises:
+            FileChangedError: the files are not those any more that were opened.
+        """
+
+
+def open_weights(
+    checkpoint: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None
+) -> WeightSource:
+    """Open the weights of a file, an index or a folder; headers are read and checked, tensors are not read
+    yet.
+
+    Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
+
+    Args:
+        checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
+        revision: of the repository: branch, tag or commit.
+        token: for a private repository; by default the one that was logged in with.
+
+    Raises:
+        TypeError: ``checkpoint`` is no path.
+    """
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(
+            f"the checkpoint is one {type(checkpoint).__qualname__}; give the path of a folder, file or index, or the "
+            "name of a repository of the hub as 'owner/name'. Tensors in memory go to model.load_state_dict"
+        )
+    if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
+        checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
+    elif revision is not None or token is not None:
+        raise ValueError(
+            f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
+        )
+    source = find_source(Path(checkpoint))
+    with collector_paused():
+        return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+
+
+@contextmanager
+def collector_paused() -> Iterator[Callable[[], None]]:
+    """No search for garbage meanwhile; gives what ends the pause before its time.
+
+    For planning, which makes several small objects per tensor, and all of them stay: with ten thousand tensors the
+    collector would walk through everything in the process again and again, for nothing, and take as long as the rest.
+    """
+    enabled = gc.isenabled()
+
+    def resume() -> None:
+        if enabled:
+            gc.enable()
+
+    gc.disable()
+    try:
+        yield resume
+    finally:
+        resume()
+
+
+def fingerprint_of(files: Iterable[Path]) -> str:
+    """What tells these files from any others, and from themselves once changed, without reading them."""
+    facts = []
+    for path in files:
+        status = path.stat()
+        facts.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino))
+    return xxhash.xxh3_128_hexdigest(repr(facts).encode("utf-8", "surrogateescape"))
+
+
+class _Files:
+    """What all weights in local files have in common."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.fingerprint = fingerprint_of(files)
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Nothing has to be prepared."""
+
+    def finish(self) -> None:
+        """Look at the files once more."""
+        if fingerprint_of(self._files) != self.fingerprint:
+            raise FileChangedError(
+                f"{listed([*map(str, self._files)])}: a file was changed or replaced while the weights were loaded, so "
+                "that they may be a mixture; load them again"
+            )
+
+
+def _differing(source: WeightSource, pairs: Sequence[Pair]) -> set[Pair]:
+    return {
+        (first, second)
+        for first, second in pairs
+        if not _are_equal(source.tensor(first), source.tensor(second))
+    }
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    same_memory = a.data_ptr() == b.data_ptr() and (a.shape, a.dtype) == (b.shape, b.dtype)
+    return same_memory or torch.equal(a, b) or _are_alike(a, b)
+
+
+def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the bytes are the same, also of values that do not equal themselves (NaN)."""
+    plain = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*plain)
+
+
+class MappedWeights(_Files):
+    """Weights in whole files; of safetensors files they are views.
+
+    Those of ``torch.save`` are copied from their mapping: it writes its files in place, so that saving a model over the
+    file that its weights are views of would end the process, and the file.
+
+    Args:
+        files: the files, and where the index says that each tensor is.
+    """
+
+    def __init__(self, files: WeightFiles) -> None:
+        super().__init__(files.files)
+        self._homes: dict[str, MappedShard | dict[str, torch.Tensor]] = {}
+        self._keys: dict[str, str] = {}  # of names that are another tensor's in their file
+        self.about: dict[str, TensorInfo] = {}
+        for path in files.files:
+            self._add(path, files.weight_map)
+        absent = sorted(name for name in files.weight_map or () if name not in self.about)
+        if absent:
+            raise CorruptCheckpointError(
+                f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they "
+                "are not"
+            )
+
+    def _add(self, path: Path, weight_map: Mapping[str, Path] | None) -> None:
+        def is_here(name: str) -> bool:
+            home = path if weight_map is None else weight_map.get(name, path)
+            return home is path or home == path
+
+        if path.suffix != ".safetensors":
+            content = read_pickled_weights(path)
+            for name in filter(is_here, content):
+                self._homes[name], self.about[name] = content, content[name]
+            return
+        shard = MappedShard(path)
+        entries, aliases = shard.header.entries, shard.header.aliases
+        for name in filter(is_here, entries):
+            self._homes[name], self.about[name] = shard, entries[name]
+        again = (
+            shard.again()
+        )  # a model may not tie what the file does: the second name gets memory of its own
+        for alias in filter(is_here, aliases):
+            self._homes[alias], self._keys[alias] = again, aliases[alias]
+            self.about[alias] = entries[aliases[alias]]
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether the tensor is a view of a safetensors file."""
+        home = self._homes[name]
+        return isinstance(home, MappedShard) and home.is_view(self.key_of(name))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the CPU."""
+        home = self._homes[name]
+        if isinstance(home, MappedShard):
+            return home.tensor(self._keys.get(name, name))
+        return home[name].clone()
+
+    def key_of(self, name: str) -> str:
+        """The name under which a file holds the tensor."""
+        return self._keys.get(name, name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal."""
+        return _differing(self, [pair for pair in pairs if self.about[pair[0]] is not self.about[pair[1]]])
+
+
+def _files_of_dcp(folder: Path) -> list[Path]:
+    """Not what else is in the folder: it may be where offloaded weights go."""
+    return sorted(path for path in folder.iterdir() if path.name == DCP_METADATA or path.suffix == ".distcp")
+
+
+class _PiecesOfWeights(_Files):
+    """Weights of which a file may hold a part only; each is put together in memory."""
+
+    def __init__(self, source: PiecedFolder) -> None:
+        super().__init__(source.files or _files_of_dcp(source.folder))
+        self._pieces: PiecedWeights = open_pieces(source)
+        self.about: About = self._pieces.about
+
+    def is_mapped(self, name: str) -> bool:
+        """No."""
+        return False
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self._pieces.tensor(name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """Those pairs of names whose values are not equal."""
+        return _differing(self, pairs)
+
+
+class BroadcastWeights:
+    """The weights that rank 0 has opened; it sends those that any rank needs to all of them.
+
+    Every rank takes part in the same order, whatever order it asks in: what comes before the tensor that is asked for
+    is kept if it will be.
+
+    Args:
+        checkpoint: what rank 0 opens; other ranks need not see it.
+        coordinator: the ranks.
+        revision: of a repository.
+        token: for a repository.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str],
+        coordinator: Coordinator,
+        revision: str | None = None,
+        token: str | bool | None = None,
+    ) -> None:
+        self._opened: WeightSource | None = None
+        self._coordinator = coordinator
+        self._stream: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._held: dict[str, torch.Tensor] = {}
+        self._needed: set[str] = set()
+
+        def open_on_rank_0() -> Any:
+            if coordinator.rank == 0:
+                self._opened = open_weights(checkpoint, revision=revision, token=token)
+                about = {n: _Told(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()}
+                return about, self._opened.fingerprint
+            return None
+
+        told = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
+        self.about: About = told[0][0]
+        self.fingerprint: str = told[0][1]
+
+    def is_mapped(self, name: str) -> bool:
+        """On rank 0, which has the file."""
+        return self._opened is not None and self._opened.is_mapped(name)
+
+    def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
+        """The pairs of any rank that rank 0 finds to differ. Collective."""
+        asked = [tuple(pair) for answer in self._coordinator.exchange(list(pairs)) for pair in answer]
+        if not asked:
+            return set()
+        found = self._opened.differing(asked) if self._opened is not None else set()
+        first: set[Pair] = self._coordinator.exchange(found)[0]
+        return first
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Agree on what is sent, and in which order. Collective."""
+        self._needed = set(names)
+        asked = self._coordinator.exchange(list(names))
+        # Rank 0's own order matters least: what it holds for later is a view, if it is of safetensors.
+        order = dict.fromkeys(name for answer in reversed(asked) for name in answer)
+        self._stream = itertools.chain.from_iterable(map(self._send, self._batches(order)))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, on the device that it was received on; on rank 0 as its file gives it. Collective."""
+        while name not in self._held:
+            sent, value = next(self._stream)
+            if sent in self._needed:
+                self._held[sent] = value
+        return self._held.pop(name)
+
+    def finish(self) -> None:
+        """Take part in what the other ranks still need."""
+        for _ in self._stream:
+            pass
+        if self._opened is not None:
+            self._opened.finish()
+
+    def _batches(self, names: Iterable[str]) -> Iterator[list[str]]:
+        """Small tensors together: a message for each would take longer than its values."""
+        batch: list[str] = []
+        room = _BATCH
+        for name in names:
+            info = self.about[name]
+            nbytes = math.prod(info.shape) * info.dtype.itemsize
+            if batch and nbytes > room:
+                yield batch
+                batch, room = [], _BATCH
+            batch.append(name)
+            room -= nbytes
+        if batch:
+            yield batch
+
+    def _send(self, names: list[str]) -> list[tuple[str, torch.Tensor]]:
+        import torch.distributed as dist
+
+        from accel_state.communication.collectives import broadcast
+
+        on_host = "gloo" in dist.get_backend() or "mpi" in dist.get_backend()
+        device = torch.device("cpu") if on_host else PartialState().device
+        if self._opened is not None:
+            own = [self._opened.tensor(name) for name in names]
+            broadcast([tensor.to(device) for tensor in own])
+            return list(zip(names, own, strict=True))
+        about = [self.about[name] for name in names]
+        return list(
+            zip(
+                names,
+                broadcast([torch.empty(i.shape, dtype=i.dtype, device=device) for i in about]),
+                strict=True,
+            )
+        )

@@ -1,0 +1,168 @@
+"""Canonical names: what a tensor is called whatever its model is wrapped in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accel_ckpt.errors import NameCollisionError
+from accel_ckpt.tensor_storage import is_lazy
+
+__all__ = [
+    "canonical_name",
+    "canonical_names",
+    "canonical_state_dict",
+    "listed",
+    "misfits",
+    "prefixed_modules",
+    "refuse_collisions",
+    "under_own_names",
+]
+
+T = TypeVar("T")
+
+# Names that only wrappers give to their child: torch.compile, activation checkpointing, FSDP 1.
+WRAPPER_SEGMENTS = frozenset(
+    {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module"}
+)
+
+
+def listed(names: Sequence[str], most: int = 12) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def canonical_name(name: str) -> str:
+    """Strip what wrappers add to a tensor's name, wherever it stands, and a leading ``module.``.
+
+    ``module`` inside a name is kept, because models use it for children of their own; ``canonical_names``
+    decides by the modules' types and is right in either case.
+    """
+    parts = [part for part in name.split(".") if part not in WRAPPER_SEGMENTS]
+    while len(parts) > 1 and parts[0] == "module":
+        del parts[0]
+    return ".".join(parts)
+
+
+def canonical_names(model: nn.Module) -> dict[str, str]:
+    """Map the prefix of every module of a model, as ``state_dict()`` writes it, to its canonical prefix.
+
+    Prefixes end in a dot, that of the model itself is empty.
+    """
+    return {prefix: canonical for prefix, canonical, _ in prefixed_modules(model)}
+
+
+def prefixed_modules(model: nn.Module) -> list[tuple[str, str, nn.Module]]:
+    """Every module of a model under each of its prefixes, with the canonical one; parents come before children."""
+    found: list[tuple[str, str, nn.Module]] = []
+    _walk(model, "", "", found, frozenset())
+    return found
+
+
+def _walk(
+    module: nn.Module,
+    prefix: str,
+    canonical: str,
+    found: list[tuple[str, str, nn.Module]],
+    above: frozenset[int],
+) -> None:
+    found.append((prefix, canonical, module))
+    children = module._modules
+    if not children:
+        return
+    above |= {id(module)}
+    for name, child in children.items():
+        if child is not None and id(child) not in above:
+            step = "" if _is_wrapped_child(module, name) else f"{name}."
+            _walk(child, f"{prefix}{name}.", f"{canonical}{step}", found, above)
+
+
+def _is_wrapped_child(module: nn.Module, name: str) -> bool:
+    if name in WRAPPER_SEGMENTS:
+        return True
+    return name == "module" and isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+
+
+def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = None) -> dict[str, T]:
+    """Rename the entries of a state dict to canonical names.
+
+    Args:
+        state_dict: names to anything.
+        model: the module whose state dict this is. With it, ``module.`` is stripped exactly where a parallel
+            wrapper put it; without it, only the names that no model uses for a child of its own are stripped.
+
+    Raises:
+        NameCollisionError: two names become one.
+    """
+    if model is None:
+        renamed = [(name, _strip_segments(name)) for name in state_dict]
+    else:
+        prefixes = canonical_names(model)
+        renamed = [(name, _by_prefix(name, prefixes)) for name in state_dict]
+    refuse_collisions(renamed)
+    return {new: state_dict[old] for old, new in renamed}
+
+
+def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) -> list[str]:
+    """Why weights cannot be loaded to a module, which torch would say after it has loaded all that does fit.
+
+    Args:
+        module: wrapped or not.
+        weights: by canonical name.
+        strict: names must be the same, too; but a module that loads its weights by itself may know other names.
+    """
+    own = canonical_state_dict(module.state_dict(), module)
+    shapes = [
+        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
+        for name, tensor in own.items()
+        if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
+        if not is_lazy(tensor) and weights[name].shape != tensor.shape
+    ]
+    problems = [listed(shapes)] if shapes else []
+    if strict and not any(_loads_by_itself(child) for child in module.modules()):
+        for where, names in (("there", own.keys() - weights.keys()), ("here", weights.keys() - own.keys())):
+            problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+    return problems
+
+
+def _loads_by_itself(module: nn.Module) -> bool:
+    method = type(module)._load_from_state_dict
+    return bool(module._load_state_dict_pre_hooks) or not method.__module__.startswith("torch.")
+
+
+def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]:
+    """Weights by canonical name under the names that the module's ``load_state_dict`` knows."""
+    own = canonical_state_dict({name: name for name in module.state_dict()}, module)
+    return {own.get(name, name): value for name, value in weights.items()}
+
+
+def _strip_segments(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def _by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    prefix = name
+    while prefix:
+        prefix = prefix[: prefix.rstrip(".").rfind(".") + 1]
+        if prefix in prefixes:
+            return prefixes[prefix] + name[len(prefix) :]
+    return name
+
+
+def refuse_collisions(renamed: Iterable[tuple[str, str]]) -> None:
+    """Refuse pairs of old and new names in which two old names become one.
+
+    Raises:
+        NameCollisionError: names all three.
+    """
+    first: dict[str, str] = {}
+    for old, new in renamed:
+        if first.setdefault(new, old) != old:
+            raise NameCollisionError(
+                f"{first[new]!r} and {old!r} both have the canonical name {new!r}, and one would be lost; "
+                "rename one of the modules, or pass a state dict with distinct names"
+            )

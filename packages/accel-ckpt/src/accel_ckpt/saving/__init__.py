@@ -1,0 +1,1 @@
+"""Writing checkpoints: planned, staged, written, committed."""

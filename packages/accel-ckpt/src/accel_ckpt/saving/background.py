@@ -1,0 +1,337 @@
+"""Saving while training goes on."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
+from accel_ckpt.memory import HostBuffers
+from accel_ckpt.saving.commit import Contribution, Transaction
+from accel_ckpt.saving.save_state import Tree, begin_save
+from accel_ckpt.saving.staging import Staging
+from accel_ckpt.store_coordinator import StoreCoordinator
+from accel_state.world.process import PartialState
+
+__all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
+
+WhenBusy = Literal["wait", "refuse"]
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    A failure is raised once where it is first asked for, by :meth:`result` or by whatever comes first of the next
+    save, the next load and the end of the training. Later calls of :meth:`result` raise it again.
+    """
+
+    def __init__(
+        self, transaction: Transaction, staging: Staging, after: Callable[[], object] | None
+    ) -> None:
+        self._transaction = transaction
+        self._staging = staging
+        self._after = after
+        self._finished = threading.Event()
+        self._stopped = threading.Event()
+        self._failure: BaseException | None = None
+        self._told = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="accel-save", daemon=True)
+
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoint will be."""
+        return self._transaction.directory
+
+    def done(self) -> bool:
+        """Whether the save has ended: the checkpoint is complete and on the disk, or failed."""
+        return self._finished.is_set()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait for the end of the save.
+
+        Args:
+            timeout: seconds; ``None`` waits as long as it takes.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            TimeoutError: it goes on still.
+            CheckpointSaveError: it failed, here or on another rank; what was there before is unchanged.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.directory} is still being saved after {timeout:g} s; ask again later")
+        self._told = True
+        if self._failure is not None:
+            raise self._failure
+        return self.directory
+
+    def staged(self) -> bool:
+        """Whether everything is copied, so that tensors may be changed in place outside of optimizers' steps."""
+        return self._staging.done()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Wait until everything is copied.
+
+        Raises:
+            TimeoutError: it is not after ``timeout`` seconds.
+        """
+        if not self._staging.wait(timeout):
+            raise TimeoutError(f"the copies for {self.directory} are not complete after {timeout:g} s")
+
+    def _start(self) -> None:
+        self._thread.start()
+
+    def _settle(self) -> None:
+        """Wait for the end, and raise what nobody has been told yet. An interruption ends the save as well."""
+        try:
+            self._finished.wait()
+        except BaseException:
+            self._stopped.set()
+            self._finished.wait()
+            raise
+        if not self._told:
+            self.result()
+
+    def _at_exit(self) -> None:
+        if os.getpid() != self._process:
+            return
+        try:
+            self._settle()
+        except Exception as error:  # nobody is left to whom it could be raised
+            print(
+                f"accel: saving {self.directory} in the background failed, and the program ended before it was told: "
+                f"{type(error).__name__}: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+            if getattr(sys, "last_value", None) is None:  # else the status says already that it failed
+                global _end
+                _end = _EndWithFailure()
+
+    def _why_stopped(self) -> str | None:
+        return f"saving {self.directory} was interrupted" if self._stopped.is_set() else None
+
+    def _run(self) -> None:
+        try:
+            self._transaction.complete(self._write)
+            if self._after is not None:
+                self._after()
+        except BaseException as error:  # raised where the save is asked for
+            self._failure = error
+        finally:
+            self._staging.release()
+            self._after = None
+            if isinstance(self._transaction.coordinator, StoreCoordinator):
+                self._transaction.coordinator.leave()
+            self._finished.set()
+
+    def _write(self, folder: Path) -> Contribution:
+        self._staging.copy()
+        return self._staging.write(folder, _Stoppable(self._transaction.disk, self._why_stopped))
+
+
+class BackgroundSaver:
+    """Saves training states one after the other, each while training goes on.
+
+    What a save writes is copied to host memory first; a thread then writes the copies and makes the checkpoint
+    complete. The memory is kept for the next save. The methods that are collective must be called on all ranks.
+
+    The ranks are those of the process group. Their threads agree through connections of their own to the world's
+    store, so that nothing in the background gets in the way of the training's collectives.
+
+    Args:
+        disk: where.
+    """
+
+    def __init__(self, disk: Disk = LOCAL) -> None:
+        self._disk = disk
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buffers = HostBuffers()
+        self._current: SaveHandle | None = None
+        self._hooks: list[_StepHook] = []
+        self._process = os.getpid()
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        models: Sequence[Mapping[str, Any]],
+        shared: Mapping[str, Tree],
+        per_rank: Mapping[str, Tree],
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        when_busy: WhenBusy = "wait",
+        after: Callable[[], object] | None = None,
+        **options: Any,
+    ) -> SaveHandle:
+        """Begin to save a training state. Collective.
+
+        Args:
+            directory: as in :func:`accel_ckpt.save_training_state`, and so are the next three.
+            models: full state dicts.
+            shared: name → tree.
+            per_rank: name → tree.
+            optimizers: what they step, and their states, is copied while training goes on, and they wait before
+                their step until it is. Everything else is copied before this method returns.
+            when_busy: what to do while an earlier save goes on: ``"wait"`` for its end, or ``"refuse"``.
+            after: called on every rank, in the background, once the checkpoint is complete.
+            options: further ones of :func:`accel_ckpt.save_training_state`.
+
+        Raises:
+            SaveInProgressError: an earlier save goes on, and ``when_busy`` is ``"refuse"``.
+            CheckpointSaveError: this save cannot begin, or the earlier one has failed; nothing is saved then.
+            UnsupportedValueError: a tree holds something that cannot be saved exactly.
+        """
+        self.make_room(when_busy)
+        ranks = default_coordinator()
+        transaction, plan = begin_save(
+            directory,
+            models=models,
+            shared=shared,
+            per_rank=per_rank,
+            coordinator=ranks,
+            disk=self._disk,
+            **options,
+        )
+        staged: list[SaveHandle] = []
+
+        def stage() -> None:
+            staging = Staging(plan, optimizers, self._buffers)
+            staged.append(SaveHandle(transaction, staging, after))
+            transaction.coordinator = _apart(ranks, transaction.token, staged[0]._why_stopped)
+
+        transaction.together(stage)
+        self._current = save = staged[0]
+        self._hooks = [_StepHook(optimizer, save._staging) for optimizer in optimizers]
+        atexit.register(save._at_exit)
+        save._start()
+        return save
+
+    def make_room(self, when_busy: WhenBusy = "wait") -> None:
+        """Return when no save goes on. Collective.
+
+        Raises:
+            SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
+            CheckpointSaveError: it has failed.
+        """
+        if when_busy not in ("wait", "refuse"):
+            raise ValueError(f"when_busy is {when_busy!r}; it is 'wait' or 'refuse'")
+        save = self._own()
+        if save is None:
+            return
+        ranks = default_coordinator()
+        if when_busy == "refuse":
+            busy = [rank for rank, done in enumerate(ranks.exchange(save.done())) if not done]
+            if busy:
+                raise SaveInProgressError(
+                    f"{save.directory} is still being saved in the background (ranks {busy}); wait for its handle's "
+                    "result(), or pass when_busy='wait'"
+                )
+        run_together(
+            self.drain, ranks, doing=f"saving {save.directory} in the background", error=CheckpointSaveError
+        )
+
+    def drain(self) -> None:
+        """Wait for the end of the save that goes on, if one does. Not collective.
+
+        Raises:
+            CheckpointSaveError: it has failed, and nobody has been told.
+        """
+        save = self._own()
+        if save is None:
+            return
+        self._current = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        try:
+            save._settle()
+        finally:
+            atexit.unregister(save._at_exit)
+
+    def _own(self) -> SaveHandle | None:
+        if self._process != os.getpid():  # a forked child has neither the thread nor the duty
+            self._begin()
+        return self._current
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What another process needs to save: nothing of the saves of this one."""
+        return {"_disk": self._disk}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+
+class _StepHook:
+    """Lets an optimizer wait before its step until its tensors are copied; then it goes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, staging: Staging) -> None:
+        self._staging = staging
+        self._handle = optimizer.register_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._staging.hold_back()
+        # The optimizer is going through its hooks: while it does, only the last one can be taken out. Otherwise this
+        # one stays, and does next to nothing, until the next save.
+        hooks = self._handle.hooks_dict_ref()
+        if hooks and next(reversed(hooks)) == self._handle.id:
+            self._handle.remove()
+
+    def remove(self) -> None:
+        """Let the optimizer go, from outside of its step."""
+        self._handle.remove()
+
+
+class _Stoppable(Disk):
+    """A disk to which files are written until the save is to stop."""
+
+    def __init__(self, disk: Disk, why_stopped: Callable[[], str | None]) -> None:
+        self._disk = disk
+        self._why_stopped = why_stopped
+
+    def open_new(self, path: Path) -> int:
+        return self._disk.open_new(path)
+
+    def set_direct(self, descriptor: int, direct: bool) -> bool:
+        return self._disk.set_direct(descriptor, direct)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        reason = self._why_stopped()
+        if reason is not None:
+            raise CheckpointSaveError(reason)
+        return self._disk.write(descriptor, data)
+
+    def fsync(self, descriptor: int) -> None:
+        self._disk.fsync(descriptor)
+
+
+class _EndWithFailure:
+    """Ends the process with status 1 when the interpreter is torn down, after all that others do at exit.
+
+    An exit function cannot change the status, and cannot see the one that the program gave to ``sys.exit``.
+    """
+
+    def __del__(self, leave: Callable[[int], Any] = os._exit) -> None:
+        leave(1)
+
+
+_end: _EndWithFailure | None = None
+
+
+def _apart(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]) -> Coordinator:
+    """The ranks, for use in a thread."""
+    store = PartialState().connect(f"accel/save/{token}") if ranks.world_size > 1 else None
+    return ranks if store is None else StoreCoordinator(store, ranks, why_stopped)

@@ -1,0 +1,322 @@
+"""Saving the weights of a model, and single objects, for other programs to read."""
+
+from __future__ import annotations
+
+import codecs
+import importlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from accel_ckpt import hub
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.format.index import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    WEIGHTS_INDEX_NAME,
+    index_text,
+    is_weight_file,
+)
+from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.saving.writer import (
+    FileRecord,
+    PlannedFile,
+    check_writable,
+    replace_file,
+    write_bytes,
+    write_safetensors,
+    write_torch,
+)
+from accel_ckpt.tensor_storage import (
+    clean_state_dict_for_safetensors,
+    id_tensor_storage,
+    is_lazy,
+    tied_aliases,
+    why_not_plain,
+)
+
+__all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
+
+# NumPy 2 moved it; 1.26 already has a package of the new name, without what is needed here.
+_multiarray: Any = importlib.import_module(f"numpy.{'_core' if np.__version__ >= '2' else 'core'}.multiarray")
+
+TORCH_SAFE_GLOBALS: list[Any] = [
+    # Files name these by the NumPy that wrote them.
+    *((_multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
+    *((_multiarray.scalar, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
+    np.ndarray,
+    np.dtype,
+    codecs.encode,
+    bytes,  # of empty arrays
+    *sorted({type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}, key=str),
+]
+"""What ``load`` allows besides tensors: NumPy arrays and scalars of plain types."""
+
+_PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
+_DEAD = 600  # seconds without a write
+
+
+def save_model(
+    model: nn.Module | Mapping[str, torch.Tensor],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    push_to_hub: str | None = None,
+    token: str | bool | None = None,
+    private: bool | None = None,
+    commit_message: str | None = None,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
+
+    The calling process writes; call it on one rank. Files of an earlier ``save_model`` in the folder, shards
+    and index of either format, are gone afterwards; other files stay. A file that is replaced is never
+    changed in place, so a process that has it mapped keeps its old content. Names are canonical: what DDP,
+    ``torch.compile`` and the like put in front is left out. Of tied names the first is saved; the others are
+    kept in the metadata as ``safetensors.torch.save_model`` does.
+
+    Args:
+        model: a module, or a state dict of full tensors on any device.
+        save_directory: the folder; made if it is not there.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``; 10 GB as in Accelerate. A larger tensor
+            gets a file of its own.
+        safe_serialization: safetensors, or else files of ``torch.save``.
+        push_to_hub: a repository ``org/name`` to upload the weights to afterwards, see :func:`push_to_hub`.
+        token: for the upload; by default the one that was logged in with.
+        private: whether a repository that is made is private.
+        commit_message: of the upload.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included.
+
+    Raises:
+        CheckpointSaveError: the folder is a file, or is a training state; or the upload failed, and the weights are
+            in the folder.
+        MissingDependencyError: ``push_to_hub`` without huggingface_hub.
+        UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
+            layout that the format does not know.
+    """
+    limit = convert_file_size_to_int(max_shard_size)
+    if push_to_hub is not None:
+        hub.check_repo_id(push_to_hub)
+    elif given := [
+        n for n, v in (("token", token), ("private", private), ("commit_message", commit_message)) if v
+    ]:
+        raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
+    state_dict = weights_of(model)
+    directory = Path(save_directory).expanduser()
+    check_weights_folder(directory)
+    files = plan_model_files(
+        state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
+    )
+    writers = {file.name: partial(file.write, disk=disk) for file in files.files}
+    written = publish_weights(directory, writers, files.index, safe_serialization, disk)
+    if push_to_hub is not None:
+        hub.push_to_hub(directory, push_to_hub, token=token, private=private, commit_message=commit_message)
+    return written
+
+
+def check_weights_folder(directory: Path) -> None:
+    """Refuse to write weights where a file or a training state is.
+
+    Raises:
+        CheckpointSaveError: it is one.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise CheckpointSaveError(f"{directory} is a file; weights go to a folder, choose another name")
+    if (directory / MANIFEST_NAME).exists():
+        raise CheckpointSaveError(
+            f"{directory} is a training state, whose files are listed in its {MANIFEST_NAME}; save the model "
+            "to another folder"
+        )
+
+
+def publish_weights(
+    directory: Path,
+    writers: Mapping[str, Callable[[Path], FileRecord]],
+    index: str | None,
+    safe_serialization: bool,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Replace the weights in a folder: each file in one step, the index last, older files of weights removed.
+
+    Args:
+        directory: made if it is not there.
+        writers: file name → writes it to the path that it is given.
+        index: text of the index, if there is to be one.
+        safe_serialization: which of the two names the index gets.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        # Without an index a half-replaced set of shards cannot be taken for a whole one.
+        if (directory / stale).is_file():
+            disk.unlink(directory / stale)
+    for name, write in writers.items():
+        replace_file(directory / name, write, disk)
+    written = [*writers]
+    if index is not None:
+        text = index.encode()
+        name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+        replace_file(directory / name, lambda path: write_bytes(path, text, disk), disk)
+        written.append(name)
+    now = (directory / written[0]).stat().st_mtime
+    for path in directory.iterdir():
+        is_stale = is_weight_file(path.name) and path.name not in written
+        if (is_stale or _is_dead_part(path, now)) and path.is_file():
+            disk.unlink(path)
+    disk.sync_directory(directory)
+    return tuple(written)
+
+
+def _is_dead_part(path: Path, now: float) -> bool:
+    """Whether a killed save left this part of a file of weights: nobody has written to it for a while."""
+    match = _PART.fullmatch(path.name)
+    if match is None or not is_weight_file(match[1]):
+        return False
+    return now - path.stat().st_mtime > _DEAD
+
+
+def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The canonical state dict of a module, or a state dict checked to hold nothing but tensors."""
+    if isinstance(model, nn.Module):
+        state_dict = canonical_state_dict(model.state_dict(), model)
+    else:
+        state_dict = canonical_state_dict(model)
+    for name, value in state_dict.items():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedValueError(
+                f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
+            )
+    return state_dict
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of one model."""
+
+    files: tuple[PlannedFile, ...]
+    index: str | None
+    """The text of the index, where there are several files."""
+
+
+def plan_model_files(
+    state_dict: Mapping[str, torch.Tensor], max_shard_size: int, safe_serialization: bool, stem: str
+) -> ModelFiles:
+    """Decide which tensors go to which file.
+
+    Raises:
+        UnsupportedValueError: a tensor cannot be saved in this format.
+    """
+    for name, tensor in state_dict.items():
+        if safe_serialization:
+            check_writable(name, tensor)
+        elif (reason := why_not_plain(tensor)) is not None and not _torch_saves(tensor):
+            raise UnsupportedValueError(f"the tensor {name!r} {reason}")
+    aliases = tied_aliases(state_dict) if safe_serialization else {}
+    kept = {name: tensor for name, tensor in state_dict.items() if name not in aliases}
+    shards = plan_shards(
+        [
+            # torch.save keeps tensors tied within a file, so they must not be parted.
+            PlannedTensor(
+                name, t.numel() * t.element_size(), None if safe_serialization else id_tensor_storage(t)
+            )
+            for name, t in kept.items()
+        ],
+        max_shard_size,
+    )
+    names = shard_file_names(len(shards), stem, "safetensors" if safe_serialization else "bin")
+    index = None
+    if len(shards) > 1:
+        weight_map = {
+            tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard.names
+        }
+        index = index_text(weight_map, sum(shard.nbytes for shard in shards))
+    files = []
+    for file, shard in zip(names, shards, strict=True):
+        part = {name: kept[name] for name in shard.names}
+        tied = {alias: name for alias, name in aliases.items() if name in part}
+        files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
+    return ModelFiles(tuple(files), index)
+
+
+def _torch_saves(tensor: torch.Tensor) -> bool:
+    return not is_lazy(tensor) and (tensor.is_quantized or tensor.layout != torch.strided)
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object on the main process, or on the main process of every node.
+
+    Args:
+        obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dictionary of tensors.
+        f: a path, whose old content stays until the new one is complete, or a binary file.
+        save_on_each_node: save on the local main process of every node, not only on the main process.
+        safe_serialization: write safetensors instead of ``torch.save``'s format.
+
+    Raises:
+        UnsupportedValueError: ``safe_serialization`` and anything but tensors by name.
+    """
+    from accel_ckpt.coordination import is_saving_process
+
+    if not is_saving_process(save_on_each_node):
+        return
+    if safe_serialization and not (
+        isinstance(obj, Mapping) and all(isinstance(value, torch.Tensor) for value in obj.values())
+    ):
+        raise UnsupportedValueError(
+            f"safetensors files hold tensors by name, and this {type(obj).__name__} holds something else; "
+            "pass a dictionary of tensors, or safe_serialization=False"
+        )
+    cleaned = obj
+    if safe_serialization:
+        for name, value in obj.items():
+            check_writable(name, value)
+        cleaned = clean_state_dict_for_safetensors(obj)
+    if not isinstance(f, (str, os.PathLike)):
+        if safe_serialization:
+            import safetensors.torch
+
+            f.write(safetensors.torch.save(cleaned, metadata={"format": "pt"}))
+        else:
+            torch.save(obj, f)
+        return
+    if safe_serialization:
+        replace_file(Path(f).expanduser(), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
+    else:
+        replace_file(Path(f).expanduser(), lambda path: write_torch(path, obj))
+
+
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Load what ``torch.save`` wrote, without running code from it.
+
+    Args:
+        f: a path or a binary file.
+        map_location: as in ``torch.load``.
+        **kwargs: more arguments of ``torch.load``. ``weights_only`` is ``True`` unless given; besides
+            tensors, NumPy arrays and scalars of plain types are allowed.
+    """
+    kwargs.setdefault("weights_only", True)
+    if isinstance(f, (str, os.PathLike)):
+        f = Path(f).expanduser()
+    with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        return torch.load(f, map_location=map_location, **kwargs)

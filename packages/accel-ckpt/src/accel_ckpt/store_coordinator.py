@@ -1,0 +1,127 @@
+"""How ranks agree while they train: through the world's store, never in a collective of the training."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from accel_ckpt.coordination import Coordinator
+from accel_ckpt.errors import CheckpointSaveError
+from accel_state.communication.watchdog import has_ended, identity
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["StoreCoordinator"]
+
+_PATIENCE = 30 * 60.0  # seconds for the slowest rank, as in torch's collectives
+_LOOK = 1.0  # seconds between two looks at who is still there
+_LAST_WORDS = 10.0  # seconds that rank 0 keeps the store for ranks that have not read how the save ended
+
+
+class StoreCoordinator:
+    """The ranks of one save, each in a thread of its own.
+
+    Args:
+        store: a connection that nothing else uses, for keys of this save alone.
+        ranks: the same ranks in their training.
+        stopped: says why this rank gives up, if it does.
+        patience: seconds that others may take.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ranks: Coordinator,
+        stopped: Callable[[], str | None] = lambda: None,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self.rank = ranks.rank
+        self.world_size = ranks.world_size
+        self.local_rank = ranks.local_rank
+        self._store = store
+        self._stopped = stopped
+        self._patience = patience
+        self._round = 0
+        store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
+        store.set(f"who/{self.rank}", json.dumps(identity()))
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Give plain data to all ranks; returns what each gave, in rank order.
+
+        Raises:
+            CheckpointSaveError: a rank has ended or given up, does not answer, or the store is gone.
+        """
+        self._round += 1
+        try:
+            return self._exchange(pickle.dumps(value))
+        except CheckpointSaveError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointSaveError(
+                f"the store of this world is gone, and rank 0, which keeps it: {error}"
+            ) from error
+
+    def leave(self) -> None:
+        """The last call: rank 0, in which the store usually lives, stays until all have read what it said."""
+        deadline = time.monotonic() + _LAST_WORDS
+        try:
+            readers = self._store.add("left", 1)
+            while self.rank == 0 and readers < self.world_size and time.monotonic() < deadline:
+                time.sleep(0.01)
+                readers = self._store.add("left", 0)
+            if self.rank == 0 and readers == self.world_size:
+                self._clean()
+        except RuntimeError:  # the process that kept the store has left before: nobody reads any more
+            return
+
+    def _exchange(self, value: Any) -> list[Any]:
+        self._store.set(f"{self._round}/{self.rank}", value)
+        complete = f"{self._round}/all"
+        if self._store.add(f"{self._round}/count", 1) == self.world_size:
+            self._store.set(complete, "")
+        self._wait_for(complete)
+        answers = self._store.multi_get([f"{self._round}/{rank}" for rank in range(self.world_size)])
+        return [pickle.loads(answer) for answer in answers]
+
+    def _clean(self) -> None:
+        """Remove what this save put into the store."""
+        ranks = range(self.world_size)
+        keys = ["left", "given up", *(f"who/{rank}" for rank in ranks)]
+        for number in range(1, self._round + 1):
+            keys += [f"{number}/count", f"{number}/all", *(f"{number}/{rank}" for rank in ranks)]
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _wait_for(self, key: str) -> None:
+        began = time.monotonic()
+        looked = began
+        pause = 0.001
+        while not self._store.check([key]):
+            reason = self._stopped()
+            if reason is not None:
+                self._store.set("given up", f"rank {self.rank}: {reason}")
+                raise CheckpointSaveError(reason)
+            now = time.monotonic()
+            if now - looked >= _LOOK:
+                looked = now
+                self._look_around(now - began)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.1)
+
+    def _look_around(self, waited: float) -> None:
+        """Raise if there is nobody to wait for any more."""
+        if self._store.check(["given up"]):
+            raise CheckpointSaveError(f"given up by {self._store.get('given up').decode()}")
+        absent = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]
+        for rank in absent:
+            if self._store.check([f"who/{rank}"]):
+                who = json.loads(self._store.get(f"who/{rank}"))
+                if has_ended(who):
+                    raise CheckpointSaveError(f"rank {rank} (process {who['pid']}) has ended")
+        if waited > self._patience:
+            raise CheckpointSaveError(f"ranks {absent} did not answer within {self._patience:g} s")

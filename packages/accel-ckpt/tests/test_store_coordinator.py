@@ -1,0 +1,119 @@
+"""Ranks that meet through a store, here as threads."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from accel_ckpt import CheckpointSaveError, store_coordinator
+from accel_ckpt.store_coordinator import StoreCoordinator
+from accel_state.communication.watchdog import birth_of, this_machine
+
+
+class Rank:
+    def __init__(self, rank, world_size):
+        self.rank, self.world_size, self.local_rank = rank, world_size, rank
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(store_coordinator, "_LOOK", 0.01)
+    monkeypatch.setattr(store_coordinator, "_LAST_WORDS", 1.0)
+
+
+def coordinators(count, **options):
+    store = dist.HashStore()
+    return store, [StoreCoordinator(store, Rank(rank, count), **options) for rank in range(count)]
+
+
+def together(*calls):
+    """What each call returned or raised."""
+    results = [None] * len(calls)
+
+    def run(index):
+        try:
+            results[index] = calls[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_everyone_gets_what_everyone_gave_and_nothing_is_left(count):
+    store, ranks = coordinators(count)
+    for step in range(3):
+        values = [{"rank": rank, "step": step, "more": ("x",) * 1000} for rank in range(count)]
+        calls = [lambda r=r, v=v: r.exchange(v) for r, v in zip(ranks, values, strict=True)]
+        assert together(*calls) == [values] * count
+    assert together(*(rank.leave for rank in ranks)) == [None] * count
+    assert store.num_keys() == 0
+
+
+def test_a_rank_that_is_stopped_takes_the_others_with_it():
+    _, (first, second) = coordinators(2)
+    first._stopped = lambda: "the user was impatient"
+
+    def late():
+        time.sleep(0.05)
+        first._stopped = lambda: None
+        return second._wait_for("never")
+
+    one, other = together(lambda: first._wait_for("never"), late)
+    assert isinstance(one, CheckpointSaveError)
+    assert str(one) == "the user was impatient"
+    assert str(other) == "given up by rank 0: the user was impatient"
+
+
+def test_a_rank_whose_process_has_ended_is_named():
+    store, (first,) = coordinators(1)
+    first.world_size = 2
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    born = birth_of(child.pid)
+    machine = this_machine()
+    store.set("who/1", f'{{"machine": "{machine}", "pid": {child.pid}, "born": "{born}"}}')
+    threading.Timer(0.2, child.kill).start()
+    reaper = threading.Thread(target=child.wait)
+    reaper.start()
+    began = time.monotonic()
+    with pytest.raises(CheckpointSaveError, match=rf"rank 1 \(process {child.pid}\) has ended"):
+        first.exchange("hello")
+    assert time.monotonic() - began < 10
+    reaper.join()
+
+
+def test_a_rank_that_never_answers():
+    _, (first, _) = coordinators(2, patience=0.1)
+    with pytest.raises(CheckpointSaveError, match=r"ranks \[1\] did not answer within 0.1 s"):
+        first.exchange("hello")
+
+
+def test_a_store_that_is_gone():
+    server = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, 2, False, wait_for_workers=False)
+    second = StoreCoordinator(client, Rank(1, 2))
+    del server
+    with pytest.raises(CheckpointSaveError, match="the store of this world is gone"):
+        second.exchange("hello")
+    second.leave()
+
+
+def test_rank_0_does_not_stay_for_ever_for_those_who_are_gone():
+    _, (first, _) = coordinators(2)
+    began = time.monotonic()
+    first.leave()
+    assert 0.9 < time.monotonic() - began < 5
+
+
+def test_the_identity_is_that_of_this_process():
+    store, _ = coordinators(1)
+    assert str(os.getpid()) in store.get("who/0").decode()

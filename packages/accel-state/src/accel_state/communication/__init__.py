@@ -1,0 +1,1 @@
+"""Collectives on nested structures, and what carries them."""

@@ -1,0 +1,518 @@
+"""One group's side of every collective: comparing notes, moving bytes, waiting.
+
+On CPU every collective begins with the same all-gather of one small fixed-size block per rank. It holds a
+fingerprint of what the rank is about to do (operation, arguments, structure, dtypes, shapes) and, when it
+fits, the data itself. So ranks that disagree find out before any message of unequal size is on its way, and
+a small collective is that block and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import math
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from functools import lru_cache
+from types import FrameType, TracebackType
+from typing import Any, Literal, NoReturn, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from accel_state import environment
+from accel_state.communication.watchdog import REPORT_AFTER, Watch, call_site
+from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
+from accel_state.trees import TreeSpec
+
+__all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "Rows", "fingerprint"]
+
+CheckMode = Literal["auto", "on", "off"]
+
+_HEADER = struct.Struct("<QqQq")  # fingerprint, bytes of payload, flags, reserved
+_REFUSED = 1
+_TEXT = 4096
+"""Bytes in which a rank describes its part when ranks disagree."""
+_GRACE = 1.0
+"""Seconds to find out which rank is behind a broken connection."""
+
+_NO_TAG = 0x7FFF_0000
+"""A tag that no message has."""
+_logger = logging.getLogger(__name__)
+
+_all_gather_single: Callable[..., dist.Work] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+)
+
+
+class CheckSettings:
+    """What is checked, and when a stuck collective is reported.
+
+    Attributes:
+        mode: "on": fingerprints are compared before every collective; "off": never where that costs
+            something; "auto": on for CPU tensors, off for tensors on a device.
+        report_after: seconds until a stuck collective is reported; 0: there is no watch.
+    """
+
+    __slots__ = ("mode", "report_after")
+
+    def __init__(self, mode: str = "auto", report_after: float = REPORT_AFTER) -> None:
+        if mode not in get_args(CheckMode):
+            raise ConfigError(f"collective checks are {' | '.join(get_args(CheckMode))}, not {mode!r}")
+        if not (math.isfinite(report_after) and report_after >= 0):
+            raise ConfigError(
+                f"a stuck collective is reported after a number of seconds, not {report_after!r}"
+            )
+        self.mode = mode
+        self.report_after = report_after
+
+    @classmethod
+    def from_environment(cls, debug: bool = False) -> CheckSettings:
+        """Read ``ACCELERATE_COLLECTIVE_CHECKS`` and ``ACCELERATE_COLLECTIVE_TIMEOUT_REPORT``.
+
+        Args:
+            debug: check everything, whatever the variable says.
+        """
+        mode = environment.get("ACCELERATE_COLLECTIVE_CHECKS", "auto").strip().lower() or "auto"
+        text = environment.get("ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "").strip()
+        try:
+            seconds = float(text) if text else REPORT_AFTER
+        except ValueError:
+            raise ConfigError(
+                f"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT is {text!r}; a number of seconds is needed"
+            ) from None
+        return cls("on" if debug else mode, seconds)
+
+
+class Rows:
+    """One payload per rank, as bytes; valid until the next exchange of the channel."""
+
+    __slots__ = ("sizes", "table")
+
+    def __init__(self, table: Tensor, sizes: Sequence[int]) -> None:
+        self.table = table
+        """uint8, (ranks, at least the largest size)"""
+        self.sizes = sizes
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.table[index, : self.sizes[index]]
+
+    def raw(self, index: int) -> bytearray:
+        """A copy of one payload as plain bytes."""
+        row = self[index]
+        copy = bytearray(row.numel())
+        if copy:
+            torch.frombuffer(copy, dtype=torch.uint8).copy_(row)
+        return copy
+
+
+class Channel:
+    """The collectives of one group on this rank.
+
+    Args:
+        group: the process group.
+        device: where payloads travel when the group cannot carry CPU tensors.
+        settings: what is checked.
+        watch: the watch of this process, if the world has a store.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, *, device: torch.device, settings: CheckSettings, watch: Watch | None
+    ) -> None:
+        self.group = group
+        self.name = str(group.group_name)
+        self.ranks: list[int] = dist.get_process_group_ranks(group)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        config = str(dist.get_backend_config(group))
+        self._device_types = {part.partition(":")[0] for part in config.split(",")}
+        self.device = torch.device("cpu") if "cpu" in self._device_types else device
+        self.settings = settings
+        self.failure: DistributedOperationException | None = None
+        self._condemned: CollectiveMismatchError | None = None
+        self._position: tuple[int, str | None, int] = (0, None, 0)
+        self._entering = ""
+        self._in_message = False
+        self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
+        block = max(512, min(4096, 65536 // self.size // 16 * 16))
+        self.capacity = block - _HEADER.size
+        self._out = bytearray(block)
+        self._in = bytearray(block * self.size)
+        self._out_block = torch.frombuffer(self._out, dtype=torch.uint8)
+        self._in_block = torch.frombuffer(self._in, dtype=torch.uint8)
+        self._in_table = self._in_block.view(self.size, block)
+        self._kept_blocks = _kept_outside_python(self._in_block, self._out_block)
+        self._kept = self._kept_blocks
+        self.watch = watch
+        self._patience = timedelta(seconds=0.2)
+        self.apply(settings)
+        if watch is not None:
+            watch.add(self)
+
+    def apply(self, settings: CheckSettings) -> None:
+        """Take over other settings; they must be the same on every rank."""
+        self.settings = settings
+        self.check_cpu = settings.mode != "off"
+        self.check_device = settings.mode == "on"
+        if self.watch is not None:
+            self.watch.report_after = settings.report_after or math.inf
+            self._patience = timedelta(seconds=self.watch.tick / 5)
+
+    def checked(self, device: torch.device) -> bool:
+        """Whether collectives of tensors on ``device`` begin with an exchange of fingerprints."""
+        return self.check_cpu if device.type == "cpu" else self.check_device
+
+    def carrier(self, device: torch.device) -> torch.device:
+        """Where a tensor of ``device`` has to be for this group to carry it."""
+        return device if device.type in self._device_types else self.device
+
+    # --- where this rank is; read by the watch ---
+
+    def operation(self, name: str) -> Channel:
+        """``with channel.operation("gather"):`` around everything one collective does."""
+        if self.failure is not None:
+            raise self.failure
+        if self._condemned is not None:
+            raise self._give_up(self._condemned)
+        self._entering = name
+        return self
+
+    def __enter__(self) -> Channel:
+        self._position = (self._position[0] + 1, self._entering, threading.get_ident())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._position = (self._position[0], None, 0)
+
+    def where(self) -> tuple[int, str | None, int]:
+        """See ``accel_state.communication.watchdog.Watched``."""
+        position = self._position
+        if position[1] is None:
+            # On a device a collective is only issued here; the host is long past it.
+            while self._pending and self._pending[0][2].is_completed():
+                self._pending.popleft()
+            if self._pending:
+                number, name, _ = self._pending[0]
+                return number, name, threading.main_thread().ident or 0
+        return position
+
+    def condemn(self, error: CollectiveMismatchError) -> None:
+        """See ``accel_state.communication.watchdog.Watched``."""
+        self._condemned = error
+        if self._in_message and self.device.type == "cpu":
+            if self.watch is not None:
+                self.watch.settle(self)
+            self._break_connections()
+        elif self.device.type != "cpu" or self._pending:
+            self._give_up(error)  # the host may be waiting for the device: free it
+
+    # --- exchanges ---
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group has come here."""
+        with self.operation("wait_for_everyone"):
+            self.exchange("wait_for_everyone", str)
+
+    def exchange(
+        self,
+        key: Hashable,
+        describe: Callable[[], str],
+        payload: Tensor | None = None,
+        *,
+        source: int | None = None,
+        refusal: BaseException | None = None,
+    ) -> Rows:
+        """Compare what all ranks are about to do, and share one payload of bytes per rank.
+
+        Args:
+            key: what must be equal on all ranks: operation, arguments, structure.
+            describe: this rank's part in words; called only when ranks disagree.
+            payload: uint8, 1-D, of any size.
+            source: only this group rank has a payload; it is broadcast when it is large.
+            refusal: an error that this rank found in its input: all ranks learn of it and raise.
+
+        Raises:
+            CollectiveMismatchError: keys differ, on every rank.
+            BaseException: ``refusal``, on the rank that passed it.
+        """
+        size = 0 if payload is None else payload.numel()
+        _HEADER.pack_into(self._out, 0, fingerprint(key), size, _REFUSED if refusal is not None else 0, 0)
+        if payload is not None and 0 < size <= self.capacity:
+            self._out_block[_HEADER.size : _HEADER.size + size] = payload
+        self._all_gather_blocks()
+        block = self._in_table.shape[1]
+        headers = [_HEADER.unpack_from(self._in, index * block) for index in range(self.size)]
+        first = headers[0][0]
+        if any(mark != first or flags for mark, _, flags, _ in headers):
+            self._disagree(describe, refusal)
+        sizes = [header[1] for header in headers]
+        largest = max(sizes)
+        if largest <= self.capacity:
+            return Rows(self._in_table[:, _HEADER.size :], sizes)
+        return Rows(self._share(payload, largest, source), sizes)
+
+    def _share(self, payload: Tensor | None, largest: int, source: int | None) -> Tensor:
+        mine = torch.zeros(largest, dtype=torch.uint8, device=self.device)
+        if payload is not None:
+            mine[: payload.numel()] = payload.to(self.device)
+        if source is not None:
+            self.wait(dist.broadcast(mine, self.ranks[source], group=self.group, async_op=True), mine)
+            return mine.expand(self.size, largest)
+        table = torch.empty((self.size, largest), dtype=torch.uint8, device=self.device)
+        self.all_gather_into(table, mine)
+        return table
+
+    def _all_gather_blocks(self) -> None:
+        if self.device.type == "cpu":
+            work = _all_gather_single(self._in_block, self._out_block, group=self.group, async_op=True)
+            self._wait(work)
+            return
+        self._all_gather_on_device(self._in_table, self._out_block)
+
+    def _all_gather_on_device(self, table: Tensor, row: Tensor) -> None:
+        """All-gather what stands in host memory, by way of the device if need be."""
+        if self.device.type == "cpu":
+            self.all_gather_into(table, row)
+            return
+        on_device = torch.empty(table.shape, dtype=table.dtype, device=self.device)
+        self.all_gather_into(on_device, row.to(self.device))
+        table.copy_(on_device)
+        if self.failure is not None:  # found by the watch; what was copied is of no use
+            raise self.failure
+
+    def all_gather_into(self, table: Tensor, row: Tensor) -> None:
+        """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
+        everything, mine = table.view(-1), row.view(-1)
+        work = _all_gather_single(everything, mine, group=self.group, async_op=True)
+        self.wait(work, mine, everything)
+
+    # --- waiting and failing ---
+
+    def wait(self, work: dist.Work, *tensors: Tensor) -> None:
+        """Wait for ``work`` on ``tensors``; on a device, let the stream wait."""
+        if tensors[0].device.type != "cpu":
+            work.wait()
+            self._pending.append((self._position[0], self._position[1] or "", work))
+        else:
+            self._kept = _kept_outside_python(*tensors)
+            self._wait(work)
+
+    def _wait(self, work: dist.Work) -> None:
+        while True:
+            try:
+                work.wait(self._patience)
+            except RuntimeError as error:
+                if work.is_completed():
+                    if self._succeeded(work):
+                        return
+                    raise self._broken(error) from error
+                if self._condemned is not None:
+                    if self.watch is not None:
+                        self.watch.settle(self)
+                    raise self._give_up(self._condemned) from None
+            except BaseException:  # Ctrl-C, or what a signal handler raises: this rank will not come back
+                self._give_up(DistributedOperationException(f"{self._position[1]} was interrupted"))
+                raise
+            else:
+                return
+
+    @staticmethod
+    def _succeeded(work: dist.Work) -> bool:
+        """Whether a completed work, which may have completed just after a timeout, has not failed."""
+        try:
+            work.wait()
+        except RuntimeError:
+            return False
+        return True
+
+    def wait_message(self, work: dist.Work, tensor: Tensor) -> None:
+        """Wait for a message from or to one rank.
+
+        Gloo does not allow to wait a while and wait again: a timeout breaks the group's connections.
+        """
+        self._in_message = True
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._broken(error) from error
+        finally:
+            self._in_message = False
+        if tensor.device.type != "cpu":
+            self._pending.append((self._position[0], self._position[1] or "", work))
+
+    def _break_connections(self) -> None:
+        """Wake the thread that waits for a message, by a timeout (see ``wait_message``)."""
+        someone = 1 if self.rank == 0 else 0
+        try:
+            self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], someone, _NO_TAG).wait(
+                timedelta(milliseconds=1)
+            )
+        except RuntimeError as error:
+            _logger.debug("broke the connections of group %s: %s", self.name, error)
+
+    def _broken(self, error: RuntimeError) -> DistributedOperationException:
+        """The error for a collective that ended without success."""
+        if self._condemned is not None:
+            return self._give_up(self._condemned)
+        number, operation, thread = self.where()
+        what = f"collective #{number}, {operation} at {call_site(_frame(thread))}"
+        if self.watch is None:
+            failure = DistributedOperationException(f"{what}, failed: {error}")
+        else:
+            proof, listing = self.watch.explain(self, _GRACE)
+            kind = CollectiveMismatchError if proof else DistributedOperationException
+            failure = kind(f"{what}, failed: {proof or str(error).splitlines()[0]}\n{listing}")
+        return self._give_up(failure)
+
+    def _give_up(self, failure: DistributedOperationException) -> DistributedOperationException:
+        """Make the group's pending work end: otherwise it would keep this process from exiting."""
+        if self.failure is None:
+            self.failure = failure
+            self.group.abort()
+            atexit.register(_leave_world)
+        return failure
+
+    def _disagree(self, describe: Callable[[], str], refusal: BaseException | None) -> NoReturn:
+        site = call_site(_frame(threading.get_ident()))
+        words = f"{type(refusal).__name__}: {refusal}" if refusal is not None else describe()
+        text = f"{self._position[1]} at {site}: {words}".encode()
+        if len(text) > _TEXT:
+            text = text[: _TEXT - 4] + " …".encode()
+        mine = torch.zeros(_TEXT, dtype=torch.uint8, device="cpu")
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        table = torch.empty((self.size, _TEXT), dtype=torch.uint8, device="cpu")
+        self._all_gather_on_device(table, mine)
+        if refusal is not None:
+            raise refusal
+        lines = [
+            f"  rank {rank}: {bytes(row.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
+            for rank, row in zip(self.ranks, table, strict=True)
+        ]
+        raise CollectiveMismatchError(
+            f"ranks disagree about collective #{self._position[0]}:\n"
+            + "\n".join(lines)
+            + "\nEvery rank must call the same collectives in the same order, with tensors of equal "
+            "structure, dtype and shape (gather with ragged=True takes first dimensions of any size)."
+        )
+
+
+class Channels:
+    """The channels of this process, one per group, and the watch over them.
+
+    Args:
+        rank: this process's rank in the world.
+        size: number of ranks in the world.
+        device: where it computes.
+        store: a client of the world's store that nothing else uses; without one there is no watch.
+        debug: check everything.
+    """
+
+    def __init__(
+        self, *, rank: int, size: int, device: torch.device, store: Store | None, debug: bool
+    ) -> None:
+        self._device = device
+        self._settings = CheckSettings.from_environment(debug)
+        self._place = (store, rank, size)
+        self._watch = self._make_watch()
+        self._by_name: dict[str, Channel] = {}
+        self.of(None)
+
+    def _make_watch(self) -> Watch | None:
+        store, rank, size = self._place
+        seconds = self._settings.report_after
+        return Watch(store, rank, size, seconds) if store is not None and seconds > 0 else None
+
+    def of(self, group: dist.ProcessGroup | None) -> Channel | None:
+        """The channel of ``group`` (None: all ranks), or None if there is nobody to talk to.
+
+        Raises:
+            StateError: the process group is gone.
+            ConfigError: this process is not in ``group``.
+        """
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup):
+            if group is None:
+                raise StateError("the process group has been destroyed; collectives need a new PartialState")
+            raise ConfigError("this process is not in the group it was asked to take part in")
+        name = str(group.group_name)
+        channel = self._by_name.get(name)
+        if channel is None or channel.group is not group:
+            if group.size() == 1:
+                return None
+            channel = Channel(group, device=self._device, settings=self._settings, watch=self._watch)
+            self._by_name[name] = channel
+        return channel
+
+    def configure(self, mode: str | None, report_after: float | None) -> None:
+        """Change the settings of all groups, now and later."""
+        now = self._settings
+        self._settings = CheckSettings(
+            now.mode if mode is None else mode, now.report_after if report_after is None else report_after
+        )
+        if self._watch is None:
+            self._watch = self._make_watch()
+        for channel in self._by_name.values():
+            if channel.watch is None and self._watch is not None:
+                channel.watch = self._watch
+                self._watch.add(channel)
+            channel.apply(self._settings)
+
+    def close(self, reason: str | None) -> None:
+        """Stop the watch, and tell the other ranks if they cannot count on this one any more."""
+        if self._watch is not None:
+            self._watch.leave(reason)
+
+
+def fingerprint(key: Hashable) -> int:
+    """A 64-bit digest of ``key``, equal in every process that has an equal key."""
+    return _digest(key)
+
+
+@lru_cache(maxsize=4096)
+def _digest(key: Hashable) -> int:
+    return int.from_bytes(hashlib.blake2b(_spell(key).encode(), digest_size=8).digest(), "little")
+
+
+def _spell(key: Any) -> str:
+    """Text that depends on values and type names, never on addresses."""
+    if isinstance(key, TreeSpec):
+        return f"{_spell(key.kind)}{_spell(key.outline)}{_spell(key.children)}"
+    if isinstance(key, tuple | list):
+        return f"({','.join(map(_spell, key))})"
+    if isinstance(key, type):
+        return f"{key.__module__}.{key.__qualname__}"
+    if isinstance(key, int | float) and key == key // 1:
+        return repr(
+            int(key)
+        )  # what is equal must be spelled equally, since digests are cached: True, 1 and 1.0
+    if key is None or isinstance(key, str | float | bytes | torch.dtype):
+        return repr(key)
+    return f"{type(key).__module__}.{type(key).__qualname__}"
+
+
+def _kept_outside_python(*tensors: Tensor) -> Any:
+    """One more owner of ``tensors``, to be held while a thread of the backend may have them.
+
+    Gloo's thread drops its tensors some time after it has completed a work. When that leaves a tensor to Python alone,
+    the thread takes the interpreter's lock; if the interpreter is ending just then, the process aborts (one exit in
+    ten that follows a collective closely, with torch 2.13).
+    """
+    return torch._C.ScriptList(list(tensors))
+
+
+def _frame(thread: int) -> FrameType | None:
+    return sys._current_frames().get(thread)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

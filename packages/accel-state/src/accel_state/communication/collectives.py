@@ -1,0 +1,601 @@
+"""Collectives on nested structures of tensors, and on picklable objects.
+
+Every function is collective: all ranks of the group call it, in the same order. In a world of one nothing is
+sent. Input is never changed, except by ``broadcast`` and ``broadcast_object_list``, whose job it is.
+Results are no part of the autograd graph.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_state.communication.channel import Channel, CheckSettings, Rows
+from accel_state.communication.serialization import (
+    aligned,
+    as_bytes,
+    bytes_of,
+    int64_bytes,
+    pack,
+    pickled,
+    unpack,
+)
+from accel_state.errors import CollectiveMismatchError, ConfigError
+from accel_state.trees import TreeSpec, flatten, recursively_apply, tensor_leaves
+from accel_state.world.process import PartialState
+
+__all__ = [
+    "CannotPadNestedTensorWarning",
+    "broadcast",
+    "broadcast_object_list",
+    "copy_tensor_to_devices",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "set_collective_checks",
+]
+
+REDUCTIONS = ("mean", "sum", "max", "min", "none")
+
+_SMALL = 1 << 20
+"""Bytes up to which tensors share one message; copying them together costs less than a message each."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor (``torch.nested``) was passed to ``pad_across_processes``, which leaves it as it is."""
+
+
+def set_collective_checks(mode: str | None = None, report_after: float | None = None) -> None:
+    """Change what is checked about collectives from here on. Call it on every rank alike.
+
+    Args:
+        mode: "on": before every collective, ranks compare operation, structure, dtypes and shapes; "off":
+            they do not where it would cost something; "auto": on for CPU tensors, off for tensors on a
+            device. None: as it is. The default is ACCELERATE_COLLECTIVE_CHECKS, else "auto";
+            ACCELERATE_DEBUG_MODE means "on".
+        report_after: seconds until a collective that not all ranks entered is reported. None: as it is. The
+            default is ACCELERATE_COLLECTIVE_TIMEOUT_REPORT, else 30.
+
+    Raises:
+        ConfigError: another mode, or not a positive number of seconds.
+    """
+    channels = PartialState().channels
+    if channels is None:
+        CheckSettings("auto" if mode is None else mode, 0.0 if report_after is None else report_after)
+    else:
+        channels.configure(mode, report_after)
+
+
+def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool = False) -> Any:
+    """Concatenate every tensor of a tree over ranks, along the first dimension, in rank order.
+
+    Args:
+        tensor: a tree of tensors, of equal structure on all ranks; 0-dimensional tensors count as one
+            element.
+        group: the ranks that take part; None: all.
+        ragged: first dimensions may differ between ranks.
+
+    Returns:
+        a tree of the same types, with new tensors of shape (sum of first dimensions, ...), on every rank; in
+        a world of one, ``tensor`` itself.
+
+    Raises:
+        TypeError: a leaf that is not a dense tensor.
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+    """
+    channel = PartialState().channel(group)
+    if channel is None:
+        return tensor
+    with channel.operation("gather"):
+        tree = _Tree.of(channel, tensor)
+        results = iter(_gather_ragged(channel, tree) if ragged else _gather_even(channel, tree))
+        return recursively_apply(lambda _: next(results), tensor)
+
+
+def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Concatenate lists of picklable objects over ranks, in rank order.
+
+    Args:
+        object: this rank's list (or tuple).
+        group: the ranks that take part; None: all.
+
+    Returns:
+        one list with the items of all ranks; in a world of one, ``object`` itself.
+
+    Raises:
+        TypeError: not a list, or an item cannot be pickled; on other ranks a CollectiveMismatchError.
+    """
+    channel = PartialState().channel(group)
+    if channel is None:
+        return object
+    with channel.operation("gather_object"):
+        if isinstance(object, list | tuple):
+            payload, refusal = pickled(list(object))
+        else:
+            payload, refusal = None, _wrong_type("gather_object", object)
+        rows = channel.exchange("gather_object", lambda: "objects", payload, refusal=refusal)
+        return [item for rank in range(channel.size) for item in pickle.loads(rows.raw(rank))]
+
+
+def reduce(
+    tensor: Any, reduction: str = "mean", scale: float = 1.0, *, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Combine every tensor of a tree over ranks, element by element.
+
+    Args:
+        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks.
+        reduction: "mean", "sum", "max", "min", or "none" (this rank's own values).
+        scale: factor on the result; only for floating and complex dtypes.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        a tree of the same types with new tensors of the same dtypes; also in a world of one. float16,
+        bfloat16 and smaller floats are added up in float32 and rounded once.
+
+    Raises:
+        ConfigError: an unknown reduction; or one that a dtype does not have: the mean of integers or
+            booleans, the sum of booleans, the maximum of complex numbers, a scale for anything but floats.
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+    """
+    if reduction not in REDUCTIONS:
+        raise ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
+    channel = PartialState().channel(group)
+    if channel is None or reduction == "none":
+
+        def alone(leaf: Tensor) -> Tensor:
+            return _finish(_work(leaf, reduction, scale).clone(), leaf, "none", scale, 1)
+
+        flatten(tensor, only_tensors=True)
+        return recursively_apply(alone, tensor)
+    with channel.operation("reduce"):
+        tree = _Tree.of(channel, tensor)
+        try:
+            work = [_work(leaf, reduction, scale) for leaf in tree.leaves]
+        except ConfigError as error:
+            raise _refused(channel, error) from None
+        reduced = _reduce_work(channel, tree, work, reduction, scale)
+        results = iter(
+            [
+                _finish(value, leaf, reduction, scale, channel.size)
+                for value, leaf in zip(reduced, tree.leaves, strict=True)
+            ]
+        )
+        return recursively_apply(lambda _: next(results), tensor)
+
+
+def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
+    """Copy the values of one rank's tensors into those of all others, in place.
+
+    Args:
+        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks; changed on all but the
+            source.
+        from_process: the source, a rank of the world.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        ``tensor``.
+
+    Raises:
+        ConfigError: ``from_process`` is not in the group.
+        TypeError: a leaf that is not a dense tensor.
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+    """
+    channel = PartialState().channel(group)
+    if channel is None:
+        return tensor
+    source = _index_of(channel, from_process)
+    with channel.operation("broadcast"):
+        tree = _Tree.of(channel, tensor)
+        small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]
+        mine = channel.rank == source
+        if tree.checked:
+            rows = channel.exchange(
+                ("broadcast", source, tree.key()), tree.describe,
+                pack(small, channel.device) if mine else None, source=source,
+            )  # fmt: skip
+            packed = rows[source]
+        else:
+            packed = pack(small, channel.carrier(tree.device))
+            if small:
+                channel.wait(dist.broadcast(packed, from_process, group=group, async_op=True), packed)
+        if not mine:
+            for leaf, values in zip(small, unpack(packed, small), strict=True):
+                leaf.detach().copy_(values)
+        for leaf in tree.leaves:
+            if leaf.nbytes > _SMALL:
+                _broadcast_large(channel, leaf, from_process)
+        return tensor
+
+
+def broadcast_object_list(
+    object_list: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None
+) -> Any:
+    """Replace the items of a list by those of one rank's list, in place.
+
+    Args:
+        object_list: a list of the same length on all ranks; on the source, picklable objects.
+        from_process: the source, a rank of the world.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        ``object_list``.
+
+    Raises:
+        ConfigError: ``from_process`` is not in the group.
+        TypeError: not a list, or an item cannot be pickled; on other ranks a CollectiveMismatchError.
+        CollectiveMismatchError: lengths differ.
+    """
+    channel = PartialState().channel(group)
+    if channel is None:
+        return object_list
+    source = _index_of(channel, from_process)
+    with channel.operation("broadcast_object_list"):
+        payload: Tensor | None = None
+        refusal: Exception | None = None
+        if not isinstance(object_list, list):
+            refusal = _wrong_type("broadcast_object_list", object_list)
+        elif channel.rank == source:
+            payload, refusal = pickled(object_list)
+        length = len(object_list) if refusal is None else 0
+        key = ("broadcast_object_list", source, length)
+        rows = channel.exchange(
+            key, lambda: f"{length} objects from rank {from_process}", payload, source=source, refusal=refusal
+        )
+        if channel.rank != source:
+            object_list[:] = pickle.loads(rows.raw(source))
+        return object_list
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Any:
+    """Pad every tensor of a tree along one dimension to the largest size among ranks.
+
+    Args:
+        tensor: a tree of tensors, equal in structure, dtypes and numbers of dimensions on all ranks.
+        dim: the dimension; negative ones count from the last. Tensors that do not have it stay as they are.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        a tree of the same types; tensors that need no padding are the ones passed. Nested tensors
+        (``torch.nested``) are not padded, with a CannotPadNestedTensorWarning.
+
+    Raises:
+        TypeError: a leaf that is not a tensor.
+        CollectiveMismatchError: structures, dtypes or numbers of dimensions differ between ranks.
+    """
+    channel = PartialState().channel(group)
+    if channel is None:
+        tensor_leaves(tensor)  # refuses now what several ranks would refuse
+        return tensor
+    with channel.operation("pad_across_processes"):
+        tree = _Tree.of(channel, tensor, dense=False)
+        sizes = [_padded_size(leaf, dim) for leaf in tree.leaves]
+        key = ("pad_across_processes", dim, pad_first, tree.spec,
+               tuple((leaf.dtype, leaf.dim(), leaf.device.type) for leaf in tree.leaves))  # fmt: skip
+        rows = channel.exchange(key, tree.describe, int64_bytes(sizes))
+        largest = _int64_rows(rows, channel.size, len(sizes)).amax(dim=0).tolist()
+        results = iter(
+            [
+                leaf if size in (-1, target) else _padded(leaf, dim, target - size, pad_index, pad_first)
+                for leaf, size, target in zip(tree.leaves, sizes, largest, strict=True)
+            ]
+        )
+        return recursively_apply(lambda _: next(results), tensor)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Give all ranks a copy of a tensor that only one of them has.
+
+    Args:
+        tensor: the tensor on the rank that has it, None on all others. They need to know neither shape nor
+            dtype.
+        group: the ranks that take part; None: all.
+
+    Returns:
+        the tensor on this process's device.
+
+    Raises:
+        CollectiveMismatchError: not exactly one rank has a tensor.
+        ConfigError: no tensor in a world of one.
+    """
+    state = PartialState()
+    channel = state.channel(group)
+    if channel is None:
+        if tensor is None:
+            raise ConfigError("copy_tensor_to_devices needs a tensor on one rank; this is the only one")
+        return tensor.to(state.device)
+    with channel.operation("copy_tensor_to_devices"):
+        payload = None if tensor is None else as_bytes(pickle.dumps((tensor.dtype, tuple(tensor.shape))))
+        rows = channel.exchange("copy_tensor_to_devices", lambda: "", payload)
+        owners = [index for index, size in enumerate(rows.sizes) if size]
+        if len(owners) != 1:
+            raise CollectiveMismatchError(
+                "copy_tensor_to_devices needs a tensor on exactly one rank; "
+                f"{[channel.ranks[index] for index in owners] or 'none'} passed one"
+            )
+        dtype, shape = pickle.loads(rows.raw(owners[0]))
+        copy = torch.empty(shape, dtype=dtype, device=state.device)
+        if tensor is not None:
+            copy.copy_(tensor.detach())
+        if copy.numel():
+            _broadcast_large(channel, copy, channel.ranks[owners[0]])
+        return copy
+
+
+# --- trees of tensors ---
+
+
+class _Tree(NamedTuple):
+    """This rank's input to a collective."""
+
+    leaves: list[Tensor]
+    spec: TreeSpec
+    whole: Any
+    device: torch.device
+    checked: bool
+
+    @classmethod
+    def of(cls, channel: Channel, whole: Any, dense: bool = True) -> _Tree:
+        try:
+            leaves, spec = flatten(whole, only_tensors=True)
+            if dense:
+                _require_dense(leaves)
+        except TypeError as error:
+            raise _refused(channel, error) from None
+        device = leaves[0].device if leaves else channel.device
+        return cls(leaves, spec, whole, device, channel.checked(device))
+
+    def key(self, first: int = 0) -> Hashable:
+        """What must be equal on all ranks; sizes of dimensions before ``first`` may differ."""
+        return (
+            self.spec,
+            tuple([(leaf.dtype, leaf.shape[first:], leaf.device.type) for leaf in self.leaves]),
+        )
+
+    def describe(self) -> str:
+        return str(recursively_apply(_Words.of, self.whole))
+
+
+class _Words(str):
+    """Text that prints without quotes inside a container."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    @classmethod
+    def of(cls, leaf: Tensor) -> _Words:
+        where = "" if leaf.device.type == "cpu" else f" on {leaf.device.type}"
+        shape = "nested" if leaf.is_nested else list(leaf.shape)
+        return cls(f"{str(leaf.dtype).removeprefix('torch.')}{shape}{where}")
+
+
+def _require_dense(leaves: Iterable[Tensor]) -> None:
+    for leaf in leaves:
+        if leaf.layout is not torch.strided or leaf.is_nested:
+            raise TypeError(
+                f"only dense tensors can be sent, found one with layout {leaf.layout}; call to_dense()"
+            )
+
+
+def _refused(channel: Channel, error: Exception) -> Exception:
+    """Tell the other ranks, if they can be told, that this one does not take part."""
+    if channel.check_cpu:
+        channel.exchange(None, str, refusal=error)
+    return error
+
+
+def _wrong_type(name: str, found: Any) -> TypeError:
+    return TypeError(f"{name} takes a list of objects from every rank, got {type(found).__name__}")
+
+
+def _index_of(channel: Channel, rank: int) -> int:
+    if rank not in channel.ranks:
+        raise ConfigError(f"from_process is {rank}; the ranks of this group are {channel.ranks}")
+    return channel.ranks.index(rank)
+
+
+# --- gather ---
+
+
+def _gather_even(channel: Channel, tree: _Tree) -> list[Tensor]:
+    leaves = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in tree.leaves]
+    if tree.checked:
+        total = sum(aligned(leaf.nbytes) for leaf in leaves)
+        inline = total <= channel.capacity and tree.device.type == "cpu"
+        payload = pack(leaves, channel.device) if inline else None
+        rows = channel.exchange(("gather", tree.key()), tree.describe, payload)
+        if inline:
+            return _rows_to_leaves(rows.table, leaves)
+    results: list[Tensor | None] = [None] * len(leaves)
+    for bucket in _buckets(leaves):
+        members = [leaves[index] for index in bucket]
+        row = pack(members, channel.carrier(members[0].device))
+        table = torch.empty((channel.size, row.numel()), dtype=torch.uint8, device=row.device)
+        if row.numel():
+            channel.all_gather_into(table, row)
+        for index, value in zip(bucket, _rows_to_leaves(table, members), strict=True):
+            results[index] = value.to(leaves[index].device)
+    return [value for value in results if value is not None]
+
+
+def _rows_to_leaves(table: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Cut a table with one packed row per rank into tensors that are concatenated over ranks."""
+    ranks = table.shape[0]
+    results = []
+    offset = 0
+    for leaf in leaves:
+        size = leaf.nbytes
+        column = table[:, offset : offset + size].contiguous().view(-1).view(leaf.dtype)
+        results.append(column.view(ranks * leaf.shape[0], *leaf.shape[1:]))
+        offset += aligned(size)
+    return results
+
+
+def _buckets(leaves: Sequence[Tensor]) -> list[list[int]]:
+    """Indices of tensors that travel together: small ones per device, large ones alone."""
+    small: dict[torch.device, list[int]] = {}
+    large: list[list[int]] = []
+    for index, leaf in enumerate(leaves):
+        if leaf.nbytes <= _SMALL:
+            small.setdefault(leaf.device, []).append(index)
+        else:
+            large.append([index])
+    return [*small.values(), *large]
+
+
+def _gather_ragged(channel: Channel, tree: _Tree) -> list[Tensor]:
+    leaves = [leaf.detach().reshape(1) if leaf.dim() == 0 else leaf.detach() for leaf in tree.leaves]
+    ahead = aligned(8 * len(leaves))
+    message = pack(leaves, channel.device, ahead)
+    if leaves:
+        message[: 8 * len(leaves)] = int64_bytes([leaf.shape[0] for leaf in leaves])
+    rows = channel.exchange(
+        ("gather", "ragged", tree._replace(leaves=leaves).key(first=1)), tree.describe, message
+    )
+    counts = _int64_rows(rows, channel.size, len(leaves)).tolist()
+    pieces: list[list[Tensor]] = [[] for _ in leaves]
+    for rank in range(channel.size):
+        like = [leaf.new_empty((count, *leaf.shape[1:]), device="meta")
+                for leaf, count in zip(leaves, counts[rank], strict=True)]  # fmt: skip
+        for piece, values in zip(pieces, unpack(rows[rank][ahead:], like), strict=True):
+            piece.append(values)
+    return [torch.cat(piece).to(leaf.device) for piece, leaf in zip(pieces, leaves, strict=True)]
+
+
+# --- reduce ---
+
+_OPERATIONS: dict[str, Any] = {
+    "mean": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+}
+_LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda table: table.sum(dim=0, dtype=table.dtype),
+    "sum": lambda table: table.sum(dim=0, dtype=table.dtype),
+    "max": lambda table: table.amax(dim=0),
+    "min": lambda table: table.amin(dim=0),
+}
+
+
+def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
+    """``leaf`` in a dtype in which it can be reduced; perhaps the same memory."""
+    dtype = leaf.dtype
+    if dtype.is_complex:
+        if reduction in ("max", "min"):
+            raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is not defined for them")
+        return torch.view_as_real(leaf.detach().resolve_conj())
+    if not dtype.is_floating_point:
+        if reduction == "mean":
+            raise ConfigError(
+                f"the mean of {_name(dtype)} tensors is not of that dtype; use 'sum', or convert to float first"
+            )
+        if reduction == "sum" and dtype is torch.bool:
+            raise ConfigError(
+                "the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first"
+            )
+        if scale != 1:
+            raise ConfigError(
+                f"scale={scale} cannot be applied to a {_name(dtype)} tensor; convert it to float first"
+            )
+    return leaf.detach().to(_work_dtype(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _work_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_floating_point:
+        return torch.float32 if dtype.itemsize < 4 else dtype
+    if dtype is torch.bool:
+        return torch.uint8
+    return torch.int32 if dtype is torch.int16 else dtype  # gloo has no int16
+
+
+def _reduce_work(
+    channel: Channel, tree: _Tree, work: list[Tensor], reduction: str, scale: float
+) -> list[Tensor]:
+    if tree.checked:
+        total = sum(aligned(value.nbytes) for value in work)
+        inline = total <= channel.capacity and tree.device.type == "cpu"
+        payload = pack(work, channel.device) if inline else None
+        rows = channel.exchange(("reduce", reduction, scale, tree.key()), tree.describe, payload)
+        if inline:
+            like = [value[None] for value in work]
+            tables = _rows_to_leaves(rows.table, like)
+            return [_LOCALLY[reduction](table) for table in tables]
+    results = list(work)
+    groups: dict[Any, list[int]] = {}
+    for bucket in _buckets(work):
+        for index in bucket:
+            alone = index if work[index].nbytes > _SMALL else None
+            groups.setdefault((work[index].dtype, work[index].device, alone), []).append(index)
+    for (_, device, _), members in groups.items():
+        flat = torch.cat([work[index].reshape(-1) for index in members]).to(channel.carrier(device))
+        if flat.numel():
+            channel.wait(
+                dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.group, async_op=True), flat
+            )
+        parts = torch.split(flat.to(device), [work[index].numel() for index in members])
+        for index, part in zip(members, parts, strict=True):
+            results[index] = part.view(work[index].shape)
+    return results
+
+
+def _finish(value: Tensor, leaf: Tensor, reduction: str, scale: float, ranks: int) -> Tensor:
+    if leaf.dtype.is_complex:
+        value = torch.view_as_complex(value.contiguous())
+    if reduction == "mean":
+        value = value / ranks
+    if scale != 1:
+        value = value * scale
+    return value.to(leaf.dtype)
+
+
+# --- broadcast and padding ---
+
+
+def _int64_rows(rows: Rows, ranks: int, count: int) -> Tensor:
+    return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
+
+
+def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:
+    message = bytes_of(leaf).to(channel.carrier(leaf.device))
+    channel.wait(dist.broadcast(message, source, group=channel.group, async_op=True), message)
+    if message.data_ptr() != leaf.data_ptr():
+        leaf.detach().copy_(message.view(leaf.dtype).view(leaf.shape))
+
+
+def _padded_size(leaf: Tensor, dim: int) -> int:
+    """Size along ``dim``, -1 if the tensor stays as it is."""
+    if leaf.is_nested:
+        warnings.warn(
+            "nested tensors are not padded; make them padded ones first, with torch.nested.to_padded_tensor",
+            CannotPadNestedTensorWarning,
+            stacklevel=3,
+        )
+        return -1
+    return int(leaf.shape[dim]) if -leaf.dim() <= dim < leaf.dim() else -1
+
+
+def _padded(leaf: Tensor, dim: int, missing: int, value: float, first: bool) -> Tensor:
+    shape = list(leaf.shape)
+    shape[dim] = missing
+    padding = leaf.new_full(shape, value)
+    return torch.cat([padding, leaf] if first else [leaf, padding], dim=dim)

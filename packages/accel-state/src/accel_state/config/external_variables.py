@@ -1,0 +1,95 @@
+"""Variables that Accelerate reads or writes and that are no options: each belongs to somebody, named here.
+
+Together with the options this covers every variable of Accelerate; a test keeps it so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES
+
+__all__ = ["OTHER_VARIABLES"]
+
+_RANKS = "ranks and addresses, read by accel_state.world.topology"
+_TRACKER = "settings of the tracker of that name"
+_AWS = "read by the library of AWS; a SageMaker launch sets it for itself, never for the job"
+_TEST = "only read by Accelerate's tests"
+
+OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_RANK",
+                "LOCAL_WORLD_SIZE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+                "NODE_RANK",
+                "NPROC",
+                "MPI_LOCALNRANKS",
+                "MPI_LOCALRANKID",
+                "MV2_COMM_WORLD_LOCAL_RANK",
+                "MV2_COMM_WORLD_LOCAL_SIZE",
+                "MV2_COMM_WORLD_RANK",
+                "MV2_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "PMI_RANK",
+                "PMI_SIZE",
+            ),
+            _RANKS,
+        ),
+        **{
+            variable: f"devices of type {device} that a process may see; the launcher sets it from gpu_ids"
+            for device, variable in DEVICE_LIST_VARIABLES.items()
+        },
+        **dict.fromkeys(
+            (
+                "CLEARML_PROJECT",
+                "CLEARML_TASK",
+                "MLFLOW_EXPERIMENT_NAME",
+                "MLFLOW_NESTED_RUN",
+                "MLFLOW_RUN_ID",
+                "MLFLOW_TAGS",
+            ),
+            _TRACKER,
+        ),
+        **dict.fromkeys(
+            (
+                "ACCELERATE_NUM_PROCESSES",
+                "PYTEST_XDIST_WORKER",
+                "RUN_SLOW",
+                "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+            ),
+            _TEST,
+        ),
+        **dict.fromkeys(
+            ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION"), _AWS
+        ),
+        "ACCELERATE_DEBUG_RDV_FILE": "where ranks of Accelerate's debug_launcher meet; ours needs none",
+        "DEEPSPEED_USE_HPU": "DeepSpeed on Gaudi",
+        "FORK_LAUNCHED": "the process was forked by a notebook launcher",
+        "GLOO_SOCKET_IFNAME": "network interface of Gloo",
+        "HF_HOME": "where configuration files lie",
+        "XDG_CACHE_HOME": "where configuration files lie, without HF_HOME",
+        "KMP_AFFINITY": "cores of OpenMP threads; left to the user, because ranks would share cores",
+        "KMP_BLOCKTIME": "waiting of OpenMP threads; left to the user",
+        "MIXED_PRECISION": "written by Accelerate's notebook_launcher, read by nobody",
+        "NCCL_IB_DISABLE": "NCCL without InfiniBand, for cards that cannot",
+        "NCCL_P2P_DISABLE": "NCCL without peer-to-peer, for cards that cannot",
+        "PJRT_DEVICE": "device of torch_xla",
+        "PT_HPU_LAZY_MODE": "lazy mode of Gaudi",
+        "PYTHONPATH": "module search path; DeepSpeed's launcher gets the current folder appended",
+        "PYTORCH_CNDEV_BASED_MLU_CHECK": "how PyTorch looks for MLUs",
+        "PYTORCH_ENABLE_MPS_FALLBACK": "operators that MPS lacks run on the CPU",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "how PyTorch looks for CUDA devices",
+        "TPU_NAME": "name of the TPU that a notebook is attached to",
+        "USE_TORCH_XLA": "0: torch_xla is not used even if it is installed",
+    }
+)
+"""Variable to what it is for."""

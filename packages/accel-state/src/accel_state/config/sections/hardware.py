@@ -1,0 +1,100 @@
+"""Options that say how many processes run, where, and how they find each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from accel_state.config.option import option
+from accel_state.config.sections.common import CommonOptions
+from accel_state.enums import DistributedType
+
+__all__ = ["DEVICE_LIST_VARIABLES", "HardwareOptions"]
+
+DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
+    {
+        "cuda": "CUDA_VISIBLE_DEVICES",
+        "xpu": "ZE_AFFINITY_MASK",
+        "mlu": "MLU_VISIBLE_DEVICES",
+        "sdaa": "SDAA_VISIBLE_DEVICES",
+        "musa": "MUSA_VISIBLE_DEVICES",
+        "npu": "ASCEND_RT_VISIBLE_DEVICES",
+        "hpu": "HABANA_VISIBLE_MODULES",
+        "neuron": "NEURON_RT_VISIBLE_CORES",
+    }
+)
+"""Device type to the variable by which ``gpu_ids`` reaches its driver."""
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class HardwareOptions(CommonOptions):
+    """Which processes run where."""
+
+    distributed_type: str | None = option(
+        help="How the processes work together; chosen from the hardware when it is not given.",
+        env=("ACCELERATE_DISTRIBUTED_TYPE",),
+        choices=tuple(member.value for member in DistributedType),
+        synonyms={"tpu": "XLA"},
+        switches={
+            "--multi_gpu": ("MULTI_GPU", None),
+            "--tpu": ("XLA", None),
+            "--use_deepspeed": ("DEEPSPEED", "ACCELERATE_USE_DEEPSPEED"),
+            "--use_fsdp": ("FSDP", "ACCELERATE_USE_FSDP"),
+            "--use_megatron_lm": ("MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"),
+        },
+        prompt="Which type of machine are you using?",
+    )
+    use_parallelism_config: bool = option(
+        False,
+        help="Use the sizes of the parallelism section; on by itself when a file has a parallelism_config.",
+        env=("ACCELERATE_USE_PARALLELISM_CONFIG",),
+        toggle=True,
+        ours=True,
+    )
+    num_processes: int | None = option(
+        help="Total number of processes over all machines.",
+        low=1,
+        flags=("--nproc_per_node",),
+        prompt="How many processes in total will you use?",
+    )
+    machine_rank: int = option(
+        0,
+        help="Number of this machine, from 0.",
+        low=0,
+        flags=("--node_rank",),
+        prompt="What is the rank of this machine?",
+    )
+    main_process_ip: str | None = option(
+        help="Address of the machine with rank 0.",
+        flags=("--master_addr",),
+        prompt="What is the IP address of the machine that will host the main process?",
+    )
+    main_process_port: int | None = option(
+        help="Port on that machine; 0, and on one machine also no value, means a free one.",
+        low=0,
+        high=65535,
+        flags=("--master_port",),
+        prompt="What port will the main process use?",
+    )
+    same_network: bool = option(
+        False,
+        help="All machines reach each other directly, so the address of rank 0 is used without a rendezvous.",
+        toggle=True,
+        prompt="Are all the machines on the same local network?",
+    )
+    rdzv_backend: str = option(
+        "static",
+        help="Rendezvous of PyTorch's elastic launcher: static, c10d, etcd or etcd-v2.",
+        prompt="What rendezvous backend will you use?",
+    )
+    rdzv_conf: str | None = option(
+        help="More settings of the rendezvous: key=value pairs with commas between them.",
+        ours=True,
+    )
+    num_cpu_threads_per_process: int | None = option(
+        help="CPU threads of each process.",
+        low=1,
+        env=("OMP_NUM_THREADS",),
+        ours=True,
+    )

@@ -1,0 +1,1 @@
+"""Facts about this machine: devices, memory, what is installed."""

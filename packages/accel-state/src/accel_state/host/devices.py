@@ -1,0 +1,214 @@
+"""Which device a process computes on, for every backend that PyTorch knows.
+
+Everything goes through ``torch.accelerator``; what differs between vendors is one row of ``BACKENDS``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from accel_state.enums import DistributedType
+from accel_state.errors import ConfigError, DeviceError
+from accel_state.world.clusters.base import Topology
+
+__all__ = [
+    "BACKENDS",
+    "DeviceBackend",
+    "accelerator_module",
+    "choose_collectives",
+    "choose_device",
+    "default_device",
+    "device_backend",
+    "device_count",
+    "empty_cache",
+    "get_current_device_type",
+    "set_current_device",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBackend:
+    """What truly differs between kinds of device.
+
+    Attributes:
+        type: the name in ``torch.device``.
+        distributed_type: what several processes on such devices are called.
+        collectives: PyTorch's communication library for such devices; None if there is none.
+        has_index: whether there can be several, told apart by an index.
+    """
+
+    type: str
+    distributed_type: DistributedType
+    collectives: str | None
+    has_index: bool = True
+
+
+BACKENDS: dict[str, DeviceBackend] = {
+    row.type: row
+    for row in (
+        DeviceBackend("cpu", DistributedType.MULTI_CPU, "gloo", has_index=False),
+        DeviceBackend("cuda", DistributedType.MULTI_GPU, "nccl"),
+        DeviceBackend("xpu", DistributedType.MULTI_XPU, "xccl"),
+        DeviceBackend("npu", DistributedType.MULTI_NPU, "hccl"),
+        DeviceBackend("mlu", DistributedType.MULTI_MLU, "cncl"),
+        DeviceBackend("sdaa", DistributedType.MULTI_SDAA, "tccl"),
+        DeviceBackend("musa", DistributedType.MULTI_MUSA, "mccl"),
+        DeviceBackend("hpu", DistributedType.MULTI_HPU, "hccl"),
+        DeviceBackend("neuron", DistributedType.MULTI_NEURON, "neuron"),
+        DeviceBackend("mps", DistributedType.NO, None, has_index=False),
+    )
+}
+
+
+def device_backend(device: torch.device) -> DeviceBackend:
+    """The row of ``device``'s kind.
+
+    Raises:
+        DeviceError: the kind is not known.
+    """
+    row = BACKENDS.get(device.type)
+    if row is None:
+        raise DeviceError(f"devices of type {device.type!r} are not known; known are {', '.join(BACKENDS)}")
+    return row
+
+
+def default_device() -> torch.device:
+    """The kind of accelerator that this machine has, without an index, or the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of accelerator here and the distributed type of several of them; CUDA's on a machine without
+    one.
+    """
+    kind = default_device()
+    row = BACKENDS["cuda"] if kind.type == "cpu" else device_backend(kind)
+    return row.type, row.distributed_type.value
+
+
+def device_count(device_type: str) -> int:
+    """How many devices of a kind this process sees; 1 for ``"cpu"``, 0 for a kind that is not there."""
+    if device_type == "cpu":
+        return 1
+    return torch.accelerator.device_count() if default_device().type == device_type else 0
+
+
+def accelerator_module(device_type: str) -> ModuleType:
+    """PyTorch's module for a kind of device, such as ``torch.cuda``.
+
+    Raises:
+        DeviceError: PyTorch has none of that name, or no such device is there.
+    """
+    if device_count(device_type) == 0:
+        raise DeviceError(
+            f"there is no {device_type} device here; this machine's accelerator is {default_device().type!r}"
+        )
+    module: ModuleType = torch.get_device_module(device_type)
+    return module
+
+
+def choose_device(topology: Topology, *, cpu: bool, override: str | None = None) -> torch.device:
+    """The device for the process at ``topology``.
+
+    Args:
+        topology: place of the process; its local rank is the index of its device.
+        cpu: compute on the CPU whatever else is there.
+        override: a device to use as it is, the value of ACCELERATE_TORCH_DEVICE.
+
+    Returns:
+        ``cpu`` or ``mps`` without an index, other devices with one.
+
+    Raises:
+        DeviceError: there are more processes on this node than devices; the message names both numbers.
+        ConfigError: ``override`` is not a device.
+    """
+    if override:
+        try:
+            return torch.device(override)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"environment variable ACCELERATE_TORCH_DEVICE is {override!r}: {error}"
+            ) from None
+    kind = torch.device("cpu") if cpu else default_device()
+    if kind.type == "cpu":
+        return kind
+    if device_backend(kind).collectives is None:
+        if topology.world_size > 1:
+            raise DeviceError(
+                f"{topology.world_size} processes were started, but {kind.type} devices cannot communicate "
+                "with "
+                "each other; start one process, or run on the CPU (--cpu, cpu=True or "
+                "ACCELERATE_USE_CPU=true)"
+            )
+        return kind
+    return torch.device(kind.type, _device_index(topology, kind.type))
+
+
+def _device_index(topology: Topology, kind: str) -> int:
+    count = device_count(kind)
+    if topology.local_world_size <= count:
+        return topology.local_rank
+    if count == 1 and topology.launcher in ("slurm", "mpi"):
+        return 0  # these show each process only the device that is bound to it
+    raise DeviceError(
+        f"{topology.local_world_size} processes were started on this node, but it has {count} {kind} "
+        f"device{'' if count == 1 else 's'}; start at most {count} (--num_processes {count}), or run on the "
+        "CPU "
+        "(--cpu, cpu=True or ACCELERATE_USE_CPU=true)"
+    )
+
+
+def set_current_device(device: torch.device) -> None:
+    """Make ``device`` the one that ``"cuda"`` and its like mean; nothing without an index."""
+    if device.index is not None and device.type not in ("cpu", "meta"):
+        torch.accelerator.set_device_index(device.index)
+
+
+def choose_collectives(device: torch.device, requested: str | None = None) -> str:
+    """The backend string for ``torch.distributed``.
+
+    By default tensors on the CPU can be communicated too, also where the device is another: ``"gloo"`` on the
+    CPU, ``"cpu:gloo,cuda:nccl"`` on CUDA.
+
+    Args:
+        device: where the process computes.
+        requested: a backend to use instead, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        ConfigError: the requested backend does not exist, is not part of this build of PyTorch, or does not
+            serve ``device``; the message names what to use.
+    """
+    row = device_backend(device)
+    on_cpu = device.type == "cpu" or row.collectives is None
+    default = "gloo" if on_cpu else f"cpu:gloo,{device.type}:{row.collectives}"
+    if requested is None:
+        return default
+    requested = requested.lower()
+    mapping = dict(part.split(":", 1) for part in requested.split(",") if ":" in part) or {
+        device.type: requested
+    }
+    for name in mapping.values():
+        if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
+            raise ConfigError(
+                f"the backend {requested!r} that was asked for is not available: PyTorch has no {name!r} "
+                "here; "
+                f"use {default!r}, or leave out backend="
+            )
+    served = mapping.get(device.type)
+    if served is None or device.type not in dist.Backend.backend_capability.get(served, [device.type]):
+        raise ConfigError(
+            f"the backend {requested!r} that was asked for is not available on {device.type} devices; "
+            f"use {default!r}, or leave out backend="
+        )
+    return requested
+
+
+def empty_cache() -> None:
+    """Give the accelerator's cached memory back to it; nothing on a machine without one."""
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()

@@ -1,0 +1,127 @@
+"""Facts about this machine. Loads no torch unless a device is asked about."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from accel_state import environment
+from accel_state.errors import ConfigError
+from accel_state.world.topology import Topology, detect
+
+__all__ = [
+    "are_libraries_initialized",
+    "check_cuda_fp8_capability",
+    "check_os_kernel",
+    "get_cpu_distributed_information",
+    "get_free_port",
+    "override_numa_affinity",
+    "set_numa_affinity",
+]
+
+# Below this Linux release, processes that share memory between GPUs can hang.
+_MIN_KERNEL = (5, 5, 0)
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+
+
+def get_free_port() -> int:
+    """A TCP port that nobody listened on a moment ago, chosen by the operating system."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_os_kernel() -> None:
+    """Warn, on the main process, about a Linux kernel older than 5.5.0; other systems are not looked at."""
+    release = platform.uname().release
+    if platform.uname().system != "Linux":
+        return
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", release)
+    if match is None:
+        return
+    kernel = (int(match[1]), int(match[2]), int(match[3] or 0))
+    if kernel < _MIN_KERNEL and detect(environment.snapshot()).rank == 0:
+        warnings.warn(
+            f"the Linux kernel here is {release}; before 5.5.0 processes of a training run can hang. Update "
+            "it, or "
+            "look there first if this run stops without an error",
+            stacklevel=2,
+        )
+
+
+def get_cpu_distributed_information() -> Topology:
+    """The place of this process as its launcher's variables tell it, without joining the world."""
+    return detect(environment.snapshot())
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of ``library_names`` that this process has already imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current CUDA device computes in 8-bit floating point: compute capability 8.9 or later."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Let this process run only on the processors next to its GPU, as Linux reports them for the PCI bus.
+
+    Nothing happens without a CUDA device, or where the system does not say which processors are near.
+
+    Args:
+        local_process_index: number of this process on its node, which is the index of its GPU.
+        verbose: print what was done; by default in debug mode (ACCELERATE_DEBUG_MODE).
+
+    Raises:
+        ConfigError: there is no GPU of that index.
+    """
+    import torch
+
+    if not torch.cuda.is_available() or not hasattr(os, "sched_setaffinity"):
+        return
+    if local_process_index >= torch.cuda.device_count():
+        raise ConfigError(
+            f"there is no GPU {local_process_index}, only {torch.cuda.device_count()}; the processors next "
+            "to it are "
+            "not known"
+        )
+    properties: Any = torch.cuda.get_device_properties(local_process_index)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    near = _PCI_DEVICES / address / "local_cpulist"
+    if not near.is_file():
+        return
+    processors = _cpu_list(near.read_text()) & os.sched_getaffinity(0)
+    if not processors:
+        return
+    os.sched_setaffinity(0, processors)
+    if environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        print(
+            f"process {local_process_index} of this node runs on processors {sorted(processors)}, next to "
+            f"{address}"
+        )
+
+
+@lru_cache
+def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """As ``override_numa_affinity``, but only the first time in a process."""
+    override_numa_affinity(local_process_index, verbose)
+
+
+def _cpu_list(text: str) -> set[int]:
+    """The processors in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    processors: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            processors.update(range(int(first), int(last or first) + 1))
+    return processors

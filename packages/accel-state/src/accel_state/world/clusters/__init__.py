@@ -1,0 +1,14 @@
+"""The kinds of cluster that can start a process, in the order in which they are asked."""
+
+from accel_state.world.clusters.base import Cluster
+from accel_state.world.clusters.mpi import MPI
+from accel_state.world.clusters.single import SingleProcess
+from accel_state.world.clusters.slurm import Slurm
+from accel_state.world.clusters.torchrun import Torchrun
+
+__all__ = ["CLUSTERS", "MPI", "Cluster", "SingleProcess", "Slurm", "Torchrun"]
+
+# torchrun's variables are the most specific: a launcher inside a Slurm or MPI job sets them for its own
+# processes. # mpirun inside a Slurm allocation comes before Slurm, whose variables then describe the batch
+# script.
+CLUSTERS: tuple[Cluster, ...] = (Torchrun(), MPI(), Slurm(), SingleProcess())

@@ -1,0 +1,462 @@
+"""``PartialState``: the processes of this run, and what each of them does when."""
+
+from __future__ import annotations
+
+import builtins
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+
+from accel_state import environment
+from accel_state.communication.channel import Channel, Channels
+from accel_state.enums import DistributedType
+from accel_state.errors import ConfigError, StateError
+from accel_state.host.devices import (
+    choose_collectives,
+    choose_device,
+    default_device,
+    device_backend,
+    set_current_device,
+)
+from accel_state.host.system import set_numa_affinity
+from accel_state.world.process_group import OPTIONS, Membership, adopt, client_of, join
+from accel_state.world.splitting import split_for_rank
+from accel_state.world.topology import Topology, detect
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["PartialState", "wait_for_everyone"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Decorator = Callable[[Callable[P, R]], Callable[P, R | None]]
+
+
+class PartialState:
+    """The place of this process in its world, its device, and the process group.
+
+    The first instance joins the world; all instances of a process share their attributes, because PyTorch has
+    one default process group. A process that a launcher started as one of N is one of N, on the CPU as well.
+
+    The environment can ask for the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), debug mode
+    (ACCELERATE_DEBUG_MODE), and the processors next to the GPU (ACCELERATE_CPU_AFFINITY).
+
+    Args:
+        cpu: compute on the CPU even if there is an accelerator (also ACCELERATE_USE_CPU).
+        **process_group_options: ``backend``, ``timeout``, ``init_method`` and others of
+            ``torch.distributed.init_process_group``.
+
+    Attributes:
+        device: where this process computes.
+        distributed_type: how the processes work together; ``NO`` without a process group.
+        backend: PyTorch's backend string, such as ``gloo``; None without a process group.
+        num_processes: number of processes in the world.
+        process_index: number of this process in the world.
+        local_process_index: number of this process on its node.
+        debug: whether ACCELERATE_DEBUG_MODE is on.
+        fork_launched: whether the process was forked by a launcher that owns the process group
+            (FORK_LAUNCHED).
+        topology: all that is known about the place of this process.
+        store: a key-value store that all ranks reach, for messages beside the training; None without a
+            process group.
+        channels: what collectives use, one channel per group; None in a world of one.
+
+    Raises:
+        ConfigError: an environment variable or option is wrong.
+        DeviceError: there are more processes on this node than devices.
+        LaunchError: the processes could not meet.
+        StateError: ranks were set up differently, or this process was already set up in another way.
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+    _known_attributes: ClassVar[frozenset[str]] = frozenset(
+        {
+            "_cpu",
+            "_mixed_precision",
+            "_options",
+            "backend",
+            "channels",
+            "debug",
+            "device",
+            "distributed_type",
+            "fork_launched",
+            "local_process_index",
+            "num_processes",
+            "process_index",
+            "store",
+            "topology",
+        }
+    )
+
+    _cpu: bool
+    _options: dict[str, Any]
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    debug: bool
+    fork_launched: bool
+    topology: Topology
+    store: Store | None
+    channels: Channels | None
+
+    def __init__(self, cpu: bool = False, **process_group_options: Any) -> None:
+        self.__dict__ = self._shared_state
+        options = {name: value for name, value in process_group_options.items() if value is not None}
+        _check_options(options)
+        if self.initialized:
+            self._check_same(cpu, options)
+        else:
+            self._shared_state.update(_set_up(cpu, options))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known_attributes:
+            raise AttributeError(
+                f"{type(self).__name__!r} has no attribute {name!r}: `_reset_state()` was called and no new "
+                "PartialState or Accelerator has been created since"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def __reduce__(self) -> tuple[type[PartialState], tuple[()]]:
+        """A copy in another process takes that process's place: the group and the store cannot travel."""
+        return type(self), ()
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; the process group stays, and the next instance takes it over."""
+        channels = PartialState._shared_state.get("channels")
+        if channels is not None:
+            channels.close(None)
+        PartialState._shared_state.clear()
+
+    def _check_same(self, cpu: bool, options: dict[str, Any]) -> None:
+        if cpu and self.device.type != "cpu":
+            raise StateError(
+                "PartialState(cpu=True) was asked for, but this process was already set up on "
+                f"{self.device}; pass "
+                "cpu=True to the first PartialState or Accelerator, and restart the interpreter if it is a "
+                "notebook"
+            )
+        if self.backend is None:
+            return
+        for name, value in options.items():
+            before = self.backend if name == "backend" else self._options.get(name)
+            if before != value:
+                raise StateError(
+                    f"PartialState({name}={value!r}) was asked for, but the process group already exists "
+                    "with "
+                    f"{name}={before!r}; pass {name} to the first PartialState or Accelerator"
+                )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether an instance has been created and not been reset."""
+        return bool(self._shared_state)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than this process."""
+        return self.distributed_type is not DistributedType.NO and self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the world."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of accelerator that this machine has, or the CPU."""
+        return default_device()
+
+    def set_device(self) -> None:
+        """Make ``device`` the current one of PyTorch, as it is after construction."""
+        set_current_device(self.device)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes have come here; nothing in a world of one."""
+        channel = self.channel()
+        if channel is not None:
+            channel.barrier()
+
+    def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
+        """What a collective of ``group`` (None: all ranks) uses; None where there is nobody to talk to."""
+        return None if self.channels is None else self.channels.of(group)
+
+    def connect(self, prefix: str) -> Store | None:
+        """A connection of its own to ``store``, for keys that begin with ``prefix``, so that waiting blocks nobody
+        else; None without a process group.
+
+        Raises:
+            LaunchError: the store does not answer, because rank 0, in which it lives, has ended.
+        """
+        return None if self.store is None else client_of(self.store, prefix)
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Destroy ``group``, or the default process group if None.
+
+        Nothing happens if there is none, or if None is given in a process whose launcher owns the group
+        (``fork_launched``).
+        """
+        if self.fork_launched and group is None:
+            return
+        if dist.is_available() and dist.is_initialized():
+            if group is None and self.channels is not None:
+                self.channels.close("destroyed its process group")
+            dist.destroy_process_group(group)
+            if group is None:
+                self.store = None
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of ``inputs``, contiguous and in rank order; ``inputs`` itself is left alone.
+
+        In a world of one that is ``inputs`` as it is.
+
+        Args:
+            inputs: a list, a tuple, a tensor (along its first dimension), a ``datasets.Dataset``, or a dict
+                of such of one length, nested to any depth. Anything else goes to every process whole.
+            apply_padding: repeat the last element so that all processes get the same number. Tensors then
+                come back on ``device``.
+
+        Raises:
+            ConfigError: values of a dict differ in length, or there is nothing to pad with.
+        """
+        if self.num_processes == 1:
+            yield inputs
+            return
+        yield split_for_rank(
+            inputs,
+            self.process_index,
+            self.num_processes,
+            apply_padding=apply_padding,
+            device=self.device if apply_padding else None,
+        )
+
+    @contextmanager
+    def _goes_first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            if first:  # also after an exception: the others wait for this
+                self.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A block that rank 0 runs before the others enter it; they enter also if it raises there."""
+        return self._goes_first(self.is_main_process)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A block that the first process of each node runs before the others enter it."""
+        return self._goes_first(self.is_local_main_process)
+
+    def _guard(self, function: Callable[P, R], chosen: Callable[[], bool]) -> Callable[P, R | None]:
+        @wraps(function)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            # Decided per call, because functions are often decorated before the world exists.
+            return function(*args, **kwargs) if not self.use_distributed or chosen() else None
+
+        return guarded
+
+    @overload
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Decorator[..., Any]: ...
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate ``function`` to run on rank 0 only; on others it returns None."""
+        return self._decorate(function, lambda: self.is_main_process)
+
+    @overload
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_main_process(self, function: None = None) -> Decorator[..., Any]: ...
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
+        """Decorate ``function`` to run on the first process of each node only; on others it returns None."""
+        return self._decorate(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate ``function`` to run on the last rank only; on others it returns None."""
+        return self._guard(function, lambda: self.is_last_process)
+
+    @overload
+    def on_process(
+        self, function: Callable[P, R], process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(self, function: None = None, process_index: int | None = None) -> Decorator[..., Any]: ...
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """Decorate ``function`` to run on rank ``process_index`` only; in a world of one it always runs.
+
+        Raises:
+            ConfigError: ``process_index`` is missing.
+        """
+        _require("process_index", process_index)
+        return self._decorate(function, lambda: self.process_index == process_index)
+
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Decorator[..., Any]: ...
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Any:
+        """Decorate ``function`` to run on process ``local_process_index`` of each node only.
+
+        Raises:
+            ConfigError: ``local_process_index`` is missing.
+        """
+        _require("local_process_index", local_process_index)
+        return self._decorate(function, lambda: self.local_process_index == local_process_index)
+
+    def _decorate(self, function: Callable[..., Any] | None, chosen: Callable[[], bool]) -> Any:
+        if function is None:
+            return lambda late: self._guard(late, chosen)
+        return self._guard(function, chosen)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """``print`` once per node."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+
+def wait_for_everyone() -> None:
+    """Wait until all processes have come here; nothing in a world of one."""
+    PartialState().wait_for_everyone()
+
+
+def _require(name: str, index: int | None) -> None:
+    if index is None:
+        raise ConfigError(f"{name} is missing; say which process shall run the function, as in {name}=0")
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in OPTIONS:
+            raise ConfigError(f"PartialState has no option {name!r}; there are cpu, {', '.join(OPTIONS)}")
+
+
+def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
+    """Find this process's place and device, and join its world: all attributes of the state."""
+    topology = detect(environment.snapshot())
+    cpu = cpu or environment.parse_flag_from_env("ACCELERATE_USE_CPU")
+    override = environment.get("ACCELERATE_TORCH_DEVICE")
+
+    def device_for(place: Topology) -> torch.device:
+        return choose_device(place, cpu=cpu, override=override)
+
+    def choose() -> tuple[torch.device, str]:
+        device = device_for(topology)
+        return device, choose_collectives(device, options.get("backend"))
+
+    member: Membership | None = None
+    if dist.is_available() and dist.is_initialized():
+        _check_unused(options, dist.get_backend())
+        member = adopt(topology, device_for)
+    elif _belongs_to_world(topology, options):
+        member = join(topology, choose, options)
+    device = device_for(topology) if member is None else member.device
+    topology = topology if member is None else member.topology
+    if override is None:
+        set_current_device(device)
+    if member is not None and device.type == "cpu":
+        _share_cores(topology)
+    if device.type == "cuda" and environment.parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        set_numa_affinity(device.index or 0)
+    return {
+        "_cpu": cpu,
+        "_options": options,
+        "device": device,
+        "distributed_type": DistributedType.NO if member is None else device_backend(device).distributed_type,
+        "backend": None if member is None else member.backend,
+        "num_processes": topology.world_size,
+        "process_index": topology.rank,
+        "local_process_index": topology.local_rank,
+        "debug": environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
+        "fork_launched": environment.parse_flag_from_env("FORK_LAUNCHED"),
+        "topology": topology,
+        "store": None if member is None else member.store,
+        "channels": None if member is None else _channels(topology, device, member),
+    }
+
+
+def _channels(topology: Topology, device: torch.device, member: Membership) -> Channels | None:
+    if topology.world_size == 1:
+        return None
+    debug = environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+    return Channels(
+        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, debug=debug
+    )
+
+
+def _belongs_to_world(topology: Topology, options: dict[str, Any]) -> bool:
+    """A world of several; or of one that torchrun started, whose script may use the group itself."""
+    if topology.world_size > 1:
+        return True
+    can_meet = topology.master_addr is not None and topology.master_port is not None
+    return topology.launcher == "torchrun" and (can_meet or "init_method" in options)
+
+
+def _check_unused(options: dict[str, Any], backend: str) -> None:
+    if options.get("backend", backend) != backend:
+        raise StateError(
+            f"backend={options['backend']!r} was asked for, but the script has already created a process "
+            "group with "
+            f"{backend!r}; leave out backend=, or let PartialState create the group"
+        )
+    unused = sorted(set(options) - {"backend"})
+    if unused:
+        warnings.warn(
+            f"{', '.join(unused)} have no effect, because the script has already created the process group",
+            stacklevel=5,
+        )
+
+
+def _share_cores(topology: Topology) -> None:
+    """Give each process of this node its share of the cores, unless OMP_NUM_THREADS is set."""
+    if environment.get_int_from_env(["OMP_NUM_THREADS"], 0) > 0 or topology.world_size == 1:
+        return
+    import psutil  # takes a third of the import time of this package, and only ranks on the CPU need it
+
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+    threads = max(1, cores // topology.local_world_size)
+    torch.set_num_threads(threads)
+    if topology.rank == 0:
+        warnings.warn(
+            f"OMP_NUM_THREADS is not set, so each process computes with {threads} thread"
+            f"{'' if threads == 1 else 's'}: {cores} physical cores for {topology.local_world_size} "
+            "processes on this "
+            "node. Set OMP_NUM_THREADS to choose the number yourself",
+            stacklevel=4,
+        )

@@ -1,0 +1,302 @@
+"""Joining the world: rendezvous, agreement of all ranks on the set-up, and PyTorch's process group."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from accel_state.errors import AccelError, ConfigError, LaunchError, StateError
+from accel_state.world.clusters.base import Topology
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["OPTIONS", "Membership", "adopt", "client_of", "join"]
+
+OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
+_JOIN_TIMEOUT = timedelta(minutes=10)
+_CLONE_TIMEOUT = 60.0
+_NAMES = 10.0  # seconds that the name of rank 0's machine may take to appear
+_GRACE = 5.0  # seconds after which a connection is given up that ignores its own timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What a process has once it belongs to a world.
+
+    Attributes:
+        topology: its place.
+        device: the device it computes on.
+        backend: PyTorch's backend string.
+        store: a client of the world's key-value store of its own, so that waiting on it blocks no collective.
+        watch_store: one more, for the watch over collectives, which must be able to answer while others wait.
+    """
+
+    topology: Topology
+    device: torch.device
+    backend: str
+    store: Store
+    watch_store: Store
+
+
+Choice = Callable[[], tuple[torch.device, str]]
+
+
+def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Membership:
+    """Take over the default process group that the user's script has created."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if topology.world_size != world_size:  # no launcher: torch.multiprocessing.spawn or the like, on one node
+        topology = Topology(rank, world_size, rank, world_size, launcher="user")
+    topology = replace(topology, rank=rank)
+    store = dist.distributed_c10d._get_default_store()
+    device, backend = choose(topology), dist.get_backend()
+    return Membership(
+        topology, device, backend, client_of(store, "accel/side"), client_of(store, "accel/watch")
+    )
+
+
+def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Membership:
+    """Meet the other ranks, check that all chose the same, and create the default process group.
+
+    Args:
+        topology: place of this process.
+        choose: makes the device and the backend. It runs after the ranks have met, so that an error on one of
+            them is raised on all.
+        options: keyword arguments of ``init_process_group``, all in ``OPTIONS``.
+
+    Raises:
+        LaunchError: the ranks could not meet, or one of them could not be set up.
+        StateError: the ranks were set up differently.
+    """
+    url = options.get("init_method") or _address(topology)
+    if url == "env://":
+        url = _address(topology)
+    timeout: timedelta = options.get("timeout") or _JOIN_TIMEOUT
+    base = _meet(url, topology, timeout)
+    try:
+        # A store can outlive a process group (torchrun's agent keeps it); keys of an earlier one must not be
+        # read.
+        generation = base.add(f"accel/generation/{topology.rank}", 1)
+        store = _prefixed(f"accel/{generation}", base)
+        device, backend = _agree(store, topology, choose, timeout)
+        side, watch = client_of(store, "accel/side"), client_of(store, "accel/watch")
+        _create_group(store, topology, device, backend, options)
+        _wait_until_all_joined(store, topology, timeout)
+    except dist.DistError as error:
+        raise LaunchError(
+            f"rank {topology.rank} of {topology.world_size} lost the others at {url} while joining them; "
+            "the error of "
+            f"the rank that failed first says why. ({str(error).splitlines()[0]})"
+        ) from error
+    return Membership(topology, device, backend, side, watch)
+
+
+def _create_group(
+    store: Store, topology: Topology, device: torch.device, backend: str, options: Mapping[str, Any]
+) -> None:
+    arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
+    if device.index is not None:
+        torch.accelerator.set_device_index(device.index)
+        arguments.setdefault("device_id", device)
+    dist.init_process_group(
+        backend,
+        store=_prefixed("group", store),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        **arguments,
+    )
+    if device.type == "cpu":
+        # gloo's threads abort the process if they still run when the interpreter unloads (torch 2.13).
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _wait_until_all_joined(store: Store, topology: Topology, timeout: timedelta) -> None:
+    """Keep rank 0, in which the store lives, until the others no longer need it to find each other."""
+    if store.add("joined", 1) == topology.world_size:
+        store.set("all joined", "")
+    if topology.rank == 0:
+        store.wait(["all joined"], timeout)
+
+
+def _prefixed(prefix: str, store: Store) -> Store:
+    return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+
+
+def client_of(store: Store, prefix: str) -> Store:
+    """A connection of its own to a store, for keys that begin with ``prefix``.
+
+    Raises:
+        LaunchError: the store does not answer.
+    """
+    clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
+    finished = _within(_CLONE_TIMEOUT, clone)
+    if finished is None:
+        raise LaunchError(
+            f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, in which it "
+            "lives, has "
+            "ended or is stuck; look at its output"
+        )
+    return _prefixed(prefix, finished)
+
+
+def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
+    """What ``connect`` returns, or None after ``seconds``; what it raises is raised.
+
+    It runs in a thread of its own, because a client of the store can wait for ever, or much longer than its
+    timeout: when another program listens at the port, or rank 0 has ended.
+    """
+    result: list[Store | Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(connect())
+        except Exception as error:  # raised again below, in the thread that asked
+            result.append(error)
+
+    thread = threading.Thread(target=run, name="accel-connect", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not result:
+        return None
+    if isinstance(result[0], Exception):
+        raise result[0]
+    return result[0]
+
+
+def _address(topology: Topology) -> str:
+    missing = [
+        name
+        for name, value in (("MASTER_ADDR", topology.master_addr), ("MASTER_PORT", topology.master_port))
+        if value is None
+    ]
+    if missing:
+        raise ConfigError(
+            f"{topology.world_size} processes were started by {topology.launcher}, but "
+            f"{' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; set MASTER_ADDR to the host of rank 0 and "
+            "MASTER_PORT "
+            "to a free port there, the same on all ranks"
+        )
+    host = topology.master_addr
+    assert host is not None
+    _wait_until_known(host)
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{topology.master_port}"
+
+
+def _wait_until_known(host: str, seconds: float = _NAMES) -> None:
+    """Wait until the name of rank 0's host can be looked up; that of a machine just started may take a moment.
+
+    torch would go on looking for as long as a collective may take, half an hour by default.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+        except socket.gaierror as error:
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"MASTER_ADDR is {host!r}, which this machine cannot look up ({error}). Set MASTER_ADDR to a name "
+                    "or address of rank 0's machine that all ranks can reach"
+                ) from error
+            time.sleep(min(0.5, seconds))
+        else:
+            return
+
+
+def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
+    """Connect to the store at ``url``; rank 0 creates it."""
+    rank, world_size = topology.rank, topology.world_size
+    where = f"rank {rank} of {world_size} could not meet the others at {url}"
+
+    def connect() -> Store:
+        store: Store = next(rendezvous(url, rank=rank, world_size=world_size, timeout=timeout))[0]
+        return store
+
+    try:
+        store = _within(timeout.total_seconds() + _GRACE, connect)
+    except Exception as error:  # PyTorch has several kinds
+        if "EADDRINUSE" in str(error):
+            raise LaunchError(
+                f"{where}: port {topology.master_port} is in use on this machine, so rank 0 cannot listen "
+                "on it. "
+                "Choose another MASTER_PORT (--main_process_port; 0 takes a free one)"
+            ) from error
+        raise LaunchError(f"{where}: {error}") from error
+    if store is None:
+        raise LaunchError(
+            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; "
+            "choose "
+            "another MASTER_PORT (--main_process_port), or see whether rank 0 has failed"
+        )
+    return store
+
+
+def _agree(store: Store, topology: Topology, choose: Choice, timeout: timedelta) -> tuple[torch.device, str]:
+    """Choose, tell rank 0, and raise on every rank if one failed or chose otherwise."""
+    choice: tuple[torch.device, str] | None = None
+    failure: AccelError | None = None
+    try:
+        choice = choose()
+        answer = {"backend": choice[1], "device": choice[0].type}
+    except AccelError as error:
+        failure = error
+        answer = {"error": str(error)}
+    store.set(f"hello/{topology.rank}", json.dumps(answer))
+    if topology.rank == 0:
+        store.set("verdict", _judge(store, topology.world_size, timeout))
+    store.wait(["verdict"], timeout + timedelta(seconds=5))
+    verdict = store.get("verdict").decode()
+    if verdict:
+        _wait_for_readers(store, topology)
+    if failure is not None:
+        raise failure
+    if verdict:
+        raise StateError(verdict)
+    assert choice is not None
+    return choice
+
+
+def _wait_for_readers(store: Store, topology: Topology) -> None:
+    """Keep rank 0, in which the store lives, until the others have read why they fail."""
+    if store.add("read", 1) == topology.world_size:
+        store.set("read by all", "")
+    if topology.rank == 0:
+        with contextlib.suppress(dist.DistStoreError):  # a rank is gone: nobody to wait for
+            store.wait(["read by all"], timedelta(seconds=5))
+
+
+def _judge(store: Store, world_size: int, timeout: timedelta) -> str:
+    try:
+        store.wait([f"hello/{rank}" for rank in range(world_size)], timeout)
+    except dist.DistStoreError:
+        absent = [rank for rank in range(world_size) if not store.check([f"hello/{rank}"])]
+        return f"ranks {absent} of {world_size} did not arrive within {timeout.total_seconds():g} s"
+    answers = [json.loads(store.get(f"hello/{rank}")) for rank in range(world_size)]
+    for rank, answer in enumerate(answers):
+        if "error" in answer:
+            return f"rank {rank} could not be set up: {answer['error']}"
+    for rank, answer in enumerate(answers):
+        for what in ("device", "backend"):
+            if answer[what] != answers[0][what]:
+                return (
+                    f"ranks do not agree on the {what}: rank 0 has {answers[0][what]!r}, rank {rank} has "
+                    f"{answer[what]!r}; give all of them the same cpu= and backend="
+                )
+    return ""

@@ -1,0 +1,260 @@
+"""Configuration files: old and new ones load, wrong ones say what is wrong and where."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel_state.config import LaunchConfig, SageMakerConfig, default_path, find_default, load, save
+from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def changed(config):
+    """The options of the root that differ from their defaults, sections as they are."""
+    return {
+        f.name: getattr(config, f.name)
+        for f in fields(config)
+        if getattr(config, f.name) != getattr(type(config)(), f.name)
+    }
+
+
+def test_a_file_of_0_11_loads():
+    config = load(CONFIGS / "old_single.yaml")
+    assert changed(config) == {"distributed_type": "NO", "mixed_precision": "fp16", "num_processes": 1}
+
+
+def test_a_file_of_0_12_loads():
+    config = load(CONFIGS / "old_compiled.yaml")
+    assert config.dynamo.backend == "INDUCTOR"
+    assert (config.distributed_type, config.num_processes, config.mixed_precision) == ("MULTI_GPU", 2, "bf16")
+    assert config.same_network is True
+    assert config.tpu.downcast_bf16 is False
+
+
+def test_an_old_fsdp_file_loads():
+    section = load(CONFIGS / "old_fsdp.yaml").fsdp
+    assert section.sharding_strategy == "FULL_SHARD"
+    assert section.backward_prefetch == "BACKWARD_PRE"
+    assert section.transformer_cls_names_to_wrap == ("BertLayer",)
+    assert section.cpu_offload is False
+
+
+def test_an_mpi_file_loads_and_says_what_is_retired(caplog):
+    with caplog.at_level(logging.WARNING, "accel_state"):
+        config = load(CONFIGS / "mpi.yaml")
+    assert config.mpirun.hostfile == "/home/user/hostfile"
+    assert (config.num_processes, config.num_machines, config.use_cpu) == (16, 4, True)
+    assert config.main_process_port == 29500
+    said = " ".join(caplog.messages)
+    assert "ipex_config is ignored" in said
+    assert "mpirun_config.mpirun_ccl is ignored" in said
+
+
+def test_a_sagemaker_file_loads():
+    config = load(CONFIGS / "sagemaker.yaml")
+    assert isinstance(config, SageMakerConfig)
+    assert (config.profile, config.iam_role_name, config.pytorch_version) == (
+        "MY_PROFILE",
+        "my_role",
+        "1.10.2",
+    )
+    assert config.distributed_type == "NO"
+
+
+def test_an_fp8_file_with_the_wizards_names_loads():
+    section = load(CONFIGS / "fp8.yaml").fp8
+    assert (section.backend, section.fp8_format) == ("TE", "E4M3")
+    assert (section.amax_history_len, section.amax_compute_algo) == (1024, "max")
+    assert section.override_linear_precision == (False, False, False)
+
+
+def test_an_fsdp2_file_with_a_mesh_loads():
+    config = load(CONFIGS / "fsdp2.yaml")
+    assert config.use_fsdp
+    assert config.use_parallelism_config
+    assert config.fsdp.reshard_after_forward is True
+    assert config.fsdp.transformer_cls_names_to_wrap == ("LlamaDecoderLayer", "LlamaEmbedding")
+    assert (config.parallelism.dp_shard_size, config.parallelism.cp_size) == (4, 2)
+    assert config.parallelism.cp_comm_strategy == "alltoall"
+
+
+def test_a_deepspeed_file_loads_with_a_bare_no():
+    config = load(CONFIGS / "deepspeed.yaml")
+    assert config.mixed_precision == "no"  # YAML reads the bare word as false
+    assert config.gradient_accumulation_steps == 4
+    assert config.deepspeed.zero3_init_flag is True
+    assert config.deepspeed.offload_param_nvme_path == "/nvme"
+    assert config.rdzv_backend == "c10d"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_every_fixture_survives_being_written(path, suffix, tmp_path):
+    config = load(path)
+    copy = save(config, tmp_path / f"copy{suffix}")
+    assert load(copy) == config
+
+
+def test_a_written_file_has_only_keys_that_accelerate_knows(tmp_path):
+    surface = json.loads((CONFIGS.parent / "accelerate_surface.json").read_text())["keys"]
+    data = yaml.safe_load(save(load(CONFIGS / "fsdp2.yaml"), tmp_path / "f.yaml").read_text())
+    assert set(data) <= set(surface["LOCAL_MACHINE"])
+    for place in ("fsdp_config", "parallelism_config"):
+        assert set(data[place]) <= set(surface[place])
+
+
+def test_writing_drops_unset_values_and_empty_sections(tmp_path):
+    path = save(LaunchConfig(num_processes=2), tmp_path / "new" / "f.yaml")
+    data = yaml.safe_load(path.read_text())
+    assert data["num_processes"] == 2
+    assert not [key for key, value in data.items() if value in (None, {}, [])]
+    assert not [key for key in data if key.endswith("_config")]
+    assert [entry.name for entry in path.parent.iterdir()] == ["f.yaml"]
+
+
+def test_json_is_chosen_by_extension(tmp_path):
+    path = save(LaunchConfig(num_processes=2), tmp_path / "f.json")
+    assert json.loads(path.read_text())["num_processes"] == 2
+    assert load(path).num_processes == 2
+
+
+def test_null_means_unset(tmp_path):
+    path = write(tmp_path / "f.yaml", "num_processes: null\nfsdp_config: null\nmixed_precision:\n")
+    assert load(path) == LaunchConfig()
+
+
+def test_an_empty_file_is_a_configuration_of_defaults(tmp_path):
+    assert load(write(tmp_path / "f.yaml", "")) == LaunchConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "fsdp_config:\n  fsdp_offload_parms: true\n",
+            r"fsdp_config\.fsdp_offload_parms .*fsdp_config\.fsdp_offload_params",
+        ),
+        ("mixed_precison: fp16\n", r"mixed_precison .*did you mean mixed_precision"),
+        ("fp8_config:\n  formt: E4M3\n", r"fp8_config\.formt .*fp8_config\.format"),
+        ("zero_stage: 3\n", r"zero_stage does not exist; it belongs at deepspeed_config\.zero_stage"),
+        (
+            "deepspeed_config:\n  num_processes: 3\n",
+            r"deepspeed_config\.num_processes .*belongs at num_processes",
+        ),
+        ("xyzzy: 3\n", r"key xyzzy does not exist$"),
+        ("a_typo: 1\nanother_typo: 2\n", r"a_typo.*another_typo"),
+    ],
+)
+def test_t15_unknown_keys_are_errors_at_any_depth(text, message, tmp_path):
+    with pytest.raises(UnknownKeyError, match=message):
+        load(write(tmp_path / "f.yaml", text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("num_processes: four\n", r"num_processes is 'four'; expected a whole number"),
+        ("num_processes: true\n", r"num_processes is True; expected a whole number"),
+        ("num_processes: -1\n", r"num_processes is -1; expected a whole number of at least 1"),
+        ("main_process_port: 70000\n", r"main_process_port is 70000; expected .* from 0 to 65535"),
+        ("debug: maybe\n", r"debug is 'maybe'; expected true or false"),
+        ("mixed_precision: bf17\n", r"mixed_precision is 'bf17'; expected one of no, fp16, bf16, fp8"),
+        ("distributed_type: FSPD\n", r"distributed_type is 'FSPD'; expected one of NO, .*FSDP"),
+        ("fsdp_config: 3\n", r"fsdp_config is 3; expected a mapping"),
+        ("fsdp_config:\n  fsdp_version: 3\n", r"fsdp_config\.fsdp_version is 3; expected .* from 1 to 2"),
+        ("tpu_vm: 3\n", r"tpu_vm is 3; expected a list of texts"),
+        (
+            "fp8_config:\n  override_linear_precision: [true]\n",
+            r"override_linear_precision is \[True\]; expected three",
+        ),
+        ("num_processes: [2\n", r"is not valid YAML"),
+        ("- 1\n", r"holds list; expected a mapping"),
+        (
+            "compute_environment: MOON\n",
+            r"compute_environment is 'MOON'; expected one of LOCAL_MACHINE, AMAZON_SAGEMAKER",
+        ),
+        (
+            "fsdp_config:\n  fsdp_offload_params: true\n  offload_params: false\n",
+            r"fsdp_config\.fsdp_offload_params is True and fsdp_config\.offload_params is False, but both",
+        ),
+        (
+            "pytorch_version: 1.1\ncompute_environment: AMAZON_SAGEMAKER\n",
+            r"pytorch_version is 1\.1; expected text",
+        ),
+    ],
+)
+def test_wrong_values_name_key_value_and_what_was_expected(text, message, tmp_path):
+    path = write(tmp_path / "f.yaml", text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_broken_json_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        load(write(tmp_path / "f.json", "{"))
+
+
+def test_a_missing_file_is_an_error_of_both_kinds(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.yaml does not exist"):
+        load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigNotFoundError):
+        load(tmp_path / "nowhere.yaml")
+
+
+def test_the_default_file_is_ours_then_theirs(tmp_path):
+    environ = {"HF_HOME": str(tmp_path)}
+    assert find_default(environ) is None
+    theirs = write(tmp_path / "accelerate" / "default_config.yaml", "debug: true\n")
+    assert find_default(environ).path == theirs
+    assert find_default(environ).foreign
+    ours = write(default_path(environ), "debug: true\n")
+    assert find_default(environ).path == ours
+    assert not find_default(environ).foreign
+
+
+def test_where_the_default_file_lies():
+    assert default_path({"HF_HOME": "/a"}) == Path("/a/accel/default_config.yaml")
+    assert default_path({"XDG_CACHE_HOME": "/c"}) == Path("/c/huggingface/accel/default_config.yaml")
+    assert default_path({}) == Path("~/.cache/huggingface/accel/default_config.yaml").expanduser()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("c.yaml", "num_processes: 2\ndebug: true\nnum_processes: 3\n", "num_processes"),
+        ("c.yaml", "dynamo_config:\n  dynamo_mode: default\n  dynamo_mode: max-autotune\n", "dynamo_mode"),
+        ("c.json", '{"num_processes": 2, "num_processes": 3}', "num_processes"),
+        ("c.json", '{"dynamo_config": {"dynamo_mode": "default", "dynamo_mode": "default"}}', "dynamo_mode"),
+    ],
+)
+def test_a_key_that_is_repeated_is_refused(tmp_path, name, text, key):
+    with pytest.raises(ConfigError, match=f"{name}: key {key} stands there 2 times"):
+        load(write(tmp_path / name, text))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("c.yaml", "num_processes: 2\n"), ("c.json", '{"num_processes": 2}')]
+)
+def test_a_mark_before_the_text_is_no_part_of_it(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8-sig")
+    assert load(file).num_processes == 2
+
+
+def test_a_key_that_is_no_text_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="key 1 is no text"):
+        load(write(tmp_path / "c.yaml", "1: 2\n"))

@@ -1,0 +1,144 @@
+"""The schema has exactly the names that are known: those of Accelerate, and a frozen list of our own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accel_state.config import (
+    OTHER_VARIABLES,
+    PUBLISHED,
+    Carrier,
+    LaunchConfig,
+    SageMakerConfig,
+    launcher_only_fields,
+    parse_flags,
+    schema_of,
+    variables,
+)
+from accel_state.config.schema import plain_flag
+
+SURFACE = json.loads((Path(__file__).parents[1] / "data" / "accelerate_surface.json").read_text())
+COMMAND_FLAGS = {"help", "-h", "config_file"}  # belong to the command, not to the run
+OUR_FLAGS = {
+    "command", "command_file", "commands", "distributed_type", "dry_run",
+    "fp8_use_mxfp8_block_scaling", "fsdp_backward_prefetch_policy", "fsdp_ignored_modules",
+    "grace_period", "master_addr", "master_port", "nnodes", "node_rank", "nproc_per_node", "resume",
+    "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_vm", "tpu_zone", "use_cpu",
+}  # fmt: skip
+OUR_KEYS = {
+    "LOCAL_MACHINE": {
+        "use_parallelism_config", "num_cpu_threads_per_process", "rdzv_conf", "tee", "log_dir",
+        "role", "max_restarts", "monitor_interval", "grace_period", "gradient_accumulation_steps",
+    },
+    "AMAZON_SAGEMAKER": set(),
+    "fp8_config": {"use_mxfp8_block_scaling"},
+}  # fmt: skip
+OUR_VARIABLES = {"ACCELERATE_DISTRIBUTED_TYPE", "ACCELERATE_RESUME", "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"}
+LOCAL, SAGEMAKER = schema_of(LaunchConfig), schema_of(SageMakerConfig)
+
+
+def their_flags():
+    return {plain_flag(flag) for spellings in SURFACE["flags"] for flag in spellings} - COMMAND_FLAGS
+
+
+def test_the_frozen_table_has_the_documented_sizes():
+    keys = SURFACE["keys"]
+    assert len(SURFACE["flags"]) == 123 + 1  # one flag is newer than the count
+    assert len(keys["LOCAL_MACHINE"]) == 31
+    assert len(keys["AMAZON_SAGEMAKER"]) == 21
+    sizes = {
+        "dynamo": 5,
+        "deepspeed": 15,
+        "fsdp": 16,
+        "megatron_lm": 27,
+        "parallelism": 11,
+        "fp8": 11,
+        "mpirun": 1,
+    }
+    nested = {
+        name: len(keys["parallelism_config" if name == "parallelism" else f"{name}_config"]) for name in sizes
+    }
+    assert nested == sizes
+    assert {group: len(names) for group, names in SURFACE["variables"].items()} == {
+        "ACCELERATE": 51, "FSDP": 15, "PARALLELISM_CONFIG": 11, "MEGATRON_LM": 27, "others": 62,
+    }  # fmt: skip
+
+
+def test_every_flag_of_accelerate_launch_exists():
+    known = {*LOCAL.by_flag, *LOCAL.switches, "no_tpu_cluster", "aws_access_key_id", "aws_secret_access_key"}
+    assert their_flags() <= known
+    # The three that are no names of options of a local run:
+    assert parse_flags(["--no_tpu_cluster"]).values == {"tpu.tpu_use_cluster": False}
+    assert {"aws_access_key_id", "aws_secret_access_key"} <= set(SAGEMAKER.by_flag)
+
+
+def test_every_other_flag_is_in_the_frozen_list():
+    assert {*LOCAL.by_flag, *LOCAL.switches} - their_flags() == OUR_FLAGS
+
+
+@pytest.mark.parametrize("place", [place for place in SURFACE["keys"] if place.endswith("_config")])
+def test_every_key_of_a_nested_section_exists_and_no_others(place):
+    theirs = set(SURFACE["keys"][place])
+    fields = {bound.keys[0] for bound in LOCAL.options if bound.file_key == place}
+    moved = {"gradient_accumulation_steps"} if place == "deepspeed_config" else set()
+    assert fields == (theirs - moved) | OUR_KEYS.get(place, set())
+
+
+def test_the_names_that_the_wizard_of_accelerate_writes_are_read():
+    for key in SURFACE["keys"]["fp8_config written by its wizard"]:
+        assert ("fp8_config", key) in LOCAL.by_key
+
+
+@pytest.mark.parametrize(("root", "environment"), [(LOCAL, "LOCAL_MACHINE"), (SAGEMAKER, "AMAZON_SAGEMAKER")])
+def test_every_top_level_key_exists_and_no_others(root, environment):
+    top = {bound.keys[0] for bound in root.options if bound.keys and bound.file_key is None}
+    ours = OUR_KEYS[environment] | ({"fp8_config"} if environment == "AMAZON_SAGEMAKER" else set())
+    assert top | set(root.file_keys) | {"compute_environment"} == set(SURFACE["keys"][environment]) | ours
+
+
+def test_every_variable_of_accelerate_is_an_option_or_belongs_to_somebody():
+    theirs = {name for names in SURFACE["variables"].values() for name in names}
+    options = variables(LaunchConfig) | variables(SageMakerConfig)
+    assert theirs - options == set(OTHER_VARIABLES)
+    assert options - theirs == OUR_VARIABLES
+
+
+def test_published_variables_are_frozen():
+    assert set(PUBLISHED) == {
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+        "ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING",
+        "ACCELERATE_USE_DEEPSPEED",
+    }  # fmt: skip
+
+
+def test_launcher_only_fields_are_frozen():
+    assert set(launcher_only_fields()) == {
+        "num_machines", "gpu_ids", "num_processes", "machine_rank", "main_process_ip",
+        "main_process_port", "same_network", "rdzv_backend", "rdzv_conf", "module", "no_python",
+        "quiet", "dry_run", "tee", "log_dir", "role", "max_restarts", "monitor_interval",
+        "grace_period", "deepspeed.deepspeed_hostfile", "deepspeed.deepspeed_exclusion_filter",
+        "deepspeed.deepspeed_inclusion_filter", "deepspeed.deepspeed_multinode_launcher",
+        "mpirun.hostfile", "tpu.tpu_name", "tpu.tpu_zone", "tpu.tpu_use_cluster",
+        "tpu.tpu_use_sudo", "tpu.command_file", "tpu.commands", "tpu.tpu_vm", "tpu.tpu_env",
+        "tpu.main_training_function",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("root", [LOCAL, SAGEMAKER], ids=["local", "sagemaker"])
+def test_names_are_unambiguous_and_every_option_is_described(root):
+    for name in ("keys", "flags", "variables"):
+        seen = [
+            (bound.file_key if name == "keys" else "", spelled)
+            for bound in root.options
+            for spelled in getattr(bound, name)
+        ]
+        assert len(seen) == len(set(seen)), name
+    for bound in root.options:
+        assert bound.about.help.endswith("."), bound.path
+        assert bound.carriers - {Carrier.LAUNCHER}, bound.path
+        # None means unset, so exactly the fields that may be None have no other default.
+        field = root.sections.get(bound.section, root.root).__dataclass_fields__[bound.attribute]
+        assert (bound.default is None) == field.type.endswith("| None"), bound.path

@@ -1,0 +1,1 @@
+"""Saving and loading on behalf of an `Accelerator`."""

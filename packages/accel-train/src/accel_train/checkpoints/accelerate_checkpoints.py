@@ -1,0 +1,220 @@
+"""Loading training states that Accelerate wrote, on behalf of an `Accelerator`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.utils.data import RandomSampler, SequentialSampler
+
+import accel_ckpt
+from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile, accelerate_checkpoints
+from accel_train.data.sampling.seedable import SeedableRandomSampler
+from accel_train.errors import OptionError
+from accel_train.unwrap import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accel_train.accelerator import Accelerator
+
+__all__ = ["all_checkpoints", "number_of", "read"]
+
+logger = logging.getLogger(__name__)
+
+
+def all_checkpoints(folder: Path) -> list[Path]:
+    """Automatic checkpoints to go on from, oldest first: complete ones of ours, and Accelerate's.
+
+    Args:
+        folder: with folders ``checkpoint_<number>``.
+    """
+    return sorted([*accelerate_checkpoints(folder), *accel_ckpt.complete_checkpoints(folder)], key=number_of)
+
+
+def number_of(directory: Path) -> int:
+    """The number at the end of a checkpoint's name."""
+    return int(directory.name.rpartition("_")[2])
+
+
+def read(
+    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trusted: bool = False
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
+    """Read everything that Accelerate saved for this rank; nothing is changed yet.
+
+    Args:
+        accelerator: with everything prepared and registered as in the script that saved.
+        directory: the folder.
+        allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
+        trusted: unpickle custom objects and schedulers, which can run code.
+
+    Returns:
+        State dicts of the models, the shared parts by the names that states of ours give them (loaders only
+        where there is a position), and the random states.
+
+    Raises:
+        StateMismatchError: other objects are prepared or registered than were saved.
+        CheckpointNotFoundError: a file is missing, that of the rank's random states included.
+        UnsafeCheckpointError: a file could only be read by running code from it.
+        CorruptCheckpointError: a file cannot be read.
+    """
+    opt_in = "load_state(…, trust_custom_objects=True) runs it"
+    checkpoint = AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
+    _check_parts(accelerator, checkpoint)
+    shared: dict[str, Any] = {}
+    for index, optimizer in enumerate(accelerator._optimizers):
+        shared[f"optimizer_{index}"] = checkpoint.optimizer(index, optimizer.optimizer, accelerator._models)
+    for index in range(len(accelerator._schedulers)):
+        shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
+    if accelerator.scaler is not None:
+        shared["scaler"] = checkpoint.scaler()
+    for index in range(len(accelerator._custom_objects)):
+        shared[f"custom_{index}"] = checkpoint.custom(index)
+    notes = []
+    for index, loader in enumerate(accelerator._dataloaders):
+        if getattr(loader, "use_stateful_dataloader", False) and index in checkpoint.loaders:
+            state, note = _loader_state(checkpoint.loader(index), loader, len(checkpoint.ranks))
+            shared[f"loader_{index}"] = state
+            notes += [f"loader {index}: {note}"] if note else []
+    own = _rank_file(accelerator, checkpoint, allow_missing_rng, notes)
+    shared["step"] = 0 if own is None or own.step is None else own.step
+    # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
+    models = [
+        _with_ties(model, checkpoint.model(index)) if checkpoint.parts()["models"] else {}
+        for index, model in enumerate(accelerator._models)
+    ]
+    if accelerator.is_main_process:
+        _say(checkpoint, notes)
+    return models, shared, None if own is None else own.rng
+
+
+def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
+    parts = ", ".join(f"{count} {name}" for name, count in checkpoint.parts().items() if count)
+    warnings.warn(
+        f"{checkpoint.directory} was written by Accelerate ({checkpoint.kind}, {len(checkpoint.ranks)} ranks; "
+        f"{parts}). "
+        "Nothing in it tells a complete save from one that was cut off."
+        + "".join(f" {note[0].upper()}{note[1:]}." for note in notes),
+        stacklevel=2,
+    )
+
+
+def _check_parts(accelerator: Accelerator, checkpoint: AccelerateCheckpoint) -> None:
+    here = {
+        "models": len(accelerator._models),
+        "optimizers": len(accelerator._optimizers),
+        "schedulers": len(accelerator._schedulers),
+        "scalers": int(accelerator.scaler is not None),
+        "custom objects": len(accelerator._custom_objects),
+    }
+    there = checkpoint.parts()
+    if accelerator._hooks.load and not there["models"]:
+        del here["models"]
+    problems = [
+        f"{there[name]} {name}, and here are {here[name]}" for name in here if here[name] != there[name]
+    ]
+    if problems:
+        raise accel_ckpt.StateMismatchError(
+            f"{checkpoint.directory}, written by Accelerate ({checkpoint.kind}), does not fit this script: it holds "
+            f"{'; '.join(problems)}. Prepare and register the same objects, in the same order, as the script that "
+            "saved it."
+        )
+
+
+def _rank_file(
+    accelerator: Accelerator, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
+) -> RankFile | None:
+    advice = "Pass allow_missing_rng=True to go on with the random state as it is."
+    try:
+        own = checkpoint.rank(accelerator.process_index)
+        _fit_devices(accelerator, own.rng)
+    except accel_ckpt.CheckpointError as error:
+        if not allow_missing_rng:
+            raise type(error)(f"{error}. {advice}") from error
+        notes.append(f"the random state of rank {accelerator.process_index} stays as it is: {error}")
+        logger.info("random states were not restored: %s", error)
+        return None
+    return own
+
+
+def _fit_devices(accelerator: Accelerator, rng: dict[str, Any]) -> None:
+    """Keep the states of the devices that this rank uses; they were saved for all devices of its machine."""
+    saved = rng.get("device")
+    here = accelerator.device
+    kind = None if here.type == "cpu" else here.type
+    there = None if saved is None else saved["type"]
+    if kind is None:
+        rng.pop("device", None)  # saved wherever there was one, used or not
+    elif kind != there:
+        raise accel_ckpt.StateMismatchError(
+            f"its random states were saved {f'on {there}' if there else 'without an accelerator'}, and this process "
+            f"runs on {kind}"
+        )
+    elif saved is not None and accelerator.num_processes > 1 and len(saved["states"]) > 1:
+        saved["states"] = [saved["states"][here.index or 0]]
+
+
+def _with_ties(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights under all names: Accelerate leaves out names whose tensor is there under another one."""
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    own = accel_ckpt.canonical_state_dict(plain.state_dict(keep_vars=True), plain)
+    groups: dict[int, list[str]] = {}
+    for name, value in own.items():
+        groups.setdefault(id(value), []).append(name)
+    complete = dict(weights)
+    for names in groups.values():
+        present = [name for name in names if name in weights]
+        for name in names if present else ():
+            complete.setdefault(name, weights[present[0]])
+    return complete
+
+
+def _loader_state(saved: Any, loader: Any, ranks: int) -> tuple[dict[str, Any], str]:
+    """The position of a loader of torchdata as one of ours, and what has to be said about it."""
+    batches, finished = _batches(saved)
+    split = bool(getattr(loader.batch_sampler, "split_batches", False))
+    size = getattr(loader.batch_sampler, "batch_size", None) or 1
+    rounds = 1 if split else ranks
+    begun = not finished and batches > 0
+    randomness = loader._randomness()
+    state = {
+        "version": 1,
+        "ranks": ranks,
+        "epoch": loader.iteration,
+        "finished": not begun,
+        "batches_yielded": batches if begun else 0,
+        # Whichever way this loader goes through its data, it reads the entries that are its own.
+        "position": {
+            "samples": batches * size * rounds,
+            "base_batches": batches * rounds,
+            "local_batches": batches,
+            "samples_per_batch": size,
+        },
+        "draw": {},
+        # The run that goes on has its iterator already, so making one must not move the restored generators.
+        "begun_with": randomness.tree(randomness.now()),
+    }
+    sampler = loader.get_sampler()
+    if not begun or sampler is None or isinstance(sampler, SeedableRandomSampler | SequentialSampler):
+        return state, ""
+    drawn = "drawn anew" if isinstance(sampler, RandomSampler) else "what its sampler gives now"
+    return state, (
+        f"it continues after {batches} batches of each rank, but the order of the interrupted epoch was not saved, so "
+        f"the order is {drawn}"
+    )
+
+
+def _batches(saved: Any) -> tuple[int, bool]:
+    """Batches that each rank had been handed, and whether the epoch was over."""
+    try:
+        finished = bool(saved["_iterator_finished"]) if "_iterator_finished" in saved else False
+        if "_snapshot" in saved:  # with workers
+            return int(saved["_snapshot"]["_snapshot_step"]) + int(saved["_steps_since_snapshot"]), finished
+        return int(saved["_num_yielded"]), finished
+    except (KeyError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"The saved state of a loader is not one of torchdata's: {error!r} in {saved!r:.200}. Load without "
+            "use_stateful_dataloader, and go on with skip_first_batches."
+        ) from error

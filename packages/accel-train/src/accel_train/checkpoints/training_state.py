@@ -1,0 +1,404 @@
+"""What a training state holds besides weights: collecting it, reading it, putting it back.
+
+Shared trees are the same on every rank: optimizers, schedulers, the scaler, registered objects, counters. Every rank
+has trees of its own: random generators, the places of its loaders, and its unfinished accumulation windows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import nn
+
+import accel_ckpt
+from accel_ckpt.format import tagged_json
+from accel_ckpt.modules.names import misfits, under_own_names
+from accel_ckpt.tensor_storage import as_bytes
+from accel_state.log import get_logger
+from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
+from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_train.errors import OptionError
+from accel_train.unwrap import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accel_train.accelerator import Accelerator
+
+__all__ = ["Registered", "Saved", "apply", "collect", "fit", "read"]
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An object that the script wants to be part of the state.
+
+    Args:
+        item: has `state_dict()` and `load_state_dict()`.
+        trusted: its state may be pickled when it is more than plain data and tensors.
+    """
+
+    item: Any
+    trusted: bool = False
+
+
+@dataclass
+class Saved:
+    """What a checkpoint holds for this rank, read and verified."""
+
+    directory: Path
+    models: list[dict[str, Any]]
+    shared: dict[str, Any]
+    rng: dict[str, Any] | None
+    loaders: Mapping[int, dict[str, Any]]
+    """States of prepared loaders by number; Accelerate saves few of them."""
+    replicas: Mapping[str, Any]
+    """What this rank's copies of the models have of their own; empty for another number of ranks."""
+    windows: Mapping[str, Any] | None
+    """This rank's unfinished accumulation windows; None where none are saved."""
+
+
+# Collecting. Nothing here may change what the training does next.
+
+
+def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
+
+    Tensors in them are the training's own, so a save copies them before it lets the training go on.
+    """
+    found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
+
+    def work() -> dict[str, str]:
+        shared, own = _shared_trees(accelerator), _rank_trees(accelerator)
+        buffers = _replicated_buffers(accelerator)
+        marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
+        found.append((shared, own, buffers, marks))
+        return marks
+
+    first, *_ = accel_ckpt.run_together(
+        work,
+        accel_ckpt.default_coordinator(),
+        doing="collecting the training state",
+        error=accel_ckpt.CheckpointSaveError,
+    )
+    [(shared, own, buffers, marks)] = found
+    # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
+    own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
+    return shared, own
+
+
+def _replicated_buffers(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+    """Buffers of models of which every rank has a copy, by name."""
+    if accelerator.num_processes == 1:
+        return {}
+    strategy = accelerator._plan.strategy
+    found: dict[str, torch.Tensor] = {}
+    for index, (plain, prepared) in enumerate(
+        zip(accelerator._models, accelerator._prepared_models, strict=True)
+    ):
+        if strategy.keeps_replicas(prepared):
+            buffers = dict(plain.named_buffers())
+            saved = accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
+            for name, buffer in accel_ckpt.canonical_state_dict(buffers, plain).items():
+                if name in saved:
+                    found[f"model_{index}.{name}"] = buffer
+    return found
+
+
+def _fingerprint(tensor: torch.Tensor) -> str:
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
+
+
+def _shared_trees(accelerator: Accelerator) -> dict[str, Any]:
+    """The trees that are the same on every rank."""
+    shared: dict[str, Any] = {
+        "step": accelerator.step,
+        "progress": {
+            "save_iteration": accelerator.project_configuration.iteration + 1,
+            "optimizers": [
+                {"skipped": optimizer.step_was_skipped, "spent": optimizer.gradients_spent}
+                for optimizer in accelerator._optimizers
+            ],
+        },
+    }
+    for index, optimizer in enumerate(accelerator._optimizers):
+        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(
+            optimizer.optimizer, accelerator._models
+        )
+    for index, scheduler in enumerate(accelerator._schedulers):
+        shared[f"scheduler_{index}"] = scheduler.state_dict()
+    scaler = accelerator._plan.precision.state_dict(_inner_optimizers(accelerator))
+    if scaler is not None:
+        shared["scaler"] = scaler
+    for index, registered in enumerate(accelerator._custom_objects):
+        key, tree = _dump_registered(registered)
+        shared[f"{key}_{index}"] = tree
+    return shared
+
+
+def _rank_trees(accelerator: Accelerator) -> dict[str, Any]:
+    """The trees that are this rank's own."""
+    trees: dict[str, Any] = {"rng": get_rng_state()}
+    for index, loader in enumerate(accelerator._dataloaders):
+        trees[f"loader_{index}"] = loader.state_dict()
+    trees["windows"] = window_state.dump(accelerator._accumulator, _trained(accelerator))
+    strategy = accelerator._plan.strategy
+    trees["replicas"] = [strategy.replica_state(model) for model in accelerator._prepared_models]
+    return trees
+
+
+def _dump_registered(registered: Registered) -> tuple[str, Any]:
+    state = registered.item.state_dict()
+    if registered.trusted and not _is_plain(state):
+        return "pickled", pickle.dumps(state)
+    return "custom", state
+
+
+def _is_plain(state: Any) -> bool:
+    try:
+        tagged_json.encode(state, lambda path, tensor: "")
+    except accel_ckpt.UnsupportedValueError:
+        return False
+    return True
+
+
+def _trained(accelerator: Accelerator) -> window_state.Trained:
+    return window_state.Trained(
+        accelerator._models, accelerator._prepared_models, accelerator._optimizers, accelerator._dataloaders
+    )
+
+
+def _inner_optimizers(accelerator: Accelerator) -> list[torch.optim.Optimizer]:
+    return [optimizer.optimizer for optimizer in accelerator._optimizers]
+
+
+# Reading. Whatever can fail, fails here, before anything is changed.
+
+
+def read(
+    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
+) -> Saved:
+    """Read everything, and check that it fits.
+
+    Raises:
+        CheckpointNotFoundError: there is no complete checkpoint, or none of this rank's state in it.
+        CorruptCheckpointError: a file is not what was written.
+        StateMismatchError: other objects are prepared or registered than were saved.
+        OptionError: an object was pickled, and it is not said here that it is trusted.
+    """
+    if accel_ckpt.is_accelerate_checkpoint(directory):
+        return _read_foreign(accelerator, directory, allow_missing_rng, trust_custom_objects)
+    checkpoint = accel_ckpt.open_training_state(directory)
+    optimizers = [f"optimizer_{index}" for index in range(len(accelerator._optimizers))]
+    shared = dict(checkpoint.mapped_shared(optimizers))  # they copy what they are given
+    own = checkpoint.per_rank(_home(accelerator, checkpoint), allow_missing=allow_missing_rng)
+    known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
+    parts = {*shared, *(name for name in known if name.startswith("loader_"))}
+    _check_parts(accelerator, parts, directory)
+    if not accelerator._hooks.load:  # which may load models themselves
+        _check_models(len(accelerator._models), len(checkpoint.models), directory)
+    _check_trust(accelerator, shared, trust_custom_objects, directory)
+    loaders = {index: known[f"loader_{index}"] for index in range(len(accelerator._dataloaders))}
+    for index, loader in enumerate(accelerator._dataloaders):
+        loader.check_state_dict(loaders[index])
+    windows = _read_windows(accelerator, checkpoint, own, known)
+    for index in range(len(accelerator._custom_objects)):
+        if f"pickled_{index}" in shared:
+            shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
+    models = [checkpoint.mapped_model(index) for index in range(len(checkpoint.models))]
+    same = own is not None and accelerator.num_processes == checkpoint.manifest.world_size
+    replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
+    rng = _read_rng(accelerator, checkpoint, own)
+    return Saved(directory, models, shared, rng, loaders, replicas, windows)
+
+
+def _read_foreign(
+    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
+) -> Saved:
+    """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
+    models, shared, rng = accelerate_checkpoints.read(
+        accelerator, directory, allow_missing_rng, trust_custom_objects
+    )
+    numbers = range(len(accelerator._dataloaders))
+    loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
+    return Saved(directory, models, shared, rng, loaders, {}, None)
+
+
+def _home(accelerator: Accelerator, checkpoint: accel_ckpt.TrainingCheckpoint) -> int:
+    """The rank whose trees this rank takes up: its own, or for a rank that is new, the first."""
+    rank = accelerator.process_index
+    return rank if rank < checkpoint.manifest.world_size else min(checkpoint.manifest.ranks)
+
+
+def _read_rng(
+    accelerator: Accelerator, checkpoint: accel_ckpt.TrainingCheckpoint, own: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    if own is None:
+        return None  # allowed by the caller
+    rng: dict[str, Any] = own["rng"]
+    before, rank = checkpoint.manifest.world_size, accelerator.process_index
+    if accelerator.num_processes > before:
+        new = ", ".join(str(other) for other in range(before, accelerator.num_processes))
+        _logger.warning(
+            f"{checkpoint.directory} was saved by {before} ranks; rank {new} is new and derives its random state from "
+            "a saved one."
+        )
+    return rng if rank < before else derive_rng_state(rng, rank)
+
+
+def _read_windows(
+    accelerator: Accelerator,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    own: Mapping[str, Any] | None,
+    known: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    windows: Mapping[str, Any] = known["windows"]
+    ranks = accelerator.num_processes
+    if own is None and (windows["windows"] or windows["gradients"]):
+        raise accel_ckpt.StateMismatchError(
+            f"{checkpoint.directory} was saved inside an accumulation window and holds no state of rank "
+            f"{accelerator.process_index}, whose gradients it would need. Load a checkpoint that is complete, or one "
+            "that was saved between two steps."
+        )
+    if ranks != checkpoint.manifest.world_size:
+        trees = []
+        for rank in range(checkpoint.manifest.world_size):
+            saved = checkpoint.per_rank(rank)
+            assert saved is not None, "a missing rank raises"
+            trees.append(saved["windows"])
+        windows = window_state.for_other_ranks(trees, ranks, accelerator.process_index)
+    window_state.check(_trained(accelerator), windows)
+    return windows
+
+
+def _expected(accelerator: Accelerator) -> Iterator[str]:
+    yield from (f"optimizer_{index}" for index in range(len(accelerator._optimizers)))
+    yield from (f"scheduler_{index}" for index in range(len(accelerator._schedulers)))
+    yield from (f"loader_{index}" for index in range(len(accelerator._dataloaders)))
+    yield from (f"custom_{index}" for index in range(len(accelerator._custom_objects)))
+    if accelerator.scaler is not None:
+        yield "scaler"
+
+
+def _check_parts(accelerator: Accelerator, parts: set[str], directory: Path) -> None:
+    """Say what does not match, before anything is changed."""
+    prepared = set(_expected(accelerator))
+    saved = {part.replace("pickled_", "custom_") for part in parts} - {"step", "progress"}
+    problems = []
+    if prepared - saved:
+        problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
+    if saved - prepared:
+        problems.append(f"nothing was prepared or registered for its {', '.join(sorted(saved - prepared))}")
+    if problems:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
+            "the same order, as the script that saved it."
+        )
+
+
+def _check_models(here: int, saved: int, directory: Path) -> None:
+    if here != saved:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit this script: it holds {saved} models, and {here} were prepared, or left by the "
+            "load hooks. Prepare the same models, in the same order, as the script that saved it."
+        )
+
+
+def _check_trust(accelerator: Accelerator, shared: Mapping[str, Any], trusted: bool, directory: Path) -> None:
+    """Refuse to unpickle, unless it was said twice that this object's pickle is to be trusted."""
+    for index, registered in enumerate(accelerator._custom_objects):
+        if f"pickled_{index}" not in shared or (registered.trusted and trusted):
+            continue
+        kind = type(registered.item).__name__
+        missing = [] if registered.trusted else ["register_for_checkpointing(…, trusted=True)"]
+        missing += [] if trusted else ["load_state(…, trust_custom_objects=True)"]
+        raise OptionError(
+            f"{directory} holds the registered object {index} ({kind}) as a pickle, which can run any code when it is "
+            f"loaded. If you trust whoever wrote the checkpoint, say so: {' and '.join(missing)}."
+        )
+
+
+# Putting back
+
+Pairs: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def fit(accelerator: Accelerator, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
+    """Which weights go to which of `models`, the ones that load hooks have left; checked, also for the optimizers.
+
+    Raises:
+        StateMismatchError: names or shapes are others than were saved.
+    """
+    kept = [model for model in accelerator._models if any(model is other for other in models)]
+    if len(saved.models) == len(accelerator._models):
+        paired = zip(accelerator._models, saved.models, strict=True)
+        pairs = [(model, weights) for model, weights in paired if any(model is other for other in kept)]
+    else:  # a save hook dropped the weights of models that the load hook has loaded
+        _check_models(len(kept), len(saved.models), saved.directory)
+        pairs = list(zip(kept, saved.models, strict=True))
+    for model, weights in pairs:
+        _check_weights(model, weights, strict, saved.directory)
+    for index, optimizer in enumerate(accelerator._optimizers):
+        accel_ckpt.check_optimizer_state(
+            optimizer.optimizer, saved.shared[f"optimizer_{index}"], accelerator._models
+        )
+    return pairs
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    problems = misfits(plain, weights, strict)
+    if problems:
+        raise accel_ckpt.StateMismatchError(
+            f"{directory} does not fit the model {type(plain).__name__}: {'; '.join(problems)}. Nothing was changed. "
+            "Build the model as it was when the state was saved"
+        )
+
+
+def apply(accelerator: Accelerator, saved: Saved, pairs: Pairs, strict: bool) -> None:
+    """Put everything back."""
+    for model, weights in pairs:
+        _load_model(model, weights, strict)
+    _restore_replicas(accelerator, saved.replicas)
+    shared = saved.shared
+    progress = shared.get("progress", {})
+    for index, optimizer in enumerate(accelerator._optimizers):
+        tree = shared[f"optimizer_{index}"]
+        accel_ckpt.load_optimizer_state(optimizer.optimizer, tree, accelerator._models)
+    for optimizer, flags in zip(accelerator._optimizers, progress.get("optimizers", []), strict=False):
+        optimizer.restore_flags(**flags)
+    for index, scheduler in enumerate(accelerator._schedulers):
+        scheduler.load_state_dict(shared[f"scheduler_{index}"])
+    if "scaler" in shared:
+        accelerator._plan.precision.load_state_dict(shared["scaler"], _inner_optimizers(accelerator))
+    for index, registered in enumerate(accelerator._custom_objects):
+        registered.item.load_state_dict(shared[f"custom_{index}"])
+    for index, state in saved.loaders.items():
+        accelerator._dataloaders[index].load_state_dict(state)
+    if saved.windows is not None:
+        window_state.load(accelerator._accumulator, _trained(accelerator), saved.windows)
+    accelerator.step = shared["step"]
+    if "save_iteration" in progress:
+        accelerator.project_configuration.iteration = progress["save_iteration"]
+    if saved.rng is not None:
+        set_rng_state(saved.rng)
+
+
+def _restore_replicas(accelerator: Accelerator, replicas: Mapping[str, Any]) -> None:
+    strategy = accelerator._plan.strategy
+    for model, state in zip(accelerator._prepared_models, replicas.get("states", []), strict=False):
+        strategy.restore_replica(model, state)
+    here = _replicated_buffers(accelerator)
+    for name, buffer in replicas.get("buffers", {}).items():
+        here[name].copy_(buffer)
+
+
+def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    plain.load_state_dict(under_own_names(plain, weights), strict=strict)

@@ -1,0 +1,284 @@
+"""Accumulation windows that are not finished when a state is saved: their gradients and counts, and going on with them.
+
+Every rank saves its own, because ranks hold different gradients until a window ends. The same number of ranks takes
+these up again, bit for bit. Another number of ranks takes up the mean over the ranks that saved (of gradients of sums
+over items: the sum), which is what the window's end would have made of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accel_ckpt
+from accel_train.errors import AccumulationError
+from accel_train.loop.accumulation import Accumulator, Window
+from accel_train.loop.optimizer import AcceleratedOptimizer
+
+__all__ = ["Trained", "check", "dump", "for_other_ranks", "load"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What windows and gradients are named after.
+
+    Args:
+        models: the models as they were before wrapping.
+        prepared: the same as the script knows them.
+        optimizers: the prepared optimizers.
+        loaders: the prepared loaders.
+    """
+
+    models: Sequence[nn.Module]
+    prepared: Sequence[nn.Module]
+    optimizers: Sequence[AcceleratedOptimizer]
+    loaders: Sequence[Any]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that can have a gradient, by name, each once."""
+        found: dict[str, nn.Parameter] = {}
+        seen: set[int] = set()
+        for index, model in enumerate(self.models):
+            named = dict(model.named_parameters())
+            for name, parameter in accel_ckpt.canonical_state_dict(named, model).items():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    found[f"model_{index}.{name}"] = parameter
+        for index, optimizer in enumerate(self.optimizers):
+            for number, group in enumerate(optimizer.param_groups):
+                for place, parameter in enumerate(group["params"]):
+                    if id(parameter) not in seen:
+                        seen.add(id(parameter))
+                        found[f"optimizer_{index}.{number}.{place}"] = parameter
+        return found
+
+    def name_of(self, model: nn.Module) -> str:
+        """How a model, or a part of one, is found again."""
+        for index, (plain, prepared) in enumerate(zip(self.models, self.prepared, strict=True)):
+            if model is prepared:
+                return f"prepared_{index}"
+            for name, module in plain.named_modules():
+                if module is model:
+                    return f"model_{index}.{name}"
+        raise AccumulationError(
+            f"accumulate() was given a {type(model).__name__} that is no part of a prepared model, and its window is "
+            "not finished: its gradients cannot be saved. Prepare the model, or save when the window has ended."
+        )
+
+    def model_called(self, name: str) -> nn.Module:
+        """The inverse of `name_of`."""
+        kind, _, rest = name.partition("_")
+        number, _, path = rest.partition(".")
+        if kind == "prepared":
+            return self.prepared[int(number)]
+        return self.models[int(number)].get_submodule(path)
+
+    def number_of(self, loader: Any) -> int | None:
+        """Which loader it is, or was made of by skipping."""
+        state = getattr(loader, "epoch_state", None)
+        return next((i for i, known in enumerate(self.loaders) if known.epoch_state is state), None)
+
+
+# Saving
+
+
+def dump(accumulator: Accumulator, trained: Trained) -> dict[str, Any]:
+    """The unfinished windows of this rank as a tree; tensors in it are the gradients themselves.
+
+    Inside `accumulate()` they are as they will be when the block ends.
+
+    Raises:
+        AccumulationError: a window belongs to a model that has no name in the state.
+    """
+    windows = accumulator.unfinished()
+    counting = any(window.backwards for window in [*windows, accumulator.manual])
+    return {
+        "averaged_over": accumulator.gradient_averaging_ranks,
+        "sync_gradients": accumulator.sync_gradients,
+        "last_owner": _owner_number(accumulator.last_owner, trained),
+        "windows": [_dump_window(window, trained) for window in windows],
+        "manual": _dump_window(accumulator.manual, trained),
+        "gradients": {name: _pack(tensor) for name, tensor in _gradients(trained, counting)},
+    }
+
+
+def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
+    """Gradients that the training goes on with: not those that were stepped with and wait to be dropped."""
+    spent = {
+        id(parameter)
+        for optimizer in trained.optimizers
+        if optimizer.gradients_spent and not counting
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return [
+        (name, parameter.grad)
+        for name, parameter in trained.parameters().items()
+        if parameter.grad is not None and id(parameter) not in spent
+    ]
+
+
+def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
+    items = window.items
+    return {
+        "models": [trained.name_of(model) for model in window.models],
+        "micro_batches": window.micro_batches,
+        "planned": window.planned,
+        "backwards": window.backwards,
+        "items": int(items.item()) if isinstance(items, Tensor) else items,
+        "weighted": window.weighted,
+        "loader": _owner_number(window.owner, trained),
+    }
+
+
+def _owner_number(owner: weakref.ref[Any] | None, trained: Trained) -> int | None:
+    loader = None if owner is None else owner()
+    return None if loader is None else trained.number_of(loader)
+
+
+def _pack(gradient: Tensor) -> Any:
+    gradient = gradient.detach()
+    if gradient.is_sparse:
+        return {
+            "indices": gradient._indices(),
+            "values": gradient._values(),
+            "size": list(gradient.shape),
+            "coalesced": gradient.is_coalesced(),
+        }
+    # What zero_grad(set_to_none=False) leaves need not be written out; that it is there makes a difference.
+    return "zeros" if not gradient.any() else gradient
+
+
+# Loading
+
+
+def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) -> None:
+    """Take up the windows and gradients of a tree that `dump` made for this number of ranks."""
+    accumulator.forget()
+    parameters = trained.parameters()
+    gradients = tree["gradients"]
+    for name, parameter in parameters.items():
+        parameter.grad = _unpack(gradients[name], parameter) if name in gradients else None
+    for saved in tree["windows"]:
+        models = tuple(trained.model_called(name) for name in saved["models"])
+        _load_window(accumulator.window_of(models), saved, trained)
+    _load_window(accumulator.manual, tree["manual"], trained)
+    accumulator.last_owner = _owner(tree["last_owner"], trained)
+    accumulator.sync_gradients = tree["sync_gradients"]
+
+
+def check(trained: Trained, tree: Mapping[str, Any]) -> None:
+    """Whether a tree fits what is prepared.
+
+    Raises:
+        StateMismatchError: it has gradients for parameters that are not here.
+    """
+    unknown = sorted(set(tree["gradients"]) - set(trained.parameters()))
+    if unknown:
+        raise accel_ckpt.StateMismatchError(
+            f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
+            "no prepared model has. Prepare the same models and optimizers as the script that saved it."
+        )
+
+
+def _load_window(window: Window, saved: Mapping[str, Any], trained: Trained) -> None:
+    window.reset()
+    window.micro_batches = saved["micro_batches"]
+    window.planned = saved["planned"]
+    window.backwards = saved["backwards"]
+    window.items = saved["items"]
+    window.weighted = saved["weighted"]
+    window.owner = _owner(saved["loader"], trained)
+
+
+def _owner(number: int | None, trained: Trained) -> weakref.ref[Any] | None:
+    return None if number is None else weakref.ref(trained.loaders[number])
+
+
+def _unpack(packed: Any, parameter: Tensor) -> Tensor:
+    empty = torch.empty_like(parameter, requires_grad=False)
+    if isinstance(packed, str):
+        return empty.zero_()
+    if isinstance(packed, Tensor):
+        return empty.copy_(packed)
+    return torch.sparse_coo_tensor(
+        packed["indices"],
+        packed["values"],
+        packed["size"],
+        dtype=parameter.dtype,
+        device=parameter.device,
+        is_coalesced=packed["coalesced"],
+    )
+
+
+# Another number of ranks
+
+
+def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -> dict[str, Any]:
+    """What rank `rank` of `ranks` takes up of windows that another number of ranks left.
+
+    A window's end averages gradients over ranks. So every rank gets the mean of those that were left; where losses are
+    sums over items, their sum is what counts, and every rank gets an equal part of it.
+
+    Raises:
+        AccumulationError: the ranks held different numbers of micro-batches.
+    """
+    first = trees[0]
+    counts = [[window["micro_batches"] for window in tree["windows"]] for tree in trees]
+    if any(count != counts[0] for count in counts):
+        raise AccumulationError(
+            f"The state was saved inside an accumulation window, of which the ranks held {counts} micro-batches. "
+            f"{ranks} ranks cannot go on with that: continue with {len(trees)}, or save when the window has ended."
+        )
+    windows = [
+        {**window, "items": sum(tree["windows"][place]["items"] for tree in trees) if rank == 0 else 0}
+        for place, window in enumerate(first["windows"])
+    ]
+    items = sum(tree["manual"]["items"] for tree in trees) if rank == 0 else 0
+    weighted = _weighted_models([*first["windows"], first["manual"]])
+    names = {name: None for tree in trees for name in tree["gradients"]}
+    gradients: dict[str, Any] = {}
+    for name in names:
+        owner = name.partition(".")[0]  # a parameter of no model is trained by every window
+        by_items = None in weighted or owner in weighted or (bool(weighted) and owner.startswith("optimizer"))
+        parts = [tree["gradients"][name] for tree in trees if name in tree["gradients"]]
+        gradients[name] = _sum(parts, 1 / (ranks if by_items else len(trees)))
+    return {
+        **first,
+        "averaged_over": ranks,
+        "windows": windows,
+        "manual": {**first["manual"], "items": items},
+        "gradients": gradients,
+    }
+
+
+def _sum(parts: Sequence[Any], factor: float) -> Any:
+    """The sum of packed gradients, times a factor; in float64, and dense."""
+    dense = [
+        part
+        if isinstance(part, Tensor)
+        else _unpack(part, torch.zeros(part["size"], dtype=part["values"].dtype))
+        for part in parts
+        if not isinstance(part, str)
+    ]
+    if not dense:
+        return "zeros"
+    total = torch.zeros(dense[0].shape, dtype=torch.float64)
+    for part in dense:
+        total += part
+    return total * factor
+
+
+def _weighted_models(windows: Sequence[Mapping[str, Any]]) -> set[str | None]:
+    """Models whose window counts items; None: all of them."""
+    found: set[str | None] = set()
+    for window in windows:
+        if window["weighted"]:
+            names = [name.partition(".")[0].replace("prepared_", "model_") for name in window["models"]]
+            found.update(names or [None])
+    return found

@@ -1,0 +1,329 @@
+"""Batch samplers: one rank's share of another batch sampler, and skipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+
+from accel_train.data.sampling.index_streams import (
+    ArithmeticStream,
+    IndexStream,
+    RoundStream,
+    SamplerReader,
+    SingleIndexStream,
+    SingleStream,
+)
+from accel_train.data.sampling.layout import Layout
+from accel_train.data.sampling.permutations import (
+    OrderSource,
+    Record,
+    is_torch_batch_sampler,
+    order_source,
+    share_generator,
+)
+from accel_train.data.sampling.seedable import SeedableRandomSampler
+from accel_train.data.sampling.shared_seed import Alone, Sharing
+from accel_train.errors import DataError
+
+__all__ = ["BatchSamplerShard", "Opening", "ShardedBatchSampler", "SkipBatchSampler", "open_stream"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """How an epoch begins.
+
+    Args:
+        recorded: an earlier draw of the order, to be used again.
+        position: where to continue, as `IndexStream.consumed` said it; counted from the beginning of the epoch, so
+            what is skipped anyway is part of it.
+        reached: where an interrupted run was, in the same terms, whether or not to continue there.
+        sharing: makes draws the same on all ranks.
+        in_flight: batches that workers may hold.
+        skip: batches to leave out.
+    """
+
+    recorded: Record | None = None
+    position: dict[str, Any] | None = None
+    reached: dict[str, Any] | None = None
+    sharing: Sharing = Alone()  # noqa: RUF009 - stateless
+    in_flight: int = 0
+    skip: int = 0
+
+
+class ShardedBatchSampler(BatchSampler):
+    """One rank's share of a batch sampler.
+
+    Over torch's own samplers a batch is found by arithmetic, at a cost that does not depend on the number
+    of ranks. Any other batch sampler is iterated, on every rank alike.
+
+    Args:
+        batch_sampler: the batch sampler to share out.
+        num_processes: number of ranks.
+        process_index: this rank.
+        split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of
+            every batch.
+        even_batches: complete the last round with the first samples, so that all ranks have as many
+            batches of the same size. May be changed between epochs.
+
+    Raises:
+        DataError: `split_batches` with a batch size that is missing or not a multiple of `num_processes`.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Any,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        # BatchSampler.__init__ would demand a sampler of its own; this class only shares its type.
+        self.batch_sampler = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        if split_batches:
+            check_split(self.batch_size, num_processes)
+        # Under a user's batch sampler torch's random sampler draws its seed on every rank.
+        self._drawing = _drawing_sampler(batch_sampler) if num_processes > 1 else None
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the shared batch sampler."""
+        return len(self.batch_sampler)
+
+    def layout(self, total: int, start: int = 0) -> Layout:
+        """The rounds of an epoch of `total` samples, from position `start`."""
+        size = 1 if self.batch_size is None else self.batch_size
+        each = size // self.num_processes if self.split_batches else size
+        return Layout(
+            total=total,
+            batch=each,
+            ranks=self.num_processes,
+            rank=self.process_index,
+            start=start,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+        )
+
+    def open(self, opening: Opening, skip: int = 0) -> IndexStream:
+        """Begin an epoch, leaving out `skip` batches of each rank."""
+        position = opening.position or {}
+        base, passed = self.batch_sampler, 0
+        while isinstance(base, SkipBatchSampler):
+            base, passed = base.batch_sampler, passed + base.skip_batches
+        source = _source_of(base)
+        if source is not None:
+            size = 1 if self.batch_size is None else self.batch_size
+            start = max(_position(position, "samples"), skip * self.layout(0).stride + passed * size)
+            kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
+            return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
+        per_round = 1 if self.split_batches else self.num_processes
+        if self._drawing is None:
+            record = _share_sampler(self.batch_sampler, opening)
+            items = iter(self.batch_sampler)
+        else:
+            record = {}
+            items = self._drawing_items(self._drawing, opening, record)
+        first = max(_position(position, "base_batches"), skip * per_round)
+        return RoundStream(
+            _reader(items, opening, first, 3 * self.num_processes),
+            ranks=self.num_processes,
+            rank=self.process_index,
+            split=self.split_batches,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            even=self.even_batches,
+            record=record,
+            skip_base=first,
+            in_flight=opening.in_flight,
+        )
+
+    def _drawing_items(self, sampler: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
+        """The batches, drawn alike on all ranks; `record` gets what they were drawn from.
+
+        With the first batch, when torch's sampler would draw its seed; and the generator is what it makes of it.
+        """
+        seed = (opening.recorded or {}).get("seed")
+        if seed is None:
+            seed = opening.sharing.integer(int(torch.empty((), dtype=torch.int64).random_().item()))
+        record["seed"] = seed
+        sampler.generator = torch.Generator().manual_seed(seed)
+        yield from self.batch_sampler
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self.open(Opening())
+
+    def __len__(self) -> int:
+        base = self.batch_sampler
+        if is_torch_batch_sampler(base):
+            return self.layout(len(base.sampler)).batches
+        if order_source(base) is not None:
+            return self.layout(len(base)).batches
+        if self.split_batches:
+            return len(base)
+        rounds, left = divmod(len(base), self.num_processes)
+        if left == 0 or self.drop_last:
+            return rounds
+        return rounds + (1 if self.even_batches or self.process_index < left else 0)
+
+
+BatchSamplerShard = ShardedBatchSampler
+"""The name that scripts written for Accelerate use."""
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without the first `skip_batches` batches of another one.
+
+    Args:
+        batch_sampler: any batch sampler.
+        skip_batches: how many batches to leave out, at every iteration.
+    """
+
+    def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+        self.skip_batches = skip_batches
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the wrapped batch sampler, the skipped ones included."""
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        return open_stream(self, Opening())
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def open_stream(sampler: Any, opening: Opening) -> IndexStream:
+    """Begin an epoch of whatever torch's loader iterates: a batch sampler, or a sampler of single indices."""
+    skip = opening.skip
+    while isinstance(sampler, SkipBatchSampler):
+        skip += sampler.skip_batches
+        sampler = sampler.batch_sampler
+    if isinstance(sampler, ShardedBatchSampler):
+        return sampler.open(opening, skip)
+    position = opening.position or {}
+    source = arithmetic_source(sampler)
+    if source is not None and isinstance(sampler, BatchSampler):
+        size = sampler.batch_size
+        layout = Layout(
+            total=source.length(),
+            batch=size,
+            ranks=1,
+            rank=0,
+            start=max(_position(position, "samples"), skip * size),
+            drop_last=sampler.drop_last,
+            even=False,
+        )
+        return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
+    first = max(_position(position, "base_batches"), skip)
+    return SingleStream(
+        _reader(iter(sampler), opening, first, 3),
+        skip=first,
+        real_rows=padded_rows(sampler),
+        in_flight=opening.in_flight,
+    )
+
+
+def arithmetic_source(sampler: Any) -> OrderSource | None:
+    """How to draw the order below a batch sampler or a sampler of single indices at once, if possible."""
+    while isinstance(sampler, ShardedBatchSampler | SkipBatchSampler):
+        sampler = sampler.batch_sampler
+    return _source_of(sampler)
+
+
+def _source_of(sampler: Any) -> OrderSource | None:
+    if is_torch_batch_sampler(sampler):
+        return order_source(sampler.sampler)
+    return None if isinstance(sampler, BatchSampler) else order_source(sampler)
+
+
+def _drawing_sampler(sampler: Any) -> RandomSampler | None:
+    """Torch's random sampler below a user's batch sampler, if it has no generator of its own."""
+    if _source_of(sampler) is not None:
+        return None
+    while sampler is not None:
+        if isinstance(sampler, RandomSampler):
+            own = sampler.generator is not None or isinstance(sampler, SeedableRandomSampler)
+            return None if own else sampler
+        sampler = getattr(sampler, "sampler", None)
+    return None
+
+
+def _share_sampler(sampler: Any, opening: Opening) -> Record:
+    """Give an iterated sampler's own generator the same state on all ranks; returns that state."""
+    while sampler is not None:
+        generator = getattr(sampler, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return share_generator(generator, opening.sharing, opening.recorded)
+        sampler = getattr(sampler, "sampler", None)
+    return {}
+
+
+def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> SamplerReader:
+    """A user's sampler, read from its beginning; `first` is the first item that will be handed out."""
+    reached = opening.reached or {}
+    here = reached.get("base_batches") == first
+    return SamplerReader(
+        items,
+        position=first,
+        ahead=reached.get("ahead", []) if here else [],
+        pulled=reached.get("pulled") if here else None,
+        keep=keep * (opening.in_flight + 3),
+    )
+
+
+def _position(position: dict[str, Any], unit: str) -> int:
+    if position and unit not in position:
+        raise DataError(
+            f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts "
+            f"{unit}: it is not the kind of sampler that the state was saved with. Prepare the same "
+            "loader, or do not load its state."
+        )
+    return int(position.get(unit, 0))
+
+
+def padded_rows(sampler: Any) -> Callable[[int], tuple[int, ...] | None] | None:
+    """The real rows of each batch over torch's `DistributedSampler`, if it pads; None for other samplers."""
+    base = getattr(sampler, "sampler", None)
+    if not isinstance(base, DistributedSampler) or not is_torch_batch_sampler(sampler) or base.drop_last:
+        return None
+    total, ranks, size = len(base.dataset), base.num_replicas, sampler.batch_size  # type: ignore[arg-type]
+    if total % ranks == 0:
+        return None
+    real = [(total - rank + ranks - 1) // ranks for rank in range(ranks)]
+
+    def valid(batch_index: int) -> tuple[int, ...] | None:
+        done = batch_index * size
+        rows = min(size, base.num_samples - done)
+        counts = tuple(min(max(count - done, 0), rows) for count in real)
+        return None if min(counts) == rows else counts
+
+    return valid
+
+
+def check_split(batch_size: object, num_processes: int) -> None:
+    """Refuse to split batches whose size is not a multiple of the number of ranks."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool):
+        raise DataError(
+            f"split_batches=True needs a batch size that is a whole number, got {batch_size!r}. Give the "
+            "batch sampler a `batch_size` attribute, or use split_batches=False."
+        )
+    if batch_size % num_processes:
+        fitting = -(-batch_size // num_processes) * num_processes
+        raise DataError(
+            f"split_batches=True cuts each batch into {num_processes} equal parts, but the batch size is "
+            f"{batch_size}. Use a multiple of {num_processes} (say {fitting}), or split_batches=False."
+        )

@@ -1,0 +1,64 @@
+"""Finding the samplers of a loader, through all that wraps them; and its options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from accel_train.data.sampling.batches import ShardedBatchSampler, SkipBatchSampler
+
+__all__ = ["innermost_sampler", "loader_options", "samplers_of"]
+
+_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "in_order",
+)
+
+
+def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Every batch sampler and sampler of a loader, from the outside in, each once."""
+    seen: set[int] = set()
+    waiting = [loader.batch_sampler, loader.sampler]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is None or id(sampler) in seen:
+            continue
+        seen.add(id(sampler))
+        yield sampler
+        waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+
+
+def _holder(batch_sampler: Any, sampler: Any) -> Any:
+    """The batch sampler whose `sampler` attribute yields single indices; None without batch samplers."""
+    outer = sampler if isinstance(sampler, BatchSampler) else batch_sampler
+    while isinstance(outer, ShardedBatchSampler | SkipBatchSampler):
+        outer = outer.batch_sampler
+    return outer
+
+
+def innermost_sampler(batch_sampler: Any, sampler: Any) -> Any:
+    """The sampler that yields single indices, below all batch samplers; None if a batch sampler has none."""
+    holder = _holder(batch_sampler, sampler)
+    if holder is None:
+        return sampler
+    if batch_sampler is None and not isinstance(holder, BatchSampler):
+        return holder  # single indices shared out among ranks
+    return getattr(holder, "sampler", None)
+
+
+def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The arguments of a loader that have nothing to do with which samples it yields."""
+    options = {name: getattr(loader, name) for name in _OPTIONS}
+    if loader.pin_memory_device:
+        options["pin_memory_device"] = loader.pin_memory_device
+    return options

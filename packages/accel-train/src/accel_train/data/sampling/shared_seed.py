@@ -1,0 +1,80 @@
+"""Random draws that all ranks agree on: rank 0's value, sent to the others once an epoch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_state.communication import collectives
+
+__all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
+
+
+class Sharing(Protocol):
+    """How a draw of rank 0 reaches every rank."""
+
+    alone: bool
+
+    def integer(self, value: int) -> int:
+        """Rank 0's `value` (fits int64)."""
+
+    def state(self, value: Tensor) -> Tensor:
+        """Rank 0's generator state, a uint8 CPU tensor of the same length on all ranks."""
+
+
+class Alone:
+    """One rank, or several ranks that are only simulated: what is drawn here holds."""
+
+    alone = True
+
+    def integer(self, value: int) -> int:
+        """The value itself."""
+        return value
+
+    def state(self, value: Tensor) -> Tensor:
+        """The state itself."""
+        return value
+
+
+class FromMain:
+    """Broadcast from rank 0 of the world group.
+
+    Args:
+        device: where tensors must be for the group's backend.
+    """
+
+    alone = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def integer(self, value: int) -> int:
+        """Rank 0's `value`."""
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        collectives.broadcast(tensor)
+        return int(tensor.item())
+
+    def state(self, value: Tensor) -> Tensor:
+        """Rank 0's state."""
+        tensor = value.to(self._device, copy=True)
+        collectives.broadcast(tensor)
+        return tensor.cpu()
+
+
+def communication_device() -> torch.device:
+    """Where tensors must be to be sent by the world group: host memory if a backend for it exists."""
+    if "cpu" in dist.get_backend_config():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None, "a process group without a CPU backend runs on an accelerator"
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def sharing_for(num_processes: int) -> Sharing:
+    """Choose by whether several real ranks exist."""
+    if num_processes > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return FromMain(communication_device())
+    return Alone()

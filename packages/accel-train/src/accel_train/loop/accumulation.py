@@ -1,0 +1,464 @@
+"""Gradient accumulation: when gradients are reduced, and how they are scaled so that the result is exact.
+
+A *window* is the run of micro-batches between two optimizer steps. Two contracts hold at its end, whatever number of
+micro-batches it held and however many ranks there are:
+
+* ``backward(loss)``: gradients are the mean over all micro-batches of all ranks;
+* ``backward(loss_sum, num_items=n)``: gradients are those of one big batch, sum of losses over sum of items.
+
+Each micro-batch divides its loss by the planned length of the window, so that a half-precision sum does not overflow.
+The last one knows the true count: it first scales what is accumulated, then divides its own loss accordingly.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from accel_state.world.stop_consensus import Boundaries
+from accel_train.data.active_loaders import LoaderLedger
+from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
+from accel_train.precision.base import Precision
+from accel_train.strategies.base import Strategy
+
+__all__ = ["Accumulator", "Window"]
+
+
+class _Loader(Protocol):
+    """What a prepared loader answers."""
+
+    @property
+    def end_of_dataloader(self) -> bool: ...
+    @property
+    def may_be_uneven(self) -> bool: ...
+    @property
+    def ends_on_any_rank(self) -> bool | None: ...
+
+
+class _Parallel(Protocol):
+    """What the strategy axis offers to accumulation."""
+
+    gradient_averaging_ranks: int
+
+    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None: ...
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None: ...
+
+
+@dataclass(slots=True)
+class Window:
+    """The micro-batches since the last optimizer step of one group of models."""
+
+    models: tuple[nn.Module, ...] = ()
+    micro_batches: int = 0
+    planned: int = 1  # the length that was planned when it opened; losses were divided by it
+    backwards: int = 0  # backward calls so far, over all micro-batches
+    backwards_here: int = 0  # … in the current micro-batch
+    items: int | Tensor = 0  # sum of num_items on this rank
+    weighted: bool = False  # backward(num_items=…) is used
+    synchronising: bool = True  # the current micro-batch is the last
+    corrected: bool = False  # accumulated gradients are already scaled for the true count
+    factor: float | Tensor = 1.0  # what the last micro-batch's losses are multiplied with
+    owner: weakref.ref[Any] | None = None
+
+    def reset(self) -> None:
+        """Close: the next micro-batch opens a new window."""
+        self.micro_batches = self.backwards = self.backwards_here = 0
+        self.items = 0
+        self.weighted = self.corrected = False
+        self.synchronising = True
+        self.factor = 1.0
+
+
+class Accumulator:
+    """Windows of one `Accelerator`.
+
+    Args:
+        strategy: the strategy whose gradients are synchronised and scaled.
+        precision: runs the backward passes.
+        ledger: which loader yielded last.
+        sum_over_ranks: sums a tensor of counts over all ranks.
+        all_models: the prepared models.
+        all_optimizers: the prepared optimizers.
+        num_steps: planned length of a window.
+        sync_with_dataloader: whether a window also ends with its loader.
+        sync_each_batch: whether every micro-batch reduces (saves memory under sharding, costs communication).
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        precision: Precision,
+        ledger: LoaderLedger,
+        *,
+        sum_over_ranks: Callable[[Tensor], Tensor],
+        all_models: Sequence[nn.Module],
+        all_optimizers: Sequence[torch.optim.Optimizer],
+        num_steps: int = 1,
+        sync_with_dataloader: bool = True,
+        sync_each_batch: bool = False,
+    ) -> None:
+        self.num_steps = num_steps
+        self.sync_with_dataloader = sync_with_dataloader
+        self.sync_gradients = True
+        self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
+        self._strategy: _Parallel = strategy
+        self._precision = precision
+        # Whether micro-batches before the last hold back a reduction; without one, no model need be told.
+        self._holds_back = strategy.gradient_averaging_ranks > 1 and not sync_each_batch
+        self._scaled = precision.scaler is not None  # only a scaler asks which gradients wait
+        self._ledger = ledger
+        self._sum_over_ranks = sum_over_ranks
+        self._all_models = all_models
+        self._all_optimizers = all_optimizers
+        self._windows: dict[tuple[nn.Module, ...], Window] = {}
+        self._current: Window | None = None
+        self.last_owner: weakref.ref[Any] | None = None
+        self.manual = Window()  # for backward() outside accumulate()
+        self._held_back = 0  # depth of no_sync() contexts
+        precision.rescale_waiting = self._rescale_waiting
+        self._may_count = True  # false where a rank may be out of data and could not take part
+
+    # Windows
+
+    @property
+    def gradient_averaging_ranks(self) -> int:
+        """Ranks over whose gradients a window's end averages."""
+        return self._strategy.gradient_averaging_ranks
+
+    def unfinished(self) -> list[Window]:
+        """Windows that hold micro-batches and go on; one whose last micro-batch is running ends with it."""
+        return [
+            window
+            for window in self._windows.values()
+            if window.micro_batches and not (window is self._current and window.synchronising)
+        ]
+
+    def window_of(self, models: tuple[nn.Module, ...]) -> Window:
+        """The window of a group of models, opened now if there is none."""
+        return self._windows.setdefault(models, Window(models))
+
+    def micro_batch(self, models: tuple[nn.Module, ...], loader: _Loader | None) -> _MicroBatch:
+        """The context of one micro-batch; see `Accelerator.accumulate`."""
+        try:
+            window = self._windows.get(models)
+        except TypeError:  # a list is no key; it is refused like every other object that is no model
+            window = None
+        if window is None:
+            for model in models:
+                if not isinstance(model, nn.Module):
+                    raise ArgumentTypeError(
+                        f"accumulate() takes the models that are trained, got {type(model).__name__}. Pass what "
+                        "prepare() returned for each, as accumulate(a, b); a loader goes to dataloader=."
+                    )
+            window = self._windows[models] = Window(models)
+        if loader is not None and not hasattr(loader, "may_be_uneven"):
+            raise ArgumentTypeError(
+                f"accumulate(dataloader=…) takes a prepared loader, got {type(loader).__name__}. Pass what prepare() "
+                "returned for it."
+            )
+        return _MicroBatch(self, window, loader)
+
+    def forget(self) -> None:
+        """Drop every window and the models they were for."""
+        self._windows.clear()
+        self._current = self.last_owner = None
+        self.manual.reset()
+        self.sync_gradients = True
+
+    def forget_model(self, model: nn.Module) -> None:
+        """Drop the windows of a model that is prepared anew."""
+        for models in [key for key in self._windows if any(item is model for item in key)]:
+            del self._windows[models]
+
+    def _enter(self, window: Window, loader: _Loader | None) -> None:
+        if self._current is not None:
+            raise AccumulationError(
+                "accumulate() was entered inside another accumulate(). Name all models in one call: "
+                "accumulate(model_a, model_b)."
+            )
+        synchronise = True
+        if self.num_steps > 1:
+            owner = self._owner(window, loader)
+            synchronise = window.micro_batches + 1 >= self.num_steps or (
+                self.sync_with_dataloader and owner is not None and self._ends(owner)
+            )
+        if not window.micro_batches:
+            window.planned = self.num_steps
+        window.micro_batches += 1
+        window.backwards_here = 0
+        window.synchronising = self.sync_gradients = synchronise
+        self._current = window
+        if not synchronise and self._holds_back:
+            for model in window.models or self._all_models:
+                self._strategy.set_gradient_sync(model, False)
+
+    def _exit(self, window: Window, failed: bool) -> None:
+        self._current = None
+        if failed and not window.backwards_here:
+            window.micro_batches -= 1  # it left nothing behind
+        if window.synchronising and not (failed and window.micro_batches):
+            window.reset()
+        elif self._holds_back:
+            for model in window.models or self._all_models:
+                self._strategy.set_gradient_sync(model, True)
+
+    def _ends(self, loader: _Loader) -> bool:
+        """Whether the loader's batch ends the window."""
+        if self._may_count or not loader.may_be_uneven:
+            return loader.end_of_dataloader
+        # Ranks that still have data must reduce together with the one that ends here.
+        ends = loader.ends_on_any_rank
+        if ends is None:
+            raise AccumulationError(
+                "accumulate() inside join_uneven_inputs() cannot tell where other ranks run out of batches "
+                f"of {_describe(loader)}. Use gradient_accumulation_steps=1 here, or a map-style dataset with "
+                "torch's own samplers."
+            )
+        return ends
+
+    def _owner(self, window: Window, loader: _Loader | None) -> _Loader | None:
+        """The loader whose end ends the window; chosen when the window opens, or when its loader was left early."""
+        if loader is not None:
+            window.owner = self.last_owner = weakref.ref(loader)
+            return loader
+        ledger = self._ledger
+        if window.micro_batches and window.owner is not None:
+            current: _Loader | None = window.owner()
+            if current is not None and ledger.is_live(current):
+                return current
+        active: _Loader | None = ledger.active
+        if active is None:
+            window.owner = None
+            return None
+        rivals = ledger.interleaved()
+        if rivals:
+            previous = self.last_owner() if self.last_owner is not None else None
+            if previous is not active and previous not in rivals:
+                names = ", ".join(sorted(_describe(item) for item in [active, *rivals]))
+                raise AmbiguousLoaderError(
+                    f"accumulate() cannot tell which data loader ends the window: {names} are being iterated in turn. "
+                    "Say it: accelerator.accumulate(model, dataloader=train_loader)."
+                )
+            active = previous
+        window.owner = self.last_owner = weakref.ref(active)
+        return active
+
+    def may_drop_gradients(self) -> bool:
+        """Whether `zero_grad()` means what it says here: no gradients of an unfinished window would be lost.
+
+        Before the first backward of a window none exist; after the backward of its last micro-batch it is the user's
+        decision to leave the step out. Before that backward they wait for it.
+        """
+        window = self._current
+        if window is None:
+            return self.sync_gradients
+        return window.backwards == 0 or (window.synchronising and window.backwards_here > 0)
+
+    # Backward
+
+    def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
+        """See `Accelerator.backward`."""
+        window = self._current
+        if window is None:
+            manual = self.manual
+            if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
+                self._precision.backward(loss, False, kwargs)
+            else:
+                self._backward_outside(manual, loss, num_items, kwargs)
+            return
+        if num_items is not None or window.weighted:
+            loss = self._weigh(window, loss, num_items)
+        elif window.planned > 1:
+            loss = self._average(window, loss)
+        outstanding = self._scaled and any(other.backwards for other in self._windows.values())
+        window.backwards += 1
+        window.backwards_here += 1
+        self._precision.backward(loss, outstanding, kwargs)
+
+    def _backward_outside(
+        self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
+    ) -> None:
+        """A backward without `accumulate()`: the user decides with `no_sync()` when gradients are reduced."""
+        window.synchronising = self._held_back == 0
+        if not window.backwards:
+            window.planned = self.num_steps
+        if num_items is not None or window.weighted:
+            loss = self._weigh(window, loss, num_items)
+        elif self.num_steps > 1:
+            loss = loss / self.num_steps
+        outstanding = window.backwards > 0
+        window.backwards += 1
+        try:
+            self._precision.backward(loss, outstanding, kwargs)
+        finally:
+            if window.synchronising:
+                window.reset()
+
+    def _average(self, window: Window, loss: Tensor) -> Tensor:
+        """First contract: the mean over micro-batches and ranks."""
+        if not window.synchronising:
+            return loss / window.planned
+        owner = window.owner() if window.owner is not None else None
+        uneven = self._may_count and owner is not None and owner.may_be_uneven
+        if not uneven and window.micro_batches == window.planned:
+            return loss / window.planned
+        if not window.corrected:
+            if uneven:
+                counts = torch.tensor(window.micro_batches, dtype=torch.int64)
+                self._correct(window, int(self._sum_over_ranks(counts).item()))
+            else:
+                self._correct(window, window.micro_batches * self._strategy.gradient_averaging_ranks)
+        return loss * window.factor
+
+    def _weigh(self, window: Window, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
+        """Second contract: the sum of losses over the sum of items, as on one big batch."""
+        items = _checked(num_items)
+        if not self._may_count:
+            raise AccumulationError(
+                "backward(num_items=…) sums the items of all ranks, which a rank without data cannot take part in. "
+                "Outside join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank as many "
+                "batches."
+            )
+        if window.backwards_here:
+            raise AccumulationError(
+                "backward(num_items=…) was called twice in one micro-batch; their items would be counted twice. Add "
+                "the losses up and call backward once."
+            )
+        if window.backwards and not window.weighted:
+            raise AccumulationError(
+                "backward(num_items=…) follows a backward() without num_items in the same window; gradients cannot "
+                "be both a mean over micro-batches and a mean over items. Pass num_items every time."
+            )
+        window.weighted = True
+        window.items = window.items + items
+        if not window.synchronising:
+            return loss / window.planned
+        if isinstance(window.items, Tensor):
+            self._correct(window, self._sum_over_ranks(window.items))
+        else:
+            counts = torch.tensor(window.items, dtype=torch.int64)
+            self._correct(window, int(self._sum_over_ranks(counts).item()))
+        factor = window.factor
+        return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
+
+    def _correct(self, window: Window, total: int | Tensor) -> None:
+        """Make the gradients so far, and the losses to come, parts of a mean over `total`, over all ranks.
+
+        The strategy averages over R ranks, so a sum over ranks divided by `total` is R / total times its average; what
+        is accumulated was divided by the planned window. Without any item the gradients are zero, not 0/0.
+        """
+        ranks = self._strategy.gradient_averaging_ranks
+        if isinstance(total, Tensor):
+            window.factor = torch.where(total > 0, ranks / total.clamp(min=1).double(), 0.0)
+        else:
+            window.factor = ranks / total if total else 0.0
+        window.corrected = True
+        if window.backwards:
+            self._strategy.scale_gradients(self._trained_in(window), window.factor * window.planned)
+
+    def _trained_in(self, window: Window) -> Iterator[Tensor]:
+        """Parameters whose gradients a window holds: of the models it names, and of all that no other window names.
+
+        Many scripts train two models and name one; `accumulate()` asks for a name only to hold back reductions.
+        """
+        for model in window.models:
+            yield from model.parameters()
+        others = [models for models in self._windows if models != window.models]
+        elsewhere = {
+            id(parameter) for models in others for model in models for parameter in model.parameters()
+        }
+        for model in self._all_models:
+            yield from (parameter for parameter in model.parameters() if id(parameter) not in elsewhere)
+        for optimizer in self._all_optimizers:
+            for group in optimizer.param_groups:
+                yield from (parameter for parameter in group["params"] if id(parameter) not in elsewhere)
+
+    def _rescale_waiting(self, factor: float) -> None:
+        """Multiply the gradients of every open window, each once; the loss scale changed while they waited."""
+        waiting = [window for window in [*self._windows.values(), self.manual] if window.backwards]
+        parameters = (parameter for window in waiting for parameter in self._trained_in(window))
+        self._strategy.scale_gradients(parameters, factor)
+
+    # Contexts
+
+    @contextlib.contextmanager
+    def hold_back(self) -> Iterator[None]:
+        """Backward passes inside are not the last of a hand-made window (used by `no_sync`)."""
+        self._held_back += 1
+        try:
+            yield
+        finally:
+            self._held_back -= 1
+
+    @contextlib.contextmanager
+    def without_counting(self) -> Iterator[None]:
+        """No communication of counts inside, because a rank may be out of data (used by `join_uneven_inputs`)."""
+        before, self._may_count = self._may_count, False
+        try:
+            yield
+        finally:
+            self._may_count = before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Accumulator:
+        return self  # a copied optimizer still belongs to its accelerator
+
+    def __getstate__(self) -> dict[str, Any]:
+        # An open window refers to live iterations, which do not travel to another process.
+        state = dict(self.__dict__)
+        state.update(_windows={}, _current=None, last_owner=None, manual=Window())
+        return state
+
+
+class _MicroBatch:
+    """Context manager of one micro-batch."""
+
+    __slots__ = ("_accumulator", "_loader", "_window")
+
+    def __init__(self, accumulator: Accumulator, window: Window, loader: _Loader | None) -> None:
+        self._accumulator = accumulator
+        self._window = window
+        self._loader = loader
+
+    def __enter__(self) -> None:
+        self._accumulator._enter(self._window, self._loader)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._accumulator._exit(self._window, failed=kind is not None)
+
+
+def _checked(num_items: int | Tensor | None) -> int | Tensor:
+    if num_items is None:
+        raise AccumulationError(
+            "backward() without num_items follows backward(num_items=…) in the same window; gradients cannot be both a "
+            "mean over items and a mean over micro-batches. Pass num_items every time."
+        )
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1 or num_items.is_floating_point() or num_items.is_complex():
+            raise AccumulationError(
+                f"num_items must be one whole number, got a {num_items.dtype} tensor of shape "
+                f"{tuple(num_items.shape)}; count the items with `.sum()` of a boolean or integer mask."
+            )
+        return num_items.detach().reshape(()).to(torch.int64)
+    if isinstance(num_items, bool) or not isinstance(num_items, int):
+        raise AccumulationError(f"num_items must be a whole number, got {num_items!r}.")
+    if num_items < 0:
+        raise AccumulationError(f"num_items must not be negative, got {num_items}.")
+    return num_items
+
+
+def _describe(loader: object) -> str:
+    dataset = getattr(loader, "dataset", None)
+    try:
+        rows = f", {len(dataset)} samples"  # type: ignore[arg-type]
+    except TypeError:
+        rows = ""
+    return f"{type(loader).__name__}({type(dataset).__name__}{rows})"

@@ -1,0 +1,82 @@
+"""Mixed precision in loops that do without prepared models; a prepared model does all of it by itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from accel_state.enums import DistributedType
+from accel_state.errors import NotAvailableError
+from accel_state.launching.engines import MISSING_TYPES
+from accel_state.trees import convert_to_fp32
+from accel_state.world.process import PartialState
+from accel_train.config import AutocastKwargs
+from accel_train.precision.registry import PRECISIONS
+from accel_train.state import AcceleratorState
+
+__all__ = ["convert_outputs_to_fp32", "get_grad_scaler", "get_mixed_precision_context_manager"]
+
+
+class _Float32Outputs:
+    """A function whose outputs in float16 or bfloat16 come back in float32; an object, so that it pickles."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.function(*args, **kwargs))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Float32Outputs, (self.function,)
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function so that tensors in float16 and bfloat16, nested in what it returns, are float32."""
+    return _Float32Outputs(model_forward)
+
+
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A `torch.amp.GradScaler` for this process's device.
+
+    Args:
+        distributed_type: how processes cooperate; for all that this version has the scaler is the same.
+        kwargs: arguments of the scaler.
+
+    Raises:
+        NotAvailableError: `distributed_type` is one that this version does not have.
+    """
+    if distributed_type is not None and distributed_type.value in MISSING_TYPES:
+        raise NotAvailableError(
+            f"get_grad_scaler() got distributed_type {distributed_type.value}, which needs a scaler that this version "
+            "does not have; leave it out for processes that hold whole models."
+        )
+    return torch.amp.GradScaler(PartialState().device.type, **kwargs)
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """Autocast in the precision of the newest `Accelerator`; `Accelerator.autocast` is the same for a given one.
+
+    Args:
+        native_amp: False gives a context that does nothing.
+        autocast_kwargs: options of `torch.autocast`.
+
+    Raises:
+        StateError: there is no `Accelerator`.
+    """
+    if not native_amp:
+        return nullcontext()
+    state = AcceleratorState()
+    dtype = PRECISIONS.get(state.mixed_precision).dtype
+    if dtype is None:
+        return nullcontext()
+    options = autocast_kwargs or AutocastKwargs()
+    return torch.autocast(
+        state.device.type, dtype, enabled=options.enabled, cache_enabled=options.cache_enabled
+    )

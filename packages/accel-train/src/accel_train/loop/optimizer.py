@@ -1,0 +1,222 @@
+"""The optimizer that `prepare` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.trees import send_to_device
+from accel_train.precision.base import Precision, PrecisionOptions
+
+if TYPE_CHECKING:
+    from accel_train.loop.accumulation import Accumulator
+
+__all__ = ["AcceleratedOptimizer", "move_to_device"]
+
+
+class _AlwaysSync:
+    """Stands in for an accumulator when the wrapper is built by hand."""
+
+    sync_gradients = True
+    boundaries = None
+
+    def may_drop_gradients(self) -> bool:
+        return True
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """An optimizer that steps only when gradients are complete, and through the gradient scaler when there is one.
+
+    Everything else is the wrapped optimizer's: `state`, `param_groups`, `defaults`, hooks, state dicts.
+
+    Args:
+        optimizer: the optimizer to wrap.
+        device_placement: whether its state moves to the device of its parameters.
+        scaler: accepted for scripts that build the wrapper by hand; must be None, a prepared optimizer gets its
+            precision from the `Accelerator`.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: None = None,
+        *,
+        accumulator: Accumulator | None = None,
+        precision: Precision | None = None,
+    ) -> None:
+        self.optimizer = optimizer
+        self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
+        self._precision = precision or Precision(PrecisionOptions())
+        self._is_accelerate_prepared = False
+        self._skipped = False
+        self._spent = False  # stepped, and its gradients not yet dropped
+        if device_placement:
+            move_state_to_parameters(optimizer)
+
+    def follow(self, accumulator: Accumulator, precision: Precision) -> None:
+        """Belong to the accelerator that prepared this optimizer last."""
+        self._accumulator = accumulator
+        self._precision = precision
+
+    # The wrapped optimizer's own
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's default options."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group to the wrapped optimizer."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state dict."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    # What differs
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop the gradients, unless they are still being accumulated; False: fill them with zeros instead.
+
+        In a loop, `zero_grad()` may come first or last: gradients that were stepped with are dropped, those of an
+        unfinished window are kept.
+        """
+        if self._spent or self._accumulator.may_drop_gradients():
+            self._spent = False
+            self._precision.discard(self.optimizer)
+            self.optimizer.zero_grad(set_to_none is not False)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
+        if not self._accumulator.sync_gradients:
+            return None
+        self._spent = True
+        stepped, result = self._precision.step(self.optimizer, closure)
+        self._skipped = not stepped
+        boundaries = self._accumulator.boundaries
+        if boundaries is not None:
+            boundaries.passed += 1
+        return result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because gradients were not finite."""
+        return self._skipped
+
+    @property
+    def gradients_spent(self) -> bool:
+        """Whether the gradients were stepped with and wait for `zero_grad()` to drop them."""
+        return self._spent
+
+    def restore_flags(self, skipped: bool, spent: bool) -> None:
+        """Be where a saved run was between its steps."""
+        self._skipped, self._spent = skipped, spent
+
+    def train(self) -> None:
+        """Tell a schedule-free optimizer that training begins; others have no such mode."""
+        self._switch_mode("train")
+
+    def eval(self) -> None:
+        """Tell a schedule-free optimizer that evaluation begins; others have no such mode."""
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        for target in (self.optimizer, getattr(self.optimizer, "optimizer", None)):
+            method = getattr(target, mode, None)
+            if callable(method):
+                method()
+                return
+
+    def __getattr__(self, name: str) -> Any:
+        # Only called for what neither this class nor torch's Optimizer has. Dunder look-ups by copy and pickle come
+        # before `optimizer` exists.
+        if name.startswith("__") or name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state.pop(
+            "step", None
+        )  # a scheduler built on this object counts its steps; a copy has no such scheduler
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    def method(self: AcceleratedOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"The wrapped optimizer's `{name}`."
+    return method
+
+
+for _name in (
+    "register_load_state_dict_post_hook",
+    "register_load_state_dict_pre_hook",
+    "register_state_dict_post_hook",
+    "register_state_dict_pre_hook",
+    "register_step_post_hook",
+    "register_step_pre_hook",
+):
+    setattr(AcceleratedOptimizer, _name, _delegate(_name))
+
+
+def move_to_device(state: Any, device: torch.device | str) -> Any:
+    """Nested lists, tuples, mappings and tensors on `device`."""
+    return send_to_device(state, device)
+
+
+def move_state_to_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Put each parameter's state on the device of the parameter.
+
+    An optimizer that already has state (loaded from a checkpoint before `prepare`) follows the model this way. Steps
+    counted in 0-d CPU tensors stay on the CPU, where torch's optimizers want them unless they are capturable.
+    """
+    entries: dict[Any, Any] = optimizer.state  # torch allows keys that are no parameters
+    for parameter, state in entries.items():
+        if not isinstance(parameter, torch.Tensor):
+            continue
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                if value.dim() > 0 and value.device != parameter.device:
+                    state[key] = value.to(parameter.device)
+            elif isinstance(value, (list, tuple, dict)):
+                state[key] = move_to_device(value, parameter.device)

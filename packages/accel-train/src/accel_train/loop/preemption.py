@@ -1,0 +1,255 @@
+"""Stopping early, on all ranks at the same step, when the system takes the machine back; and going on later."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+import accel_ckpt
+from accel_state import environment
+from accel_state.communication import collectives
+from accel_state.host.signal_listener import listen
+from accel_state.world.process import PartialState
+from accel_state.world.stop_consensus import Boundaries, StopAgreement
+from accel_train.checkpoints import accelerate_checkpoints, checkpoint
+from accel_train.errors import ArgumentTypeError, OptionError
+
+if TYPE_CHECKING:
+    from accel_train.accelerator import Accelerator
+
+__all__ = ["Preemption", "PreemptionConfig", "resume", "start"]
+
+_UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreemptionConfig:
+    """What tells training to stop.
+
+    Attributes:
+        signals: names of signals, such as `("SIGTERM", "SIGUSR2")`; None: SIGTERM, and under Slurm SIGUSR1 too, which
+            is what `sbatch --signal=USR1@120` sends before the time is up.
+
+    Raises:
+        OptionError: a name that this system does not know, or a signal that no program can receive.
+    """
+
+    signals: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        signals: object = self.signals
+        if signals is None:
+            return
+        if not isinstance(signals, tuple | list) or not signals:
+            raise OptionError(
+                f"PreemptionConfig(signals=…) takes a tuple of names, such as ('SIGTERM',), got {signals!r}."
+            )
+        for name in signals:
+            if name in _UNCATCHABLE or name not in signal.Signals.__members__:
+                raise OptionError(
+                    f"PreemptionConfig(signals=…) holds {name!r}; it takes names of signals that a program of this "
+                    "system can receive, such as 'SIGTERM'."
+                )
+
+    def numbers(self, slurm: bool) -> frozenset[signal.Signals]:
+        """The signals; `slurm` tells whether Slurm runs the job."""
+        default = ("SIGTERM", "SIGUSR1") if slurm else ("SIGTERM",)
+        return frozenset(signal.Signals[name] for name in self.signals or default)
+
+
+class Preemption:
+    """Listens for the signals of one `Accelerator`; `accelerator.preemption`.
+
+    Args:
+        process: this process and its world.
+        config: what to listen for.
+
+    Raises:
+        StateError: this is not the main thread.
+    """
+
+    def __init__(self, process: PartialState, config: PreemptionConfig) -> None:
+        slurm = process.topology.launcher == "slurm" or environment.get("SLURM_JOB_ID") is not None
+        size, self._rank = process.num_processes, process.process_index
+        self.signals = config.numbers(slurm)
+        self.boundaries = Boundaries()
+        self._agreement = StopAgreement(
+            self.boundaries, rank=self._rank, size=size, on_refusal=self._give_way
+        )
+        self._received = 0
+        self._seen = self._heeded = False
+        self._listener = listen(self.signals, self._receive)
+        try:
+            self._agreement.start(process.connect("accel/stop") if size > 1 else None)
+        except BaseException:
+            self._listener.close()
+            raise
+        atexit.register(self.close)
+
+    @property
+    def should_stop(self) -> bool:
+        """See `Accelerator.should_stop`."""
+        return self._agreement.asked and self._is_due()
+
+    @property
+    def reason(self) -> str | None:
+        """The signal that stops training and the rank that it came to; None while there is none."""
+        verdict = self._agreement.verdict
+        return verdict.reason if verdict is not None and verdict.stop_after is not None else None
+
+    def boundary(self) -> None:
+        """Pass a boundary: a place of the script where training may stop.
+
+        Each step of a prepared optimizer is one, so training loops need no call. A loop without an optimizer
+        (generation, a long evaluation) calls it at the end of each round, as often on each rank.
+        """
+        self.boundaries.passed += 1
+
+    def level(self) -> None:
+        """Bring the count of all ranks to the highest, where some have taken fewer steps; a collective."""
+        passed = torch.tensor(self.boundaries.passed)
+        self.boundaries.passed = int(collectives.reduce(passed, reduction="max").item())
+
+    def protect_workers(self, loader: DataLoader[Any]) -> None:
+        """Let a loader's workers live when Slurm sends the signal to every process of the job.
+
+        Their death would make the loader fail before the ranks have saved. They obey their rank alone.
+        """
+        loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
+
+    def finish(self) -> None:
+        """Take note that the script ends because it was told to; from now on the signals are ignored.
+
+        A repeated one must not change the exit code while the process ends.
+        """
+        self._heeded = True
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
+
+    def close(self) -> None:
+        """Listen no more: signals have the effect again that they had before."""
+        atexit.unregister(self.close)
+        self._listener.close()
+        self._agreement.close()
+        if self._seen and not self._heeded and self._rank == 0:
+            self._heeded = True
+            _logger.warning(
+                "accel: training was told to stop (%s) and ends without accelerator.exit_preempted(). Unless its exit "
+                "code is 75, whoever started it takes it for finished.",
+                self.reason,
+            )
+
+    def _is_due(self) -> bool:
+        due = self._agreement.due()
+        self._seen = self._seen or due
+        return due
+
+    def _receive(self, number: int) -> None:
+        self._received = number
+        self._agreement.request(f"{signal.Signals(number).name} on rank {self._rank}")
+
+    def _give_way(self) -> None:
+        self._listener.decline(self._received)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """In another process it is None: that one listens for itself."""
+        return type(None), ()
+
+
+@dataclass(frozen=True)
+class _Protected:
+    """What a worker does first."""
+
+    signals: frozenset[signal.Signals]
+    then: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        # Torch ends workers by SIGTERM, so that of the rank has to count. Only sigwaitinfo tells who sent a signal;
+        # macOS has none, nor Slurm.
+        if hasattr(signal, "sigwaitinfo"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+            threading.Thread(
+                target=self._obey, args=(os.getppid(),), name="accel-signals", daemon=True
+            ).start()
+        if self.then is not None:
+            self.then(worker)
+
+    def _obey(self, parent: int) -> None:
+        while signal.sigwaitinfo(self.signals).si_pid != parent:
+            pass
+        os._exit(0)
+
+
+def start(accelerator: Accelerator, wanted: bool | PreemptionConfig) -> Preemption | None:
+    """What `Accelerator(preemption=…)` asks for; it ends with the accelerator.
+
+    Raises:
+        ArgumentTypeError: it is neither a truth value nor a configuration.
+        StateError: this is not the main thread.
+    """
+    if not isinstance(wanted, bool | PreemptionConfig):
+        raise ArgumentTypeError(
+            f"Accelerator(preemption=…) takes True, False or a PreemptionConfig, got {wanted!r}."
+        )
+    if wanted is False:
+        return None
+    preemption = Preemption(accelerator._process, PreemptionConfig() if wanted is True else wanted)
+    accelerator._accumulator.boundaries = preemption.boundaries
+    # At the end of the process `close` runs by itself, where a program that failed can be told from one that ended.
+    weakref.finalize(accelerator, preemption.close).atexit = False
+    return preemption
+
+
+def resume(accelerator: Accelerator) -> bool:
+    """See `Accelerator.resume`."""
+    if not environment.parse_flag_from_env("ACCELERATE_RESUME"):
+        return False
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise OptionError(
+            "resume() looks for automatic checkpoints: give the Accelerator a "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    folder = checkpoint._automatic_folder(accelerator)
+    newest = _newest_of_all(folder)
+    if newest is None:
+        if accelerator.is_main_process:
+            _logger.warning("accel: there is no complete checkpoint in %s yet; training starts anew", folder)
+        return False
+    accelerator.load_state(folder / newest)
+    return True
+
+
+def _newest_of_all(folder: Path) -> str | None:
+    """The newest checkpoint that is complete for all ranks, which need not share a file system.
+
+    Raises:
+        CheckpointNotFoundError: there are checkpoints, but none that all ranks have.
+    """
+
+    def look() -> list[str]:
+        return [path.name for path in accelerate_checkpoints.all_checkpoints(folder)]
+
+    found = accel_ckpt.run_together(look, accel_ckpt.default_coordinator(), doing="looking for checkpoints")
+    common = [name for name in found[0] if all(name in names for names in found)]
+    if common:
+        return common[-1]
+    if any(found):
+        lacking = [rank for rank, names in enumerate(found) if not names]
+        raise accel_ckpt.CheckpointNotFoundError(
+            f"No checkpoint in {folder} is complete for all ranks"
+            + (f"; ranks {lacking} see none at all" if lacking else "")
+            + ". Copy a complete one to where they can read it, or remove the checkpoints to start anew."
+        )
+    return None

@@ -1,0 +1,122 @@
+"""The learning-rate scheduler that `prepare` returns."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+if TYPE_CHECKING:
+    from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.optimizer import AcceleratedOptimizer
+
+__all__ = ["AcceleratedScheduler"]
+
+
+class AcceleratedScheduler(LRScheduler):
+    """A scheduler that advances when its optimizer does.
+
+    Args:
+        scheduler: the scheduler to wrap; any object with `step()` and `state_dict()`.
+        optimizers: its prepared optimizers; when one of them skipped its step, the scheduler waits.
+        step_with_optimizer: False: every call of `step()` is passed on.
+        split_batches: whether loaders split one batch over ranks; then one optimizer step is one step.
+        steps_per_call: steps for one optimizer step; by default the number of processes (or 1 with `split_batches`),
+            because a schedule planned for one process sees that many batches go by.
+        advance_while_accumulating: also advance on micro-batches that do not end a window.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+        *,
+        steps_per_call: int | None = None,
+        advance_while_accumulating: bool = False,
+        accumulator: Accumulator | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        several = isinstance(optimizers, (list, tuple))
+        self.optimizers: list[AcceleratedOptimizer] = list(optimizers) if several else [optimizers]  # type: ignore[list-item]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        if steps_per_call is None:
+            from accel_state.world.process import PartialState
+
+            steps_per_call = 1 if split_batches else PartialState().num_processes
+        self._steps_per_call = steps_per_call
+        self._advance_while_accumulating = advance_while_accumulating
+        self._accumulator = accumulator
+        self._fixed_length = getattr(scheduler, "total_steps", None) is not None
+        self._is_accelerate_prepared = False
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance as the optimizer did.
+
+        With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
+        are: a metric passed twice would count as two evaluations. Past the end of a schedule of fixed length
+        (`OneCycleLR`) nothing happens.
+        """
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        accumulator = self._accumulator
+        if accumulator is not None and not accumulator.sync_gradients:
+            if self._advance_while_accumulating:
+                with warnings.catch_warnings():
+                    # torch warns that no optimizer step came first; here that is what was asked for.
+                    warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                    self._advance()
+            return
+        for optimizer in self.optimizers:
+            if optimizer.step_was_skipped:
+                return
+        if args or kwargs or (self._steps_per_call == 1 and not self._fixed_length):
+            self.scheduler.step(*args, **kwargs)
+        else:
+            self._advance()
+
+    def _advance(self) -> None:
+        scheduler = self.scheduler
+        for _ in range(self._steps_per_call):
+            # OneCycleLR raises past its end, and N steps per call overshoot it unless N divides its length.
+            if not self._fixed_length or scheduler.last_epoch < scheduler.total_steps:
+                scheduler.step()
+
+    # The wrapped scheduler's own
+
+    def get_last_lr(self) -> list[Any]:
+        """The wrapped scheduler's last learning rates."""
+        return list(self.scheduler.get_last_lr())
+
+    def get_lr(self) -> list[Any]:
+        """The wrapped scheduler's learning rates."""
+        return list(self.scheduler.get_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped scheduler's state."""
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> None:
+        """The wrapped scheduler's `print_lr`, on versions of torch that have it."""
+        self.scheduler.print_lr(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,1 @@
+"""From arguments to a plan, and from users' objects to prepared ones."""
