@@ -14,7 +14,7 @@ WORLD = HERE / "world.py"
 
 @pytest.fixture(scope="module", autouse=True)
 def open_mpi() -> None:
-    subprocess.run(["bash", str(HERE.parent / "tools" / "engines" / "mpi.sh")], check=True)
+    subprocess.run(["bash", str(HERE.parents[1] / "tools" / "engines" / "mpi.sh")], check=True)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-SCRIPT = HERE.parent / "tools" / "engines" / "slurm.sh"
+SCRIPT = HERE.parents[1] / "tools" / "engines" / "slurm.sh"
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,134 @@
+"""The dimensions of a run: how many ranks each kind of parallelism has, and which ranks differ in what.
+
+Ranks are laid out row by row over ``pp, dp_replicate, dp_shard, cp, sp, tp``: neighbours share a tensor-parallel group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.ranks import Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["DIMENSIONS", "Mesh", "batch_ranks"]
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+# Ranks that differ only in these read the same samples …
+_READ_ALIKE = frozenset({"pp", "cp", "sp", "tp"})
+# … and in these compute the same loss. A rank of cp or sp has the loss of its part of each sequence.
+_SAME_LOSS = frozenset({"pp", "tp"})
+
+
+class Mesh:
+    """Degrees of parallelism, checked once, and the ranks that follow from them.
+
+    Args:
+        degrees: ranks of each dimension that has more than one.
+        device_type: where tensors of collectives are.
+        world_size: number of ranks.
+        rank: this one.
+
+    Attributes:
+        degrees: ranks of each dimension.
+        device_mesh: PyTorch's mesh of the dimensions with more than one rank; None if there is none.
+        batch: ranks that read different samples.
+        loss: ranks whose losses are averaged, and whose items are summed.
+
+    Raises:
+        OptionError: an unknown dimension, or a degree below 1.
+        IncompatibleOptionsError: the degrees do not multiply to the number of ranks.
+    """
+
+    def __init__(self, degrees: Mapping[str, int], device_type: str, world_size: int, rank: int) -> None:
+        for name, degree in degrees.items():
+            if name not in DIMENSIONS:
+                raise OptionError(f"Unknown dimension {name!r} of a mesh; known: {', '.join(DIMENSIONS)}.")
+            if isinstance(degree, bool) or not isinstance(degree, int) or degree < 1:
+                raise OptionError(
+                    f"The mesh's dimension {name} has {degree!r} ranks; it takes a number from 1."
+                )
+        self.degrees = {name: degrees.get(name, 1) for name in DIMENSIONS}
+        product = math.prod(self.degrees.values())
+        if product != world_size:
+            named = " x ".join(f"{name} {size}" for name, size in self.degrees.items() if size > 1) or "1"
+            raise IncompatibleOptionsError(
+                f"The mesh {named} needs {product} ranks, and {world_size} are running. Start {product} processes, or "
+                "change a degree."
+            )
+        self.device_mesh: DeviceMesh | None = None
+        used = [name for name, size in self.degrees.items() if size > 1]
+        if used:
+            from torch.distributed.device_mesh import init_device_mesh
+
+            shape = tuple(self.degrees[name] for name in used)
+            self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(used))
+        self.batch = self._ranks(_READ_ALIKE, world_size, rank)
+        self.loss = self._ranks(_SAME_LOSS, world_size, rank)
+
+    @classmethod
+    def of_world(cls, world_size: int, rank: int) -> Mesh:
+        """Data parallelism alone: every rank has a replica. Makes no process group."""
+        mesh = cls.__new__(cls)
+        mesh.degrees = {**dict.fromkeys(DIMENSIONS, 1), "dp_replicate": world_size}
+        mesh.device_mesh = None
+        mesh.batch = mesh.loss = Ranks.of_world(world_size, rank)
+        return mesh
+
+    def submesh(self, *names: str) -> DeviceMesh | None:
+        """The mesh of these dimensions, those with one rank left out; None if none is left."""
+        used = tuple(name for name in names if self.degrees[name] > 1)
+        return self.device_mesh[used] if used and self.device_mesh is not None else None
+
+    def _ranks(self, alike: Collection[str], world_size: int, rank: int) -> Ranks:
+        index_of = _indexes(tuple(self.degrees.values()), DIMENSIONS, alike)
+        names = [name for name in DIMENSIONS if name not in alike and self.degrees[name] > 1]
+        size = max(index_of) + 1
+        group = None
+        if names and size < world_size and self.device_mesh is not None:
+            part = self.device_mesh[tuple(names)]
+            group = (part._flatten() if len(names) > 1 else part).get_group()
+        return Ranks(size, index_of[rank], group, index_of)
+
+
+def batch_ranks(device_mesh: Any, world_size: int, rank: int) -> Ranks:
+    """The ranks that read different samples on a mesh that somebody else made; without a mesh, all.
+
+    Args:
+        device_mesh: a `torch.distributed.device_mesh.DeviceMesh` over the whole world, or None.
+        world_size: number of ranks.
+        rank: this one.
+
+    Raises:
+        OptionError: the mesh has no names, or not every rank once.
+    """
+    if device_mesh is None:
+        return Ranks.of_world(world_size, rank)
+    names = device_mesh.mesh_dim_names
+    members = device_mesh.mesh.flatten().tolist()
+    if names is None or sorted(members) != list(range(world_size)):
+        raise OptionError(
+            f"The device mesh with the dimensions {names} has the ranks {sorted(members)}; it must name its "
+            f"dimensions and hold each of the {world_size} ranks once."
+        )
+    places = _indexes(tuple(device_mesh.mesh.shape), names, _READ_ALIKE)
+    index_of = [0] * world_size
+    for member, place in zip(members, places, strict=True):
+        index_of[member] = place
+    return Ranks(max(index_of) + 1, index_of[rank], None, tuple(index_of))
+
+
+def _indexes(shape: tuple[int, ...], names: Collection[str], alike: Collection[str]) -> tuple[int, ...]:
+    """For each place of a mesh, row by row: its index among those that differ in other dimensions than `alike`."""
+    indexes = [0]
+    for name, size in zip(names, shape, strict=True):
+        if name in alike:
+            indexes = [index for index in indexes for _ in range(size)]
+        else:
+            indexes = [index * size + step for index in indexes for step in range(size)]
+    return tuple(indexes)

@@ -1,0 +1,39 @@
+"""Which ranks differ in one respect: whose samples differ, or whose losses are parts of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Ranks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ranks that differ in one respect, seen from one of them.
+
+    Data parallelism alone makes every rank differ from every other. On a mesh with tensor parallelism, ranks of one
+    tensor-parallel group read the same samples: four ranks then have two different indexes.
+
+    Attributes:
+        size: how many differ.
+        index: this rank's place among them.
+        group: the process group in which each index occurs once; None: all ranks of the world (or, with `size` 1, this
+            rank alone: there is nobody to talk to).
+        index_of: the index of every rank of the world, by rank.
+    """
+
+    size: int = 1
+    index: int = 0
+    group: Any = None
+    index_of: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of_world(cls, world_size: int, rank: int) -> Ranks:
+        """Every rank differs from every other."""
+        return cls(world_size, rank, None, tuple(range(world_size)))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of the world, those that do not differ included."""
+        return len(self.index_of)
