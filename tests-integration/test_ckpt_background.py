@@ -46,7 +46,7 @@ def test_saved_while_training_is_saved_as_without(tmp_path, ranks):
                 step(accelerator, model, optimizer, number)
                 if kind != "never":
                     accelerator.save_state(folder / f"{kind} {number}", asynchronous=kind == "async")
-            accelerator._saver.drain()
+            accelerator._prepared.saver.drain()
             ends.append([t.clone() for t in model.state_dict().values()])
         assert all(torch.equal(a, b) for end in ends[1:] for a, b in zip(ends[0], end, strict=True))
         accelerator.wait_for_everyone()
@@ -140,7 +140,7 @@ def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment
         if broken and moment == "staging":
             staging.Staging.copy = fail
         elif broken:
-            accelerator._saver._disk = Broken()
+            accelerator._prepared.saver._disk = Broken()
         handle = accelerator.save_state(folder / "c", asynchronous=True)
         step(accelerator, model, optimizer, 1)  # goes on
         # Asking on one rank only does not upset the next save, which is made on all.
@@ -159,7 +159,7 @@ def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment
         assert broken or f"rank {bad_rank}: " in message or "on another rank" in message
         assert content(folder / "c") == before
         staging.Staging.copy = copy
-        accelerator._saver._disk = LOCAL
+        accelerator._prepared.saver._disk = LOCAL
         assert accelerator.save_state(folder / "c", asynchronous=True).result()
         assert content(folder / "c") != before
         accelerator.end_training()
@@ -203,7 +203,7 @@ model = torch.nn.Linear(3, 3)
 accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
 accelerator.save_state(folder / "c")
 if accelerator.process_index == int(sys.argv[2]):
-    accelerator._saver._disk = Dying()
+    accelerator._prepared.saver._disk = Dying()
 handle = accelerator.save_state(folder / "c", asynchronous=True)
 began = time.monotonic()
 try:

@@ -107,7 +107,7 @@ class Held(Disk):
 def test_refused_while_another_goes_on(tmp_path, asynchronous):
     accelerator = Accelerator()
     build(accelerator)
-    disk = accelerator._saver._disk = Held()
+    disk = accelerator._prepared.saver._disk = Held()
     accelerator.save_state(tmp_path / "a", asynchronous=True)
     with pytest.raises(SaveInProgressError, match=f"{tmp_path}/a is still being saved"):
         accelerator.save_state(tmp_path / "b", asynchronous=asynchronous, when_busy="refuse")
@@ -122,7 +122,7 @@ def test_failures_surface(tmp_path, where):
     accelerator = Accelerator()
     build(accelerator)
     accelerator.save_state(tmp_path / "a")
-    accelerator._saver._disk = Failing()
+    accelerator._prepared.saver._disk = Failing()
     handle = accelerator.save_state(tmp_path / "b", asynchronous=True)
     call = {
         "save_state": lambda: accelerator.save_state(tmp_path / "c"),
@@ -132,7 +132,7 @@ def test_failures_surface(tmp_path, where):
     }[where]
     with pytest.raises(CheckpointSaveError, match="Input/output error"):
         call()
-    accelerator._saver._disk = LOCAL
+    accelerator._prepared.saver._disk = LOCAL
     accelerator.load_state(tmp_path / "a")
     accelerator.save_state(tmp_path / "c", asynchronous=True)
     accelerator.end_training()
@@ -184,6 +184,6 @@ def test_an_accelerator_is_pickled_without_its_saves(tmp_path):
     accelerator = Accelerator()
     handle = accelerator.save_state(tmp_path / "a", asynchronous=True)
     other = pickle.loads(pickle.dumps(accelerator))
-    assert other._saver._current is None
+    assert other._prepared.saver._current is None
     handle.result()
     assert other.save_state(tmp_path / "b", asynchronous=True).result()

@@ -138,7 +138,7 @@ def test_t18_fp16_on_the_cpu_really_scales_skips_and_clips(clip):
     assert scheduler.scheduler.last_epoch == 5
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-    accelerator._plan.precision.settle()
+    accelerator._plan.precision.update_scale()
     assert accelerator.scaler.get_scale() == scaler.get_scale()
 
 
@@ -286,7 +286,7 @@ def test_t34_clipping_what_no_prepared_optimizer_holds_is_refused():
     model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.backward(model(torch.ones(2, 3)).mean())
     with pytest.raises(
-        ValueError, match=r"no prepared optimizer holds these parameters.*prepare\(optimizer\)"
+        ValueError, match=r"no prepared optimizer owns these parameters.*prepare\(optimizer\)"
     ):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NoReturn, cast, overload
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state.communication import collectives
@@ -21,7 +22,7 @@ from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
-from accel_train.checkpoints.training_state import Registered
+from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.config import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -36,18 +37,19 @@ from accel_train.config import (
     rng_type_names,
 )
 from accel_train.data import LoaderLedger, skip_first_batches
-from accel_train.errors import ArgumentTypeError, PrepareError
-from accel_train.loop import metrics, profiling
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
+from accel_train.loop import clipping, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
-from accel_train.loop.preemption import resume as resume_training
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup import arguments, prepare
-from accel_train.setup.resolve import mixed_precision_name, refuse_unavailable, resolve
+from accel_train.setup.resolve import Given, mixed_precision_name, refuse_unavailable, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
-from accel_train.unwrap import extract_model_from_parallel
+from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
+from accel_train.unwrap import unwrap
 
 __all__ = ["Accelerator"]
 
@@ -116,6 +118,7 @@ class Accelerator:
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
+        strategy: Any = None,
         scale_scheduler: bool = True,
         preemption: bool | PreemptionConfig = False,
         **unknown: Any,
@@ -123,11 +126,7 @@ class Accelerator:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         refuse_unavailable(
             {
-                "deepspeed_plugin": deepspeed_plugin,
                 "deepspeed_plugins": deepspeed_plugins,
-                "fsdp_plugin": fsdp_plugin,
-                "torch_tp_plugin": torch_tp_plugin,
-                "megatron_lm_plugin": megatron_lm_plugin,
                 "parallelism_config": parallelism_config,
                 "log_with": log_with,
             }
@@ -139,6 +138,13 @@ class Accelerator:
             dynamo_plugin=(dynamo_plugin, TorchDynamoPlugin),
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
+        plugin_of_strategy = arguments.strategy_plugin(
+            strategy=strategy,
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+        )
         precision = mixed_precision_name(mixed_precision)
         plugin = arguments.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin)
@@ -148,53 +154,64 @@ class Accelerator:
         self.scaler_handler: GradScalerKwargs | None = handlers.get("scaler")
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
-        self.dataloader_config = arguments.loader_config(dataloader_config, split_batches)
         self.project_configuration = project_configuration(project_config, project_dir)
-        self.device_placement = device_placement
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = rng_type_names(rng_types)
-        self.scale_scheduler = scale_scheduler
-
+        self._options = Options(
+            device_placement=device_placement,
+            loaders=arguments.loader_config(dataloader_config, split_batches),
+            rng_types=rng_type_names(rng_types),
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scale_scheduler=scale_scheduler,
+            adjust_scheduler=plugin.adjust_scheduler,
+            dynamo=dynamo,
+        )
         init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
         self._process = PartialState(cpu, **init_kwargs)
         self._plan = resolve(
             self._process,
-            mixed_precision=precision,
-            device_placement=device_placement,
-            autocast=self.autocast_handler or AutocastKwargs(),
-            scaler=self.scaler_handler or GradScalerKwargs(),
-            ddp=self.ddp_handler or DistributedDataParallelKwargs(),
+            Given(
+                mixed_precision=precision,
+                strategy=plugin_of_strategy,
+                autocast=self.autocast_handler,
+                scaler=self.scaler_handler,
+                ddp=self.ddp_handler,
+                sync_each_batch=plugin.sync_each_batch,
+            ),
         )
-        self.state = AcceleratorState(self._process, mixed_precision=precision, dynamo_plugin=dynamo)
+        self.state = AcceleratorState(
+            self._process, mixed_precision=precision, dynamo_plugin=dynamo, strategy=self._plan.strategy
+        )
         self._begin(plugin)
-        self.preemption: Preemption | None = start_preemption(self, preemption)
+        self._prepared.preemption = start_preemption(preemption, self._process, self._accumulator, self)
         register_newest(self)
 
     def _begin(self, plugin: GradientAccumulationPlugin) -> None:
         """Start with nothing prepared and no window open."""
-        self._models: list[nn.Module] = []  # as they were before wrapping
-        self._prepared_models: list[nn.Module] = []
-        self._optimizers: list[AcceleratedOptimizer] = []
-        self._schedulers: list[AcceleratedScheduler] = []
-        self._dataloaders: list[Any] = []
-        self._hooks = checkpoint.Hooks()
-        self._folder_is_checked = not self.project_configuration.automatic_checkpoint_naming
-        self._saver = BackgroundSaver()
-        self._custom_objects: list[Registered] = []
-        self._ledger = LoaderLedger()
+        models: list[nn.Module] = []
+        optimizers: list[AcceleratedOptimizer] = []
+        ledger = LoaderLedger()
         self._accumulator = Accumulator(
             self._plan.strategy,
-            self._plan.precision,
-            self._ledger,
-            sum_over_ranks=self._sum_over_ranks,
-            all_models=self._prepared_models,
-            all_optimizers=self._optimizers,
+            ledger,
+            all_models=models,
+            all_optimizers=optimizers,
             num_steps=plugin.num_steps or 1,
             sync_with_dataloader=plugin.sync_with_dataloader,
-            sync_each_batch=plugin.sync_each_batch,
         )
-        self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=self._ledger)
-        self.step = 0
+        self._plan.precision.on_scale_change(self._accumulator.rescale_pending)
+        self._prepared = Prepared(
+            process=self._process,
+            plan=self._plan,
+            options=self._options,
+            project=self.project_configuration,
+            accumulator=self._accumulator,
+            ledger=ledger,
+            saver=BackgroundSaver(),
+            models=[],
+            prepared_models=models,
+            optimizers=optimizers,
+        )
+        self._folder_is_checked = not self.project_configuration.automatic_checkpoint_naming
+        self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None
 
     # Facts about the process
@@ -202,7 +219,12 @@ class Accelerator:
     @property
     def distributed_type(self) -> DistributedType:
         """How processes cooperate."""
-        return self._process.distributed_type
+        return self.state.distributed_type
+
+    @property
+    def strategy(self) -> Strategy:
+        """How ranks cooperate: what `Accelerator(strategy=…)`, a plugin or the number of processes selected."""
+        return self._plan.strategy
 
     @property
     def num_processes(self) -> int:
@@ -250,6 +272,65 @@ class Accelerator:
         return self._process.is_last_process
 
     # Facts about the configuration
+
+    @property
+    def step(self) -> int:
+        """A counter for scripts; part of the state."""
+        return self._prepared.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._prepared.step = step
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """Listens for the signals that stop training; None unless asked to."""
+        return self._prepared.preemption
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models, optimizer states and batches move to this process's device."""
+        return self._options.device_placement
+
+    @device_placement.setter
+    def device_placement(self, device_placement: bool) -> None:
+        self._options.device_placement = device_placement
+
+    @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are prepared."""
+        return self._options.loaders
+
+    @dataloader_config.setter
+    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
+        self._options.loaders = config
+
+    @property
+    def rng_types(self) -> list[str]:
+        """Random states that ranks share at the start of an epoch."""
+        return self._options.rng_types
+
+    @rng_types.setter
+    def rng_types(self, rng_types: Sequence[str | RNGType]) -> None:
+        self._options.rng_types = rng_type_names(rng_types)
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether prepared schedulers step when their optimizer does."""
+        return self._options.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, step: bool) -> None:
+        self._options.step_scheduler_with_optimizer = step
+
+    @property
+    def scale_scheduler(self) -> bool:
+        """Whether a prepared scheduler takes one step per rank that reads different samples."""
+        return self._options.scale_scheduler
+
+    @scale_scheduler.setter
+    def scale_scheduler(self, scale: bool) -> None:
+        self._options.scale_scheduler = scale
 
     @property
     def mixed_precision(self) -> str:
@@ -316,8 +397,8 @@ class Accelerator:
         return self.project_configuration.iteration
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: this version has no DeepSpeed."""
+    def deepspeed_plugin(self) -> Any:
+        """The plugin that selected DeepSpeed; None if another strategy runs."""
         return self.state.deepspeed_plugin
 
     @property
@@ -326,8 +407,8 @@ class Accelerator:
         return self.state.parallelism_config
 
     @property
-    def torch_device_mesh(self) -> None:
-        """None, without a parallelism configuration."""
+    def torch_device_mesh(self) -> Any:
+        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
         return self.state.device_mesh
 
     @property
@@ -401,14 +482,17 @@ class Accelerator:
         Raises:
             PrepareError: an object cannot be prepared.
         """
-        return prepare.prepare(self, args, device_placement)
+        return prepare.prepare(self._prepared, args, device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Prepare one model; with `evaluation_mode` it is not wrapped for gradient reduction."""
+        if not evaluation_mode:
+            prepared: nn.Module = prepare.prepare_one(self._prepared, model, device_placement)
+            return prepared
         placed = self.device_placement if device_placement is None else device_placement
-        return prepare.prepare_model(self, model, placed, evaluation_mode)
+        return prepare.prepare_for_evaluation(self._prepared, model, placed)
 
     def prepare_data_loader(
         self,
@@ -418,18 +502,18 @@ class Accelerator:
     ) -> Any:
         """Prepare one loader."""
         placed = self.device_placement if device_placement is None else device_placement
-        return prepare.prepare_loader(self, data_loader, placed, slice_fn_for_dispatch)
+        return prepare.prepare_loader(self._prepared, data_loader, placed, slice_fn_for_dispatch)
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Prepare one optimizer."""
-        placed = self.device_placement if device_placement is None else device_placement
-        return prepare.prepare_optimizer(self, optimizer, placed)
+        prepared: AcceleratedOptimizer = prepare.prepare_one(self._prepared, optimizer, device_placement)
+        return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare one scheduler, after its optimizer."""
-        return prepare.prepare_scheduler(self, scheduler)
+        return prepare.prepare_scheduler(self._prepared, scheduler)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
         """A loader of the same kind that starts after `num_batches` batches."""
@@ -440,17 +524,11 @@ class Accelerator:
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
         """The model inside a prepared one; see `extract_model_from_parallel`."""
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return unwrap(self._plan.strategy, model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[Any]:
         """Forget everything prepared and give memory back; returns one None per object, to rebind their names."""
-        self._models.clear()
-        self._prepared_models.clear()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._dataloaders.clear()
-        self._accumulator.forget()
-        self.step = 0
+        self._prepared.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:
@@ -500,12 +578,17 @@ class Accelerator:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context in which backward passes of a model accumulate locally, without communication."""
-        with self._accumulator.hold_back(), self._plan.strategy.no_sync(model):
+        strategy = self._plan.strategy
+        deferred = strategy.no_sync(model) if isinstance(strategy, DefersSync) else contextlib.nullcontext()
+        with self._accumulator.hold_back(), deferred:
             yield
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context whose backward reduces gradients although its forwards ran under `no_sync`."""
-        return self._plan.strategy.trigger_sync_in_backward(model)
+        strategy = self._plan.strategy
+        if isinstance(strategy, DefersSync):
+            return strategy.trigger_sync_in_backward(model)
+        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -524,10 +607,16 @@ class Accelerator:
         even = self.even_batches if even_batches is None else even_batches
         with contextlib.ExitStack() as stack:
             if even_batches is not None:
-                stack.enter_context(prepare.overridden_even_batches(self._dataloaders, even_batches))
+                stack.enter_context(prepare.overridden_even_batches(self._prepared.loaders, even_batches))
             if not even and self.num_processes > 1:
+                strategy = self._plan.strategy
+                if not isinstance(strategy, JoinsUneven):
+                    raise IncompatibleOptionsError(
+                        f"join_uneven_inputs() lets ranks train on different numbers of batches, which the strategy "
+                        f"{strategy.name!r} cannot. Use even_batches=True."
+                    )
                 stack.enter_context(self._accumulator.without_counting())
-                stack.enter_context(self._plan.strategy.join(joinables))
+                stack.enter_context(strategy.join(joinables))
             yield
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
@@ -548,7 +637,7 @@ class Accelerator:
         """
         if not self._folder_is_checked:
             self._folder_is_checked = True
-            checkpoint.warn_of_used_folder(self)
+            checkpoint.warn_of_used_folder(self._prepared)
         try:
             self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):
@@ -564,9 +653,9 @@ class Accelerator:
 
         Done once per step however often it is asked; clipping does it by itself.
         """
-        chosen: Any = self._optimizers if optimizer is None else optimizer
+        chosen: Any = self._prepared.optimizers if optimizer is None else optimizer
         for item in chosen if isinstance(chosen, (list, tuple)) else [chosen]:
-            self._plan.precision.unscale_(cast(Any, getattr(item, "optimizer", item)))
+            self._plan.strategy.unscale_(cast(Any, getattr(item, "optimizer", item)))
 
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
@@ -578,47 +667,29 @@ class Accelerator:
         Returns:
             The norm before clipping, a 0-d tensor.
         """
-        chosen = self._true_gradients(parameters)
-        if not self._accumulator.sync_gradients:
-            return self._plan.strategy.gradient_norm(chosen, norm_type) / self._plan.precision.loss_scale
-        return self._plan.strategy.clip_grad_norm_(chosen, max_norm, norm_type)
+        return clipping.clip_grad_norm_(
+            self._plan.strategy,
+            self._prepared.optimizers,
+            parameters,
+            max_norm,
+            norm_type,
+            complete=self._accumulator.sync_gradients,
+        )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp the gradients of `parameters` to [-clip_value, clip_value], when they are complete."""
-        chosen = self._true_gradients(parameters)
-        if self._accumulator.sync_gradients:
-            self._plan.strategy.clip_grad_value_(chosen, clip_value)
-
-    def _true_gradients(self, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        if isinstance(parameters, nn.Module):
-            raise ArgumentTypeError(
-                f"Clipping takes parameters, got the model {type(parameters).__name__}. Pass model.parameters()."
-            )
-        chosen = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._plan.precision.scaler is not None and self._accumulator.sync_gradients:
-            self._unscale_owners(chosen)
-        return chosen
-
-    def _unscale_owners(self, parameters: list[Tensor]) -> None:
-        wanted = {id(parameter) for parameter in parameters if parameter.grad is not None}
-        owners = [
-            item.optimizer
-            for item in self._optimizers
-            if any(id(parameter) in wanted for group in item.param_groups for parameter in group["params"])
-        ]
-        if wanted and not owners:
-            raise PrepareError(
-                "Clipping under mixed_precision='fp16' needs the gradients' true size, which is brought about through "
-                "the optimizer, and no prepared optimizer holds these parameters. Prepare it: "
-                "`optimizer = accelerator.prepare(optimizer)`."
-            )
-        for owner in owners:
-            self._plan.precision.unscale_(owner)
+        clipping.clip_grad_value_(
+            self._plan.strategy,
+            self._prepared.optimizers,
+            parameters,
+            clip_value,
+            complete=self._accumulator.sync_gradients,
+        )
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the last step of any prepared optimizer was skipped because of inf or NaN."""
-        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+        return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:
         """Context for computing outside a prepared model (a loss, say) in the chosen precision."""
@@ -659,7 +730,7 @@ class Accelerator:
         """
         return metrics.gather_for_metrics(
             input_data,
-            self._ledger,
+            self._prepared.ledger,
             world_size=self.num_processes,
             rank=self.process_index,
             loader=dataloader,
@@ -688,12 +759,6 @@ class Accelerator:
         self.flag_tensor = None
         return True
 
-    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        if self.num_processes == 1:
-            return counts
-        summed: Tensor = collectives.reduce(counts, reduction="sum")
-        return summed
-
     def end_training(self) -> None:
         """Finish what is being saved, and leave the process group; the last call of a script.
 
@@ -701,7 +766,7 @@ class Accelerator:
             CheckpointSaveError: an asynchronous save has failed.
         """
         try:
-            self._saver.drain()
+            self._prepared.saver.drain()
         finally:
             if self.preemption is not None:
                 self.preemption.close()
@@ -733,19 +798,19 @@ class Accelerator:
         """Load the newest complete automatic checkpoint if `accel launch --resume` asks for it, on all ranks.
 
         Returns:
-            Whether a checkpoint was loaded; False also if there is none yet, which is said.
+            True if a checkpoint was loaded; False if none exists yet, after a warning, or if `--resume` was not given.
 
         Raises:
             OptionError: checkpoints are not named automatically.
             CheckpointNotFoundError: there are checkpoints, but none is complete for all ranks.
         """
-        return resume_training(self)
+        return resume_training(self._prepared, self.load_state)
 
     # Saving
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
         """Save an object once: on the main process, or on each node's if nodes share no file system."""
-        checkpoint.save_object(self, obj, f, safe_serialization)
+        checkpoint.save_object(self._prepared, obj, f, safe_serialization)
 
     def save_model(
         self,
@@ -773,7 +838,7 @@ class Accelerator:
             commit_message: of the upload.
         """
         checkpoint.save_model(
-            self,
+            self._prepared,
             model,
             save_directory,
             max_shard_size,
@@ -786,7 +851,7 @@ class Accelerator:
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""
-        return checkpoint.model_state_dict(model, unwrap)
+        return self._plan.strategy.full_state_dict(model) if unwrap else model.state_dict()
 
     def register_for_checkpointing(self, *objects: Any, trusted: bool = False) -> None:
         """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`.
@@ -797,15 +862,15 @@ class Accelerator:
                 an error. A pickle can run any code when it is loaded, so `load_state` needs `trust_custom_objects=True`
                 then.
         """
-        checkpoint.register(self._custom_objects, objects, trusted)
+        checkpoint.register(self._prepared.registered, objects, trusted)
 
-    def register_save_state_pre_hook(self, hook: checkpoint.SaveHook) -> checkpoint.RemovableHandle:
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
         """Call `hook(models, weights, output_dir)` before `save_state` writes; returns a removable handle."""
-        return self._hooks.add_save(hook)
+        return self._prepared.hooks.add_save(hook)
 
-    def register_load_state_pre_hook(self, hook: checkpoint.LoadHook) -> checkpoint.RemovableHandle:
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
         """Call `hook(models, input_dir)` before `load_state` loads; returns a removable handle."""
-        return self._hooks.add_load(hook)
+        return self._prepared.hooks.add_load(hook)
 
     @overload
     def save_state(
@@ -857,7 +922,7 @@ class Accelerator:
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
-            self, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
         )
 
     def load_state(
@@ -891,22 +956,32 @@ class Accelerator:
             StateMismatchError: other objects are prepared or registered than were saved.
         """
         return checkpoint.load_state(
-            self, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, **kwargs
+            self._prepared, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, **kwargs
         )
 
     # The object itself
 
-    def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        self._models.append(model)
-        self._prepared_models.append(prepared)
+    # Lists that clients of Accelerate read under these names
 
-    def _forget_model(self, prepared: nn.Module) -> None:
-        index = next(i for i, known in enumerate(self._prepared_models) if known is prepared)
-        del self._models[index], self._prepared_models[index]
-        self._accumulator.forget_model(prepared)
+    @property
+    def _models(self) -> list[nn.Module]:
+        return self._prepared.models
 
-    def _scheduler_steps_per_call(self) -> int:
-        return self.num_processes if self.scale_scheduler and not self.split_batches else 1
+    @property
+    def _optimizers(self) -> list[AcceleratedOptimizer]:
+        return self._prepared.optimizers
+
+    @property
+    def _schedulers(self) -> list[AcceleratedScheduler]:
+        return self._prepared.schedulers
+
+    @property
+    def _dataloaders(self) -> list[Any]:
+        return self._prepared.loaders
+
+    @property
+    def _custom_objects(self) -> list[Any]:
+        return [registered.item for registered in self._prepared.registered]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # Objects that hold an accelerator are copied by other libraries; there is one per training.

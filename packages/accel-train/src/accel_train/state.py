@@ -7,32 +7,49 @@ the state of the newest `Accelerator` that is alive.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_state.enums import DistributedType
 from accel_state.errors import StateError
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
-    from accel_train.accelerator import Accelerator
     from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.data.active_loaders import LoaderLedger
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.strategies.base import Strategy
 
-__all__ = ["AcceleratorState", "GradientState", "is_initialized"]
+__all__ = ["AcceleratorState", "GradientState", "is_initialized", "newest_strategy", "register_newest"]
+
+
+class _Owner(Protocol):
+    """What is known here of an `Accelerator`."""
+
+    state: AcceleratorState
+    gradient_state: GradientState
+
+    @property
+    def strategy(self) -> Strategy: ...
+
 
 # The one exception to "no process-wide state": a weak reference, read only by calls without arguments.
-_newest: weakref.ref[Accelerator] | None = None
+_newest: weakref.ref[Any] | None = None
 
 
-def register_newest(accelerator: Accelerator) -> None:
+def register_newest(accelerator: _Owner) -> None:
     """Make `accelerator` the one that calls without arguments refer to."""
     global _newest
     _newest = weakref.ref(accelerator)
 
 
-def _newest_alive() -> Accelerator | None:
+def _newest_alive() -> _Owner | None:
     return _newest() if _newest is not None else None
+
+
+def newest_strategy() -> Strategy | None:
+    """The strategy of the newest `Accelerator` that is alive; None without one."""
+    newest = _newest_alive()
+    return None if newest is None else newest.strategy
 
 
 def is_initialized() -> bool:
@@ -49,14 +66,8 @@ class AcceleratorState:
 
     mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin
-
-    # Engines and meshes of which this version has none.
-    deepspeed_plugin: None = None
-    fsdp_plugin: None = None
-    megatron_lm_plugin: None = None
-    torch_tp_plugin: None = None
+    strategy: Strategy
     parallelism_config: None = None
-    device_mesh: None = None
 
     def __new__(cls, process_state: PartialState | None = None, **decided: Any) -> AcceleratorState:
         """A new state, or without arguments the newest accelerator's."""
@@ -95,12 +106,41 @@ class AcceleratorState:
     def distributed_type(self) -> DistributedType:
         """How processes cooperate."""
         kind: DistributedType = self._process_state.distributed_type
-        return kind
+        return self.strategy.distributed_type or kind
+
+    @property
+    def device_mesh(self) -> Any:
+        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
+        return self.strategy.options.mesh.device_mesh
+
+    @property
+    def deepspeed_plugin(self) -> Any:
+        """The plugin that selected DeepSpeed; None if another strategy runs."""
+        return self._plugin("deepspeed_plugin")
+
+    @property
+    def fsdp_plugin(self) -> Any:
+        """The plugin that selected fully sharded data parallelism; None if another strategy runs."""
+        return self._plugin("fsdp_plugin")
+
+    @property
+    def megatron_lm_plugin(self) -> Any:
+        """The plugin that selected Megatron-LM; None if another strategy runs."""
+        return self._plugin("megatron_lm_plugin")
+
+    @property
+    def torch_tp_plugin(self) -> Any:
+        """The plugin that selected tensor parallelism; None if another strategy runs."""
+        return self._plugin("torch_tp_plugin")
+
+    def _plugin(self, argument: str) -> Any:
+        config = self.strategy.options.config
+        return config if getattr(type(config), "argument", None) == argument else None
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether parameters are sharded with FSDP2."""
-        return False
+        return self.distributed_type is DistributedType.FSDP
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:

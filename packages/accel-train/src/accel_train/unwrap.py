@@ -7,11 +7,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_train.precision.autocast import restore_forward
+from accel_train.state import newest_strategy
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.ddp import inside_parallel
 
-__all__ = ["extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "plain_module"]
+__all__ = [
+    "extract_model_from_parallel",
+    "has_compiled_regions",
+    "is_compiled_module",
+    "plain_module",
+    "unwrap",
+]
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -27,12 +35,10 @@ def has_compiled_regions(module: nn.Module) -> bool:
 def plain_module(model: nn.Module) -> nn.Module:
     """The user's own module inside wrappers of ddp and `torch.compile`, which stay as they are."""
     while True:
-        if is_compiled_module(model):
-            model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, (DistributedDataParallel, DataParallel)):
-            model = model.module
-        else:
+        inner = model._orig_mod if is_compiled_module(model) else inside_parallel(model)
+        if inner is model:
             return model
+        model = inner  # type: ignore[assignment]
 
 
 def extract_model_from_parallel(
@@ -41,7 +47,7 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> nn.Module:
-    """Take the wrappers off a prepared model.
+    """Take the wrappers off a prepared model: those of the newest `Accelerator`'s strategy, and those of ddp.
 
     Args:
         model: a prepared model, or any module.
@@ -52,17 +58,26 @@ def extract_model_from_parallel(
     Returns:
         The module inside ddp's wrapper, compiled again around it if it was compiled and should stay so.
     """
+    return unwrap(newest_strategy(), model, keep_fp32_wrapper, keep_torch_compile, recursive)
+
+
+def unwrap(
+    strategy: Strategy | None,
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """`extract_model_from_parallel` for the models of a given strategy; None: for those that ddp wraps."""
     compiled = is_compiled_module(model)
-    inner: nn.Module = model._orig_mod if compiled else model  # type: ignore[assignment]
-    was_parallel = False
-    while isinstance(inner, (DistributedDataParallel, DataParallel)):
-        inner = inner.module
-        was_parallel = True
+    outer: nn.Module = model._orig_mod if compiled else model  # type: ignore[assignment]
+    inner = _inside(strategy, outer)
+    was_parallel = inner is not outer
     inner_compiled = is_compiled_module(inner)
     if inner_compiled and not keep_torch_compile:
         inner = inner._orig_mod  # type: ignore[assignment]
     if recursive:
-        _unwrap_children(inner)
+        _unwrap_children(strategy, inner)
     if not keep_fp32_wrapper:
         plain = inner._orig_mod if is_compiled_module(inner) else inner
         restore_forward(plain)  # type: ignore[arg-type]
@@ -78,12 +93,21 @@ def extract_model_from_parallel(
     return inner
 
 
-def _unwrap_children(module: nn.Module) -> None:
+def _inside(strategy: Strategy | None, model: nn.Module) -> nn.Module:
+    """The module inside all wrappers of a strategy, and of ddp."""
+    while True:
+        inner = inside_parallel(model if strategy is None else strategy.unwrap(model))
+        if inner is model:
+            return model
+        model = inner
+
+
+def _unwrap_children(strategy: Strategy | None, module: nn.Module) -> None:
     for name, child in list(module.named_children()):
-        while isinstance(child, (DistributedDataParallel, DataParallel)):
-            child = child.module
-            setattr(module, name, child)
-        _unwrap_children(child)
+        inner = _inside(strategy, child)
+        if inner is not child:
+            setattr(module, name, inner)
+        _unwrap_children(strategy, inner)
 
 
 def _compiled_in_place(module: nn.Module) -> bool:

@@ -1,7 +1,5 @@
 """Reading parts of Accelerate's states: devices and positions. Whole states are in ``tests-integration``."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -12,10 +10,6 @@ from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.errors import OptionError
 
 
-def on(device, ranks=1):
-    return SimpleNamespace(device=torch.device(device), num_processes=ranks)
-
-
 def states(kind=None, count=2):
     device = {"device": {"type": kind, "states": list(range(count))}} if kind else {}
     return {"torch": 0, **device}
@@ -23,26 +17,26 @@ def states(kind=None, count=2):
 
 def test_a_rank_takes_the_state_of_its_own_device():
     rng = states("cuda", 4)
-    accelerate_checkpoints._fit_devices(on("cuda:2", ranks=4), rng)
+    accelerate_checkpoints.fit_devices(rng, torch.device("cuda:2"), several_ranks=True)
     assert rng["device"] == {"type": "cuda", "states": [2]}
 
 
 def test_a_single_process_takes_all_devices():
     rng = states("cuda", 4)
-    accelerate_checkpoints._fit_devices(on("cuda:0"), rng)
+    accelerate_checkpoints.fit_devices(rng, torch.device("cuda:0"), several_ranks=False)
     assert rng["device"]["states"] == [0, 1, 2, 3]
 
 
 def test_without_an_accelerator_device_states_are_not_needed():
     rng = states("cuda")
-    accelerate_checkpoints._fit_devices(on("cpu"), rng)
+    accelerate_checkpoints.fit_devices(rng, torch.device("cpu"), several_ranks=False)
     assert "device" not in rng
 
 
 @pytest.mark.parametrize(("kind", "where"), [(None, "without an accelerator"), ("xpu", "on xpu")])
 def test_another_kind_of_device_is_an_error(kind, where):
     with pytest.raises(StateMismatchError, match=f"saved {where}, and this process runs on cuda"):
-        accelerate_checkpoints._fit_devices(on("cuda:0"), states(kind))
+        accelerate_checkpoints.fit_devices(states(kind), torch.device("cuda:0"), several_ranks=False)
 
 
 def loader(shuffle=False, seedable=False):

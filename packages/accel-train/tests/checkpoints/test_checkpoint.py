@@ -182,8 +182,8 @@ def test_t7_a_missing_random_state_is_an_error_unless_allowed(tmp_path, monkeypa
     before = pretend(accelerator, process_index=1, num_processes=2)
     try:
         with pytest.raises(CheckpointNotFoundError, match="rank 1"):
-            read(accelerator, folder, allow_missing_rng=False, trust_custom_objects=False)
-        saved = read(accelerator, folder, allow_missing_rng=True, trust_custom_objects=False)
+            read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
+        saved = read(accelerator._prepared, folder, allow_missing_rng=True, trust_custom_objects=False)
         assert saved.rng is None
     finally:
         accelerator._process._shared_state.update(before)
@@ -207,7 +207,7 @@ def test_t9_a_rank_that_is_new_derives_its_random_state(tmp_path, caplog):
     for rank in (0, 1, 2, 1):
         before = pretend(accelerator, process_index=rank, num_processes=3)
         try:
-            saved = read(accelerator, folder, allow_missing_rng=False, trust_custom_objects=False)
+            saved = read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
         finally:
             accelerator._process._shared_state.update(before)
         drawn.append(saved.rng["torch"])

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ckpt import CheckpointNotFoundError
 from accel_state.environment import patch_environment
 from accel_state.errors import StateError
 from accel_state.host import signal_listener
@@ -385,7 +384,10 @@ def test_resume_says_that_there_is_nothing_yet(tmp_path, caplog):
     accelerator = Accelerator(project_config=project(tmp_path))
     with patch_environment(accelerate_resume="1"):
         assert accelerator.resume() is False
-    assert f"no complete checkpoint in {tmp_path / 'checkpoints'} yet; training starts anew" in caplog.text
+    assert (
+        f"no complete checkpoint in {tmp_path / 'checkpoints'} yet; training starts from the beginning"
+        in caplog.text
+    )
 
 
 def test_resume_needs_automatic_names(tmp_path):
@@ -394,15 +396,3 @@ def test_resume_needs_automatic_names(tmp_path):
             Accelerator(project_dir=tmp_path).resume()
         with pytest.raises(OptionError, match="needs a place"):
             Accelerator(project_config=ProjectConfiguration(automatic_checkpoint_naming=True)).resume()
-
-
-def test_ranks_take_the_newest_that_all_have(tmp_path, monkeypatch):
-    def seen_by(*ranks):
-        monkeypatch.setattr(module.accel_ckpt, "run_together", lambda *args, **kwargs: list(ranks))
-        return module._newest_of_all(tmp_path)
-
-    assert seen_by(["checkpoint_1", "checkpoint_2"], ["checkpoint_1"]) == "checkpoint_1"
-    assert seen_by(["checkpoint_9", "checkpoint_10"], ["checkpoint_9", "checkpoint_10"]) == "checkpoint_10"
-    assert seen_by([], []) is None
-    with pytest.raises(CheckpointNotFoundError, match=r"complete for all ranks; ranks \[1\] see none at all"):
-        seen_by(["checkpoint_1"], [])

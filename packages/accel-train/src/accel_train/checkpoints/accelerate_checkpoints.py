@@ -1,4 +1,4 @@
-"""Loading training states that Accelerate wrote, on behalf of an `Accelerator`."""
+"""Loading training states that Accelerate wrote, for a script of this project."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
@@ -15,10 +16,7 @@ import accel_ckpt
 from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile, accelerate_checkpoints
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.errors import OptionError
-from accel_train.unwrap import extract_model_from_parallel
-
-if TYPE_CHECKING:
-    from accel_train.accelerator import Accelerator
+from accel_train.prepared import Prepared
 
 __all__ = ["all_checkpoints", "number_of", "read"]
 
@@ -40,12 +38,12 @@ def number_of(directory: Path) -> int:
 
 
 def read(
-    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trusted: bool = False
+    here: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
     """Read everything that Accelerate saved for this rank; nothing is changed yet.
 
     Args:
-        accelerator: with everything prepared and registered as in the script that saved.
+        here: with everything prepared and registered as in the script that saved.
         directory: the folder.
         allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
         trusted: unpickle custom objects and schedulers, which can run code.
@@ -62,30 +60,30 @@ def read(
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"
     checkpoint = AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
-    _check_parts(accelerator, checkpoint)
+    _check_parts(here, checkpoint)
     shared: dict[str, Any] = {}
-    for index, optimizer in enumerate(accelerator._optimizers):
-        shared[f"optimizer_{index}"] = checkpoint.optimizer(index, optimizer.optimizer, accelerator._models)
-    for index in range(len(accelerator._schedulers)):
+    for index, optimizer in enumerate(here.optimizers):
+        shared[f"optimizer_{index}"] = checkpoint.optimizer(index, optimizer.optimizer, here.models)
+    for index in range(len(here.schedulers)):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
-    if accelerator.scaler is not None:
+    if here.plan.precision.scaler is not None:
         shared["scaler"] = checkpoint.scaler()
-    for index in range(len(accelerator._custom_objects)):
+    for index in range(len(here.registered)):
         shared[f"custom_{index}"] = checkpoint.custom(index)
     notes = []
-    for index, loader in enumerate(accelerator._dataloaders):
+    for index, loader in enumerate(here.loaders):
         if getattr(loader, "use_stateful_dataloader", False) and index in checkpoint.loaders:
             state, note = _loader_state(checkpoint.loader(index), loader, len(checkpoint.ranks))
             shared[f"loader_{index}"] = state
             notes += [f"loader {index}: {note}"] if note else []
-    own = _rank_file(accelerator, checkpoint, allow_missing_rng, notes)
+    own = _rank_file(here, checkpoint, allow_missing_rng, notes)
     shared["step"] = 0 if own is None or own.step is None else own.step
     # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
     models = [
-        _with_ties(model, checkpoint.model(index)) if checkpoint.parts()["models"] else {}
-        for index, model in enumerate(accelerator._models)
+        _with_ties(here, model, checkpoint.model(index)) if checkpoint.parts()["models"] else {}
+        for index, model in enumerate(here.models)
     ]
-    if accelerator.is_main_process:
+    if here.process.is_main_process:
         _say(checkpoint, notes)
     return models, shared, None if own is None else own.rng
 
@@ -101,19 +99,19 @@ def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
     )
 
 
-def _check_parts(accelerator: Accelerator, checkpoint: AccelerateCheckpoint) -> None:
-    here = {
-        "models": len(accelerator._models),
-        "optimizers": len(accelerator._optimizers),
-        "schedulers": len(accelerator._schedulers),
-        "scalers": int(accelerator.scaler is not None),
-        "custom objects": len(accelerator._custom_objects),
+def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint) -> None:
+    counts = {
+        "models": len(here.models),
+        "optimizers": len(here.optimizers),
+        "schedulers": len(here.schedulers),
+        "scalers": int(here.plan.precision.scaler is not None),
+        "custom objects": len(here.registered),
     }
     there = checkpoint.parts()
-    if accelerator._hooks.load and not there["models"]:
-        del here["models"]
+    if here.hooks.load and not there["models"]:
+        del counts["models"]
     problems = [
-        f"{there[name]} {name}, and here are {here[name]}" for name in here if here[name] != there[name]
+        f"{there[name]} {name}, and here are {counts[name]}" for name in counts if counts[name] != there[name]
     ]
     if problems:
         raise accel_ckpt.StateMismatchError(
@@ -124,26 +122,29 @@ def _check_parts(accelerator: Accelerator, checkpoint: AccelerateCheckpoint) -> 
 
 
 def _rank_file(
-    accelerator: Accelerator, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
+    here: Prepared, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
 ) -> RankFile | None:
     advice = "Pass allow_missing_rng=True to go on with the random state as it is."
     try:
-        own = checkpoint.rank(accelerator.process_index)
-        _fit_devices(accelerator, own.rng)
+        own = checkpoint.rank(here.process.process_index)
+        fit_devices(own.rng, here.plan.device, here.process.num_processes > 1)
     except accel_ckpt.CheckpointError as error:
         if not allow_missing_rng:
             raise type(error)(f"{error}. {advice}") from error
-        notes.append(f"the random state of rank {accelerator.process_index} stays as it is: {error}")
+        notes.append(f"the random state of rank {here.process.process_index} stays as it is: {error}")
         logger.info("random states were not restored: %s", error)
         return None
     return own
 
 
-def _fit_devices(accelerator: Accelerator, rng: dict[str, Any]) -> None:
-    """Keep the states of the devices that this rank uses; they were saved for all devices of its machine."""
+def fit_devices(rng: dict[str, Any], device: torch.device, several_ranks: bool) -> None:
+    """Keep the random states of the device that this rank uses; they were saved for all devices of its machine.
+
+    Raises:
+        StateMismatchError: they were saved on another kind of device.
+    """
     saved = rng.get("device")
-    here = accelerator.device
-    kind = None if here.type == "cpu" else here.type
+    kind = None if device.type == "cpu" else device.type
     there = None if saved is None else saved["type"]
     if kind is None:
         rng.pop("device", None)  # saved wherever there was one, used or not
@@ -152,13 +153,13 @@ def _fit_devices(accelerator: Accelerator, rng: dict[str, Any]) -> None:
             f"its random states were saved {f'on {there}' if there else 'without an accelerator'}, and this process "
             f"runs on {kind}"
         )
-    elif saved is not None and accelerator.num_processes > 1 and len(saved["states"]) > 1:
-        saved["states"] = [saved["states"][here.index or 0]]
+    elif saved is not None and several_ranks and len(saved["states"]) > 1:
+        saved["states"] = [saved["states"][device.index or 0]]
 
 
-def _with_ties(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def _with_ties(here: Prepared, model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
     """Weights under all names: Accelerate leaves out names whose tensor is there under another one."""
-    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    plain = here.plan.strategy.plain(model)
     own = accel_ckpt.canonical_state_dict(plain.state_dict(keep_vars=True), plain)
     groups: dict[int, list[str]] = {}
     for name, value in own.items():

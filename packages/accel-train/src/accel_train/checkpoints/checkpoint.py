@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 import accel_ckpt
 from accel_ckpt.optimizers import steps_only
 from accel_state.log import get_logger
 from accel_train.checkpoints import accelerate_checkpoints
-from accel_train.checkpoints.training_state import Registered, Saved, apply, collect, fit, read
+from accel_train.checkpoints.training_state import Saved, apply, collect, fit, read
+from accel_train.config import ProjectConfiguration
 from accel_train.errors import OptionError
-from accel_train.unwrap import extract_model_from_parallel
+from accel_train.prepared import Prepared, Registered
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
-    from accel_train.accelerator import Accelerator
 
 __all__ = [
-    "Hooks",
-    "LoadHook",
-    "RemovableHandle",
-    "SaveHook",
+    "automatic_folder",
     "load_state",
-    "model_state_dict",
     "register",
     "save_model",
     "save_object",
@@ -37,31 +30,6 @@ __all__ = [
 ]
 
 _logger = get_logger(__name__)
-
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
-LoadHook = Callable[[list[nn.Module], str], Any]
-
-
-class Hooks:
-    """The hooks of one `Accelerator`."""
-
-    def __init__(self) -> None:
-        self.save: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load: OrderedDict[int, LoadHook] = OrderedDict()
-
-    def add_save(self, hook: SaveHook) -> RemovableHandle:
-        """Add a hook that runs before a state is written."""
-        return _add(self.save, hook)
-
-    def add_load(self, hook: LoadHook) -> RemovableHandle:
-        """Add a hook that runs before a state is loaded."""
-        return _add(self.load, hook)
-
-
-def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bool) -> None:
@@ -85,22 +53,14 @@ def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bo
     registered.extend(Registered(item, trusted) for item in objects)
 
 
-def model_state_dict(model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-    """The full state dict of a model under its own names."""
-    if not unwrap:
-        return model.state_dict()
-    plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    return accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
-
-
-def save_object(accelerator: Accelerator, obj: Any, f: str | Path, safe_serialization: bool) -> None:
+def save_object(here: Prepared, obj: Any, f: str | Path, safe_serialization: bool) -> None:
     """See `Accelerator.save`."""
-    each_node = accelerator.project_configuration.save_on_each_node
+    each_node = here.project.save_on_each_node
     accel_ckpt.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
 
 def save_model(
-    accelerator: Accelerator,
+    here: Prepared,
     model: nn.Module,
     save_directory: str | Path,
     max_shard_size: int | str,
@@ -111,10 +71,10 @@ def save_model(
     """See `Accelerator.save_model`."""
 
     def write() -> None:
-        if _writes(accelerator):
-            uploads = accelerator.is_main_process
+        if _writes(here):
+            uploads = here.process.is_main_process
             accel_ckpt.save_model(
-                extract_model_from_parallel(model, keep_torch_compile=False),
+                here.plan.strategy.plain(model),
                 save_directory,
                 max_shard_size=max_shard_size,
                 safe_serialization=safe_serialization,
@@ -133,13 +93,13 @@ def save_model(
         )
 
 
-def _writes(accelerator: Accelerator) -> bool:
-    each_node = accelerator.project_configuration.save_on_each_node
-    return accelerator.is_local_main_process if each_node else accelerator.is_main_process
+def _writes(here: Prepared) -> bool:
+    each_node = here.project.save_on_each_node
+    return here.process.is_local_main_process if each_node else here.process.is_main_process
 
 
 def save_state(
-    accelerator: Accelerator,
+    here: Prepared,
     output_dir: str | Path | None,
     safe_serialization: bool,
     asynchronous: bool,
@@ -151,33 +111,34 @@ def save_state(
         raise OptionError(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
-    config = accelerator.project_configuration
-    saver = accelerator._saver
+    config = here.project
+    saver = here.saver
     saver.make_room(when_busy)
-    directory = _target(accelerator, output_dir)
-    shared, own = collect(accelerator)
-    weights = [model_state_dict(model) for model in accelerator._models]
+    directory = _target(here, output_dir)
+    shared, own = collect(here)
+    strategy = here.plan.strategy
+    weights = [strategy.model_state(model) for model in here.prepared_models]
 
     def run_hooks(folder: Path) -> None:
-        for hook in accelerator._hooks.save.values():
-            hook(accelerator._models, weights, str(folder))
+        for hook in here.hooks.save.values():
+            hook(here.models, weights, str(folder))
 
     def prune() -> None:
-        if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(accelerator):
+        if config.automatic_checkpoint_naming and config.total_limit is not None and _writes(here):
             accel_ckpt.prune_checkpoints(directory.parent, config.total_limit)
 
     parts: dict[str, Any] = {
         "models": weights,
         "shared": shared,
         "per_rank": own,
-        "replicated": _replicated(accelerator),
+        "replicated": _replicated(here),
         "safe_serialization": safe_serialization,
         "each_node": config.save_on_each_node,
         "before_write": run_hooks,
     }
     saved: Path | SaveHandle
     if asynchronous:
-        optimizers = [optimizer.optimizer for optimizer in accelerator._optimizers]
+        optimizers = [optimizer.optimizer for optimizer in here.optimizers]
         saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
         if any(hasattr(optimizer, "eval") for optimizer in optimizers):
             saved.wait_staged()  # schedule-free optimizers change parameters between steps, too
@@ -188,19 +149,19 @@ def save_state(
     return saved
 
 
-def warn_of_used_folder(accelerator: Accelerator) -> None:
+def warn_of_used_folder(here: Prepared) -> None:
     """Say when training begins what the first save would fail with, perhaps hours later."""
-    if accelerator.project_dir is None or not _writes(accelerator):
+    if here.project.project_dir is None or not _writes(here):
         return
-    problem = _why_taken(accelerator, _automatic_folder(accelerator))
+    problem = _why_taken(here, automatic_folder(here.project))
     if problem is not None:
         _logger.warning(
             f"The first save_state() of this training will fail: {problem}", main_process_only=False
         )
 
 
-def _why_taken(accelerator: Accelerator, folder: Path) -> str | None:
-    iteration = accelerator.project_configuration.iteration
+def _why_taken(here: Prepared, folder: Path) -> str | None:
+    iteration = here.project.iteration
     taken = accel_ckpt.checkpoints_from(folder, iteration)
     if not taken:
         return None
@@ -211,11 +172,11 @@ def _why_taken(accelerator: Accelerator, folder: Path) -> str | None:
     )
 
 
-def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
-    config = accelerator.project_configuration
+def _target(here: Prepared, output_dir: str | Path | None) -> Path:
+    config = here.project
     if config.automatic_checkpoint_naming:
-        folder = _automatic_folder(accelerator)
-        problem = _why_taken(accelerator, folder)
+        folder = automatic_folder(here.project)
+        problem = _why_taken(here, folder)
         if problem is not None:
             raise OptionError(problem)
         return folder / f"checkpoint_{config.iteration}"
@@ -226,29 +187,33 @@ def _target(accelerator: Accelerator, output_dir: str | Path | None) -> Path:
     return Path(output_dir).expanduser()
 
 
-def _automatic_folder(accelerator: Accelerator) -> Path:
-    project = accelerator.project_dir
-    if project is None:
+def automatic_folder(project: ProjectConfiguration) -> Path:
+    """Where checkpoints with automatic names are.
+
+    Raises:
+        OptionError: the project has no folder.
+    """
+    if project.project_dir is None:
         raise OptionError(
             "automatic_checkpoint_naming needs a place: ProjectConfiguration(project_dir=…) or "
             "Accelerator(project_dir=…)."
         )
-    return Path(project).expanduser() / "checkpoints"
+    return Path(project.project_dir).expanduser() / "checkpoints"
 
 
-def _replicated(accelerator: Accelerator) -> list[str]:
+def _replicated(here: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
-    strategy = accelerator._plan.strategy
-    models = [model for model in accelerator._prepared_models if strategy.keeps_replicas(model)]
+    strategy = here.plan.strategy
+    models = [model for model in here.prepared_models if strategy.keeps_replicas(model)]
     return [
         f"optimizer_{index}"
-        for index, optimizer in enumerate(accelerator._optimizers)
+        for index, optimizer in enumerate(here.optimizers)
         if steps_only(optimizer.optimizer, models)
     ]
 
 
 def load_state(
-    accelerator: Accelerator,
+    here: Prepared,
     input_dir: str | Path | None,
     load_kwargs: dict[str, Any] | None,
     allow_missing_rng: bool,
@@ -264,42 +229,40 @@ def load_state(
             f"load_state() got {names}, which has no meaning here: nothing is unpickled. Leave it out; objects that "
             "were registered as trusted need trust_custom_objects=True."
         )
-    accelerator._saver.make_room()
+    here.saver.make_room()
     found: list[Saved] = []
 
     def work() -> None:
-        directory = _source(accelerator, input_dir)
-        found.append(read(accelerator, directory, allow_missing_rng, trust_custom_objects))
+        directory = _source(here, input_dir)
+        found.append(read(here, directory, allow_missing_rng, trust_custom_objects))
 
     # Ranks agree that everything could be read before anything is changed on any of them.
     accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
     [saved] = found
-    models = list(accelerator._models)
-    for hook in accelerator._hooks.load.values():
+    models = list(here.models)
+    for hook in here.hooks.load.values():
         hook(models, str(saved.directory))
     pairs: list[tuple[nn.Module, dict[str, Any]]] = []
     accel_ckpt.run_together(
-        lambda: pairs.extend(fit(accelerator, saved, models, strict)),
+        lambda: pairs.extend(fit(here, saved, models, strict)),
         accel_ckpt.default_coordinator(),
         doing="comparing the training state with this script",
     )
-    apply(accelerator, saved, pairs, strict)
-    if accelerator.project_configuration.automatic_checkpoint_naming:
-        taken = accel_ckpt.checkpoints_from(_automatic_folder(accelerator), 0)
-        accelerator.project_configuration.iteration = (
-            accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
-        )
+    apply(here, saved, pairs, strict)
+    if here.project.automatic_checkpoint_naming:
+        taken = accel_ckpt.checkpoints_from(automatic_folder(here.project), 0)
+        here.project.iteration = accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
     return saved.directory
 
 
-def _source(accelerator: Accelerator, input_dir: str | Path | None) -> Path:
+def _source(here: Prepared, input_dir: str | Path | None) -> Path:
     if input_dir is not None:
         return Path(input_dir).expanduser()
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
+    if not here.project.automatic_checkpoint_naming:
         raise OptionError(
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."
         )
-    folder = _automatic_folder(accelerator)
+    folder = automatic_folder(here.project)
     found = accelerate_checkpoints.all_checkpoints(folder)
     if not found:
         raise accel_ckpt.CheckpointNotFoundError(

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -24,27 +24,11 @@ from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.errors import OptionError
-from accel_train.unwrap import extract_model_from_parallel
+from accel_train.prepared import Prepared, Registered
 
-if TYPE_CHECKING:
-    from accel_train.accelerator import Accelerator
-
-__all__ = ["Registered", "Saved", "apply", "collect", "fit", "read"]
+__all__ = ["Saved", "apply", "collect", "fit", "read"]
 
 _logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Registered:
-    """An object that the script wants to be part of the state.
-
-    Args:
-        item: has `state_dict()` and `load_state_dict()`.
-        trusted: its state may be pickled when it is more than plain data and tensors.
-    """
-
-    item: Any
-    trusted: bool = False
 
 
 @dataclass
@@ -66,7 +50,7 @@ class Saved:
 # Collecting. Nothing here may change what the training does next.
 
 
-def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(here: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
 
     Tensors in them are the training's own, so a save copies them before it lets the training go on.
@@ -74,8 +58,8 @@ def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
 
     def work() -> dict[str, str]:
-        shared, own = _shared_trees(accelerator), _rank_trees(accelerator)
-        buffers = _replicated_buffers(accelerator)
+        shared, own = _shared_trees(here), _rank_trees(here)
+        buffers = _replicated_buffers(here)
         marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
         found.append((shared, own, buffers, marks))
         return marks
@@ -92,15 +76,13 @@ def collect(accelerator: Accelerator) -> tuple[dict[str, Any], dict[str, Any]]:
     return shared, own
 
 
-def _replicated_buffers(accelerator: Accelerator) -> dict[str, torch.Tensor]:
+def _replicated_buffers(here: Prepared) -> dict[str, torch.Tensor]:
     """Buffers of models of which every rank has a copy, by name."""
-    if accelerator.num_processes == 1:
+    if here.process.num_processes == 1:
         return {}
-    strategy = accelerator._plan.strategy
+    strategy = here.plan.strategy
     found: dict[str, torch.Tensor] = {}
-    for index, (plain, prepared) in enumerate(
-        zip(accelerator._models, accelerator._prepared_models, strict=True)
-    ):
+    for index, (plain, prepared) in enumerate(zip(here.models, here.prepared_models, strict=True)):
         if strategy.keeps_replicas(prepared):
             buffers = dict(plain.named_buffers())
             saved = accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
@@ -115,41 +97,39 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
 
 
-def _shared_trees(accelerator: Accelerator) -> dict[str, Any]:
+def _shared_trees(here: Prepared) -> dict[str, Any]:
     """The trees that are the same on every rank."""
     shared: dict[str, Any] = {
-        "step": accelerator.step,
+        "step": here.step,
         "progress": {
-            "save_iteration": accelerator.project_configuration.iteration + 1,
+            "save_iteration": here.project.iteration + 1,
             "optimizers": [
                 {"skipped": optimizer.step_was_skipped, "spent": optimizer.gradients_spent}
-                for optimizer in accelerator._optimizers
+                for optimizer in here.optimizers
             ],
         },
     }
-    for index, optimizer in enumerate(accelerator._optimizers):
-        shared[f"optimizer_{index}"] = accel_ckpt.optimizer_state_by_name(
-            optimizer.optimizer, accelerator._models
-        )
-    for index, scheduler in enumerate(accelerator._schedulers):
+    for index, optimizer in enumerate(here.optimizers):
+        shared[f"optimizer_{index}"] = here.plan.strategy.optimizer_state(optimizer.optimizer, here.models)
+    for index, scheduler in enumerate(here.schedulers):
         shared[f"scheduler_{index}"] = scheduler.state_dict()
-    scaler = accelerator._plan.precision.state_dict(_inner_optimizers(accelerator))
+    scaler = here.plan.precision.state_dict(_inner_optimizers(here))
     if scaler is not None:
         shared["scaler"] = scaler
-    for index, registered in enumerate(accelerator._custom_objects):
+    for index, registered in enumerate(here.registered):
         key, tree = _dump_registered(registered)
         shared[f"{key}_{index}"] = tree
     return shared
 
 
-def _rank_trees(accelerator: Accelerator) -> dict[str, Any]:
+def _rank_trees(here: Prepared) -> dict[str, Any]:
     """The trees that are this rank's own."""
     trees: dict[str, Any] = {"rng": get_rng_state()}
-    for index, loader in enumerate(accelerator._dataloaders):
+    for index, loader in enumerate(here.loaders):
         trees[f"loader_{index}"] = loader.state_dict()
-    trees["windows"] = window_state.dump(accelerator._accumulator, _trained(accelerator))
-    strategy = accelerator._plan.strategy
-    trees["replicas"] = [strategy.replica_state(model) for model in accelerator._prepared_models]
+    trees["windows"] = window_state.dump(here.accumulator, _trained(here))
+    strategy = here.plan.strategy
+    trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
     return trees
 
 
@@ -168,22 +148,18 @@ def _is_plain(state: Any) -> bool:
     return True
 
 
-def _trained(accelerator: Accelerator) -> window_state.Trained:
-    return window_state.Trained(
-        accelerator._models, accelerator._prepared_models, accelerator._optimizers, accelerator._dataloaders
-    )
+def _trained(here: Prepared) -> window_state.Trained:
+    return window_state.Trained(here.models, here.prepared_models, here.optimizers, here.loaders)
 
 
-def _inner_optimizers(accelerator: Accelerator) -> list[torch.optim.Optimizer]:
-    return [optimizer.optimizer for optimizer in accelerator._optimizers]
+def _inner_optimizers(here: Prepared) -> list[torch.optim.Optimizer]:
+    return [optimizer.optimizer for optimizer in here.optimizers]
 
 
 # Reading. Whatever can fail, fails here, before anything is changed.
 
 
-def read(
-    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
-) -> Saved:
+def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool) -> Saved:
     """Read everything, and check that it fits.
 
     Raises:
@@ -193,58 +169,58 @@ def read(
         OptionError: an object was pickled, and it is not said here that it is trusted.
     """
     if accel_ckpt.is_accelerate_checkpoint(directory):
-        return _read_foreign(accelerator, directory, allow_missing_rng, trust_custom_objects)
+        return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects)
     checkpoint = accel_ckpt.open_training_state(directory)
-    optimizers = [f"optimizer_{index}" for index in range(len(accelerator._optimizers))]
+    optimizers = [f"optimizer_{index}" for index in range(len(here.optimizers))]
     shared = dict(checkpoint.mapped_shared(optimizers))  # they copy what they are given
-    own = checkpoint.per_rank(_home(accelerator, checkpoint), allow_missing=allow_missing_rng)
+    own = checkpoint.per_rank(_home(here, checkpoint), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     parts = {*shared, *(name for name in known if name.startswith("loader_"))}
-    _check_parts(accelerator, parts, directory)
-    if not accelerator._hooks.load:  # which may load models themselves
-        _check_models(len(accelerator._models), len(checkpoint.models), directory)
-    _check_trust(accelerator, shared, trust_custom_objects, directory)
-    loaders = {index: known[f"loader_{index}"] for index in range(len(accelerator._dataloaders))}
-    for index, loader in enumerate(accelerator._dataloaders):
+    _check_parts(here, parts, directory)
+    if not here.hooks.load:  # which may load models themselves
+        _check_models(len(here.models), len(checkpoint.models), directory)
+    _check_trust(here, shared, trust_custom_objects, directory)
+    loaders = {index: known[f"loader_{index}"] for index in range(len(here.loaders))}
+    for index, loader in enumerate(here.loaders):
         loader.check_state_dict(loaders[index])
-    windows = _read_windows(accelerator, checkpoint, own, known)
-    for index in range(len(accelerator._custom_objects)):
+    windows = _read_windows(here, checkpoint, own, known)
+    for index in range(len(here.registered)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
     models = [checkpoint.mapped_model(index) for index in range(len(checkpoint.models))]
-    same = own is not None and accelerator.num_processes == checkpoint.manifest.world_size
+    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
-    rng = _read_rng(accelerator, checkpoint, own)
+    rng = _read_rng(here, checkpoint, own)
     return Saved(directory, models, shared, rng, loaders, replicas, windows)
 
 
 def _read_foreign(
-    accelerator: Accelerator, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
+    here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
 ) -> Saved:
     """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
     models, shared, rng = accelerate_checkpoints.read(
-        accelerator, directory, allow_missing_rng, trust_custom_objects
+        here, directory, allow_missing_rng, trust_custom_objects
     )
-    numbers = range(len(accelerator._dataloaders))
+    numbers = range(len(here.loaders))
     loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
     return Saved(directory, models, shared, rng, loaders, {}, None)
 
 
-def _home(accelerator: Accelerator, checkpoint: accel_ckpt.TrainingCheckpoint) -> int:
+def _home(here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint) -> int:
     """The rank whose trees this rank takes up: its own, or for a rank that is new, the first."""
-    rank = accelerator.process_index
+    rank = here.process.process_index
     return rank if rank < checkpoint.manifest.world_size else min(checkpoint.manifest.ranks)
 
 
 def _read_rng(
-    accelerator: Accelerator, checkpoint: accel_ckpt.TrainingCheckpoint, own: Mapping[str, Any] | None
+    here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, own: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
     if own is None:
         return None  # allowed by the caller
     rng: dict[str, Any] = own["rng"]
-    before, rank = checkpoint.manifest.world_size, accelerator.process_index
-    if accelerator.num_processes > before:
-        new = ", ".join(str(other) for other in range(before, accelerator.num_processes))
+    before, rank = checkpoint.manifest.world_size, here.process.process_index
+    if here.process.num_processes > before:
+        new = ", ".join(str(other) for other in range(before, here.process.num_processes))
         _logger.warning(
             f"{checkpoint.directory} was saved by {before} ranks; rank {new} is new and derives its random state from "
             "a saved one."
@@ -253,17 +229,17 @@ def _read_rng(
 
 
 def _read_windows(
-    accelerator: Accelerator,
+    here: Prepared,
     checkpoint: accel_ckpt.TrainingCheckpoint,
     own: Mapping[str, Any] | None,
     known: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     windows: Mapping[str, Any] = known["windows"]
-    ranks = accelerator.num_processes
+    ranks = here.process.num_processes
     if own is None and (windows["windows"] or windows["gradients"]):
         raise accel_ckpt.StateMismatchError(
             f"{checkpoint.directory} was saved inside an accumulation window and holds no state of rank "
-            f"{accelerator.process_index}, whose gradients it would need. Load a checkpoint that is complete, or one "
+            f"{here.process.process_index}, whose gradients it would need. Load a checkpoint that is complete, or one "
             "that was saved between two steps."
         )
     if ranks != checkpoint.manifest.world_size:
@@ -272,23 +248,23 @@ def _read_windows(
             saved = checkpoint.per_rank(rank)
             assert saved is not None, "a missing rank raises"
             trees.append(saved["windows"])
-        windows = window_state.for_other_ranks(trees, ranks, accelerator.process_index)
-    window_state.check(_trained(accelerator), windows)
+        windows = window_state.for_other_ranks(trees, ranks, here.process.process_index)
+    window_state.check(_trained(here), windows)
     return windows
 
 
-def _expected(accelerator: Accelerator) -> Iterator[str]:
-    yield from (f"optimizer_{index}" for index in range(len(accelerator._optimizers)))
-    yield from (f"scheduler_{index}" for index in range(len(accelerator._schedulers)))
-    yield from (f"loader_{index}" for index in range(len(accelerator._dataloaders)))
-    yield from (f"custom_{index}" for index in range(len(accelerator._custom_objects)))
-    if accelerator.scaler is not None:
+def _expected(here: Prepared) -> Iterator[str]:
+    yield from (f"optimizer_{index}" for index in range(len(here.optimizers)))
+    yield from (f"scheduler_{index}" for index in range(len(here.schedulers)))
+    yield from (f"loader_{index}" for index in range(len(here.loaders)))
+    yield from (f"custom_{index}" for index in range(len(here.registered)))
+    if here.plan.precision.scaler is not None:
         yield "scaler"
 
 
-def _check_parts(accelerator: Accelerator, parts: set[str], directory: Path) -> None:
+def _check_parts(here: Prepared, parts: set[str], directory: Path) -> None:
     """Say what does not match, before anything is changed."""
-    prepared = set(_expected(accelerator))
+    prepared = set(_expected(here))
     saved = {part.replace("pickled_", "custom_") for part in parts} - {"step", "progress"}
     problems = []
     if prepared - saved:
@@ -310,9 +286,9 @@ def _check_models(here: int, saved: int, directory: Path) -> None:
         )
 
 
-def _check_trust(accelerator: Accelerator, shared: Mapping[str, Any], trusted: bool, directory: Path) -> None:
+def _check_trust(here: Prepared, shared: Mapping[str, Any], trusted: bool, directory: Path) -> None:
     """Refuse to unpickle, unless it was said twice that this object's pickle is to be trusted."""
-    for index, registered in enumerate(accelerator._custom_objects):
+    for index, registered in enumerate(here.registered):
         if f"pickled_{index}" not in shared or (registered.trusted and trusted):
             continue
         kind = type(registered.item).__name__
@@ -329,30 +305,27 @@ def _check_trust(accelerator: Accelerator, shared: Mapping[str, Any], trusted: b
 Pairs: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
 
 
-def fit(accelerator: Accelerator, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
+def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
     """Which weights go to which of `models`, the ones that load hooks have left; checked, also for the optimizers.
 
     Raises:
         StateMismatchError: names or shapes are others than were saved.
     """
-    kept = [model for model in accelerator._models if any(model is other for other in models)]
-    if len(saved.models) == len(accelerator._models):
-        paired = zip(accelerator._models, saved.models, strict=True)
+    kept = [model for model in here.models if any(model is other for other in models)]
+    if len(saved.models) == len(here.models):
+        paired = zip(here.models, saved.models, strict=True)
         pairs = [(model, weights) for model, weights in paired if any(model is other for other in kept)]
     else:  # a save hook dropped the weights of models that the load hook has loaded
         _check_models(len(kept), len(saved.models), saved.directory)
         pairs = list(zip(kept, saved.models, strict=True))
     for model, weights in pairs:
-        _check_weights(model, weights, strict, saved.directory)
-    for index, optimizer in enumerate(accelerator._optimizers):
-        accel_ckpt.check_optimizer_state(
-            optimizer.optimizer, saved.shared[f"optimizer_{index}"], accelerator._models
-        )
+        _check_weights(here.plan.strategy.plain(model), weights, strict, saved.directory)
+    for index, optimizer in enumerate(here.optimizers):
+        accel_ckpt.check_optimizer_state(optimizer.optimizer, saved.shared[f"optimizer_{index}"], here.models)
     return pairs
 
 
-def _check_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
-    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+def _check_weights(plain: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
     problems = misfits(plain, weights, strict)
     if problems:
         raise accel_ckpt.StateMismatchError(
@@ -361,44 +334,40 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Any], strict: bool, d
         )
 
 
-def apply(accelerator: Accelerator, saved: Saved, pairs: Pairs, strict: bool) -> None:
+def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     """Put everything back."""
     for model, weights in pairs:
-        _load_model(model, weights, strict)
-    _restore_replicas(accelerator, saved.replicas)
+        plain = here.plan.strategy.plain(model)
+        plain.load_state_dict(under_own_names(plain, weights), strict=strict)
+    _restore_replicas(here, saved.replicas)
     shared = saved.shared
     progress = shared.get("progress", {})
-    for index, optimizer in enumerate(accelerator._optimizers):
+    for index, optimizer in enumerate(here.optimizers):
         tree = shared[f"optimizer_{index}"]
-        accel_ckpt.load_optimizer_state(optimizer.optimizer, tree, accelerator._models)
-    for optimizer, flags in zip(accelerator._optimizers, progress.get("optimizers", []), strict=False):
+        here.plan.strategy.load_optimizer_state(optimizer.optimizer, tree, here.models)
+    for optimizer, flags in zip(here.optimizers, progress.get("optimizers", []), strict=False):
         optimizer.restore_flags(**flags)
-    for index, scheduler in enumerate(accelerator._schedulers):
+    for index, scheduler in enumerate(here.schedulers):
         scheduler.load_state_dict(shared[f"scheduler_{index}"])
     if "scaler" in shared:
-        accelerator._plan.precision.load_state_dict(shared["scaler"], _inner_optimizers(accelerator))
-    for index, registered in enumerate(accelerator._custom_objects):
+        here.plan.precision.load_state_dict(shared["scaler"], _inner_optimizers(here))
+    for index, registered in enumerate(here.registered):
         registered.item.load_state_dict(shared[f"custom_{index}"])
     for index, state in saved.loaders.items():
-        accelerator._dataloaders[index].load_state_dict(state)
+        here.loaders[index].load_state_dict(state)
     if saved.windows is not None:
-        window_state.load(accelerator._accumulator, _trained(accelerator), saved.windows)
-    accelerator.step = shared["step"]
+        window_state.load(here.accumulator, _trained(here), saved.windows)
+    here.step = shared["step"]
     if "save_iteration" in progress:
-        accelerator.project_configuration.iteration = progress["save_iteration"]
+        here.project.iteration = progress["save_iteration"]
     if saved.rng is not None:
         set_rng_state(saved.rng)
 
 
-def _restore_replicas(accelerator: Accelerator, replicas: Mapping[str, Any]) -> None:
-    strategy = accelerator._plan.strategy
-    for model, state in zip(accelerator._prepared_models, replicas.get("states", []), strict=False):
-        strategy.restore_replica(model, state)
-    here = _replicated_buffers(accelerator)
-    for name, buffer in replicas.get("buffers", {}).items():
-        here[name].copy_(buffer)
-
-
-def _load_model(model: nn.Module, weights: dict[str, Any], strict: bool) -> None:
-    plain = extract_model_from_parallel(model, keep_torch_compile=False)
-    plain.load_state_dict(under_own_names(plain, weights), strict=strict)
+def _restore_replicas(here: Prepared, replicas: Mapping[str, Any]) -> None:
+    strategy = here.plan.strategy
+    for model, state in zip(here.prepared_models, replicas.get("states", []), strict=False):
+        strategy.load_window_state(model, state)
+    buffers = _replicated_buffers(here)
+    for name, saved in replicas.get("buffers", {}).items():
+        buffers[name].copy_(saved)

@@ -98,7 +98,7 @@ def dump(accumulator: Accumulator, trained: Trained) -> dict[str, Any]:
     windows = accumulator.unfinished()
     counting = any(window.backwards for window in [*windows, accumulator.manual])
     return {
-        "averaged_over": accumulator.gradient_averaging_ranks,
+        "averaged_over": accumulator.averaged_over,
         "sync_gradients": accumulator.sync_gradients,
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],

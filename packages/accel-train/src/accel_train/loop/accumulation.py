@@ -6,15 +6,17 @@ micro-batches it held and however many ranks there are:
 * ``backward(loss)``: gradients are the mean over all micro-batches of all ranks;
 * ``backward(loss_sum, num_items=n)``: gradients are those of one big batch, sum of losses over sum of items.
 
-Each micro-batch divides its loss by the planned length of the window, so that a half-precision sum does not overflow.
-The last one knows the true count: it first scales what is accumulated, then divides its own loss accordingly.
+The length of a window is planned when it opens, from what its loader has left. Each micro-batch divides its loss by
+the planned length, so that a half-precision sum does not overflow. What is known only at the end (items, the length of
+a stream, ranks with different numbers of batches) is corrected on the reduced gradients, after the first backward of
+the last micro-batch: until then an engine may keep gradients where nobody else can reach them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol
@@ -22,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from accel_state.communication.collectives import reduce
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import LoaderLedger
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
-from accel_train.precision.base import Precision
 from accel_train.strategies.base import Strategy
 
 __all__ = ["Accumulator", "Window"]
@@ -37,18 +39,11 @@ class _Loader(Protocol):
     @property
     def end_of_dataloader(self) -> bool: ...
     @property
+    def batches_left(self) -> int | None: ...
+    @property
     def may_be_uneven(self) -> bool: ...
     @property
     def ends_on_any_rank(self) -> bool | None: ...
-
-
-class _Parallel(Protocol):
-    """What the strategy axis offers to accumulation."""
-
-    gradient_averaging_ranks: int
-
-    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None: ...
-    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None: ...
 
 
 @dataclass(slots=True)
@@ -64,7 +59,9 @@ class Window:
     weighted: bool = False  # backward(num_items=…) is used
     synchronising: bool = True  # the current micro-batch is the last
     corrected: bool = False  # accumulated gradients are already scaled for the true count
-    factor: float | Tensor = 1.0  # what the last micro-batch's losses are multiplied with
+    correction: float | Tensor = (
+        1.0  # what gradients of losses divided by `planned` must be multiplied with at the end
+    )
     owner: weakref.ref[Any] | None = None
 
     def reset(self) -> None:
@@ -73,48 +70,41 @@ class Window:
         self.items = 0
         self.weighted = self.corrected = False
         self.synchronising = True
-        self.factor = 1.0
+        self.correction = 1.0
 
 
 class Accumulator:
     """Windows of one `Accelerator`.
 
     Args:
-        strategy: the strategy whose gradients are synchronised and scaled.
-        precision: runs the backward passes.
+        strategy: computes, reduces and scales gradients.
         ledger: which loader yielded last.
-        sum_over_ranks: sums a tensor of counts over all ranks.
         all_models: the prepared models.
         all_optimizers: the prepared optimizers.
         num_steps: planned length of a window.
         sync_with_dataloader: whether a window also ends with its loader.
-        sync_each_batch: whether every micro-batch reduces (saves memory under sharding, costs communication).
     """
 
     def __init__(
         self,
         strategy: Strategy,
-        precision: Precision,
         ledger: LoaderLedger,
         *,
-        sum_over_ranks: Callable[[Tensor], Tensor],
         all_models: Sequence[nn.Module],
         all_optimizers: Sequence[torch.optim.Optimizer],
         num_steps: int = 1,
         sync_with_dataloader: bool = True,
-        sync_each_batch: bool = False,
     ) -> None:
         self.num_steps = num_steps
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_gradients = True
         self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
-        self._strategy: _Parallel = strategy
-        self._precision = precision
-        # Whether micro-batches before the last hold back a reduction; without one, no model need be told.
-        self._holds_back = strategy.gradient_averaging_ranks > 1 and not sync_each_batch
-        self._scaled = precision.scaler is not None  # only a scaler asks which gradients wait
+        self._strategy = strategy
+        # Most strategies need not be told of micro-batches; each call saved is one per micro-batch.
+        self._tells_begin = type(strategy).begin_micro_batch is not Strategy.begin_micro_batch
+        self._tells_end = type(strategy).end_micro_batch is not Strategy.end_micro_batch
+        self._scaled = strategy.precision.scaler is not None  # only a scaler asks which gradients wait
         self._ledger = ledger
-        self._sum_over_ranks = sum_over_ranks
         self._all_models = all_models
         self._all_optimizers = all_optimizers
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
@@ -122,15 +112,15 @@ class Accumulator:
         self.last_owner: weakref.ref[Any] | None = None
         self.manual = Window()  # for backward() outside accumulate()
         self._held_back = 0  # depth of no_sync() contexts
-        precision.rescale_waiting = self._rescale_waiting
         self._may_count = True  # false where a rank may be out of data and could not take part
+        self._warned = False
 
     # Windows
 
     @property
-    def gradient_averaging_ranks(self) -> int:
-        """Ranks over whose gradients a window's end averages."""
-        return self._strategy.gradient_averaging_ranks
+    def averaged_over(self) -> int:
+        """Number of ranks over which gradients are averaged when a window ends."""
+        return self._strategy.loss.size
 
     def unfinished(self) -> list[Window]:
         """Windows that hold micro-batches and go on; one whose last micro-batch is running ends with it."""
@@ -177,7 +167,8 @@ class Accumulator:
         for models in [key for key in self._windows if any(item is model for item in key)]:
             del self._windows[models]
 
-    def _enter(self, window: Window, loader: _Loader | None) -> None:
+    def enter(self, window: Window, loader: _Loader | None) -> None:
+        """A micro-batch begins."""
         if self._current is not None:
             raise AccumulationError(
                 "accumulate() was entered inside another accumulate(). Name all models in one call: "
@@ -186,28 +177,46 @@ class Accumulator:
         synchronise = True
         if self.num_steps > 1:
             owner = self._owner(window, loader)
+            if not window.micro_batches:
+                window.planned = self._planned(owner)
             synchronise = window.micro_batches + 1 >= self.num_steps or (
                 self.sync_with_dataloader and owner is not None and self._ends(owner)
             )
-        if not window.micro_batches:
-            window.planned = self.num_steps
+        elif not window.micro_batches:
+            window.planned = 1
         window.micro_batches += 1
         window.backwards_here = 0
         window.synchronising = self.sync_gradients = synchronise
         self._current = window
-        if not synchronise and self._holds_back:
-            for model in window.models or self._all_models:
-                self._strategy.set_gradient_sync(model, False)
+        if self._tells_begin:
+            self._strategy.begin_micro_batch(
+                window.models or self._all_models, last=synchronise, loss_factor=1 / window.planned
+            )
 
-    def _exit(self, window: Window, failed: bool) -> None:
+    def exit(self, window: Window, failed: bool) -> None:
+        """A micro-batch ended."""
         self._current = None
+        if self._tells_end:
+            self._strategy.end_micro_batch(window.models or self._all_models, last=window.synchronising)
         if failed and not window.backwards_here:
             window.micro_batches -= 1  # it left nothing behind
         if window.synchronising and not (failed and window.micro_batches):
             window.reset()
-        elif self._holds_back:
-            for model in window.models or self._all_models:
-                self._strategy.set_gradient_sync(model, True)
+
+    def _planned(self, owner: _Loader | None) -> int:
+        """How many micro-batches a window that opens now will hold; the same number on all ranks."""
+        if owner is None or not self.sync_with_dataloader:
+            return self.num_steps
+        left = None if owner.may_be_uneven else owner.batches_left
+        if left is not None:
+            return min(self.num_steps, left + 1)
+        if self._strategy.capabilities.window == "planned":
+            raise AccumulationError(
+                f"The strategy {self._strategy.name!r} must know how many micro-batches a window holds when it "
+                f"opens, and {_describe(owner)} does not tell how many are left. Give the dataset a length, use "
+                "GradientAccumulationPlugin(sync_with_dataloader=False), or gradient_accumulation_steps=1."
+            )
+        return self.num_steps
 
     def _ends(self, loader: _Loader) -> bool:
         """Whether the loader's batch ends the window."""
@@ -269,18 +278,21 @@ class Accumulator:
         if window is None:
             manual = self.manual
             if num_items is None and self.num_steps == 1 and not (self._held_back or manual.backwards):
-                self._precision.backward(loss, False, kwargs)
+                self._strategy.backward(self._all_models, loss, pending=False, kwargs=kwargs)
             else:
                 self._backward_outside(manual, loss, num_items, kwargs)
             return
+        correction: float | Tensor | None = None
         if num_items is not None or window.weighted:
-            loss = self._weigh(window, loss, num_items)
-        elif window.planned > 1:
-            loss = self._average(window, loss)
-        outstanding = self._scaled and any(other.backwards for other in self._windows.values())
+            loss, correction = self._weigh(window, loss, num_items)
+        elif window.planned > 1 or (self.num_steps > 1 and window.synchronising):
+            loss, correction = self._average(window, loss)
+        pending = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
         window.backwards_here += 1
-        self._precision.backward(loss, outstanding, kwargs)
+        self._strategy.backward(window.models or self._all_models, loss, pending=pending, kwargs=kwargs)
+        if correction is not None:
+            self._strategy.scale_gradients(self._trained_in(window), correction)
 
     def _backward_outside(
         self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
@@ -289,42 +301,63 @@ class Accumulator:
         window.synchronising = self._held_back == 0
         if not window.backwards:
             window.planned = self.num_steps
+        correction: float | Tensor | None = None
         if num_items is not None or window.weighted:
-            loss = self._weigh(window, loss, num_items)
+            loss, correction = self._weigh(window, loss, num_items)
         elif self.num_steps > 1:
             loss = loss / self.num_steps
-        outstanding = window.backwards > 0
+        pending = window.backwards > 0
         window.backwards += 1
         try:
-            self._precision.backward(loss, outstanding, kwargs)
+            self._strategy.backward(self._all_models, loss, pending=pending, kwargs=kwargs)
+            if correction is not None:
+                self._strategy.scale_gradients(self._trained_in(window), correction)
         finally:
             if window.synchronising:
                 window.reset()
 
-    def _average(self, window: Window, loss: Tensor) -> Tensor:
-        """First contract: the mean over micro-batches and ranks."""
+    def _average(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:
+        """First contract: the mean over micro-batches and ranks.
+
+        Returns:
+            The loss to differentiate, and what gradients must be multiplied with after its backward, or None.
+        """
         if not window.synchronising:
-            return loss / window.planned
+            return loss / window.planned, None
         owner = window.owner() if window.owner is not None else None
         uneven = self._may_count and owner is not None and owner.may_be_uneven
         if not uneven and window.micro_batches == window.planned:
-            return loss / window.planned
+            return (loss / window.planned if window.planned > 1 else loss), None
+        if self._strategy.capabilities.window == "planned":
+            raise AccumulationError(
+                f"This window holds {window.micro_batches} micro-batches and {window.planned} were planned when it "
+                f"opened, which the strategy {self._strategy.name!r} cannot correct. Do not leave the loader inside a "
+                "window, and change gradient_accumulation_steps between two."
+            )
         if not window.corrected:
+            ranks = self._strategy.loss.size
             if uneven:
-                counts = torch.tensor(window.micro_batches, dtype=torch.int64)
-                self._correct(window, int(self._sum_over_ranks(counts).item()))
+                total = self._summed(torch.tensor(window.micro_batches, dtype=torch.int64)).item()
             else:
-                self._correct(window, window.micro_batches * self._strategy.gradient_averaging_ranks)
-        return loss * window.factor
+                total = window.micro_batches * ranks
+            window.correction = window.planned * ranks / total
+        return self._corrected(window, loss)
 
-    def _weigh(self, window: Window, loss: Tensor, num_items: int | Tensor | None) -> Tensor:
-        """Second contract: the sum of losses over the sum of items, as on one big batch."""
+    def _weigh(
+        self, window: Window, loss: Tensor, num_items: int | Tensor | None
+    ) -> tuple[Tensor, float | Tensor | None]:
+        """Second contract: the sum of losses over the sum of items, as on one big batch; returns as `_average`."""
         items = _checked(num_items)
+        if not self._strategy.capabilities.num_items:
+            raise AccumulationError(
+                f"The strategy {self._strategy.name!r} cannot weigh micro-batches by their items, because its engine "
+                "uses gradients before the items of all ranks are known. Call backward(loss) with the mean loss."
+            )
         if not self._may_count:
             raise AccumulationError(
                 "backward(num_items=…) sums the items of all ranks, which a rank without data cannot take part in. "
-                "Outside join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank as many "
-                "batches."
+                "Outside join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank the "
+                "same number of batches."
             )
         if window.backwards_here:
             raise AccumulationError(
@@ -339,29 +372,35 @@ class Accumulator:
         window.weighted = True
         window.items = window.items + items
         if not window.synchronising:
-            return loss / window.planned
+            return loss / window.planned, None
+        # Gradients are averaged over R ranks, so a sum over ranks divided by the items is R / items times the average;
+        # what is accumulated was divided by the planned window. Without any item gradients are zero, not 0/0.
+        scale = window.planned * self._strategy.loss.size
         if isinstance(window.items, Tensor):
-            self._correct(window, self._sum_over_ranks(window.items))
+            total = self._summed(window.items)
+            window.correction = torch.where(total > 0, scale / total.clamp(min=1).double(), 0.0)
         else:
-            counts = torch.tensor(window.items, dtype=torch.int64)
-            self._correct(window, int(self._sum_over_ranks(counts).item()))
-        factor = window.factor
-        return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor)
+            count = int(self._summed(torch.tensor(window.items, dtype=torch.int64)).item())
+            window.correction = scale / count if count else 0.0
+        return self._corrected(window, loss)
 
-    def _correct(self, window: Window, total: int | Tensor) -> None:
-        """Make the gradients so far, and the losses to come, parts of a mean over `total`, over all ranks.
-
-        The strategy averages over R ranks, so a sum over ranks divided by `total` is R / total times its average; what
-        is accumulated was divided by the planned window. Without any item the gradients are zero, not 0/0.
-        """
-        ranks = self._strategy.gradient_averaging_ranks
-        if isinstance(total, Tensor):
-            window.factor = torch.where(total > 0, ranks / total.clamp(min=1).double(), 0.0)
-        else:
-            window.factor = ranks / total if total else 0.0
+    def _corrected(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:
+        """The loss of a last micro-batch: times the correction where nothing waits that would need it too."""
+        correction, planned = window.correction, window.planned
+        if window.backwards and not window.corrected:
+            window.corrected = True
+            return loss / planned, correction
         window.corrected = True
-        if window.backwards:
-            self._strategy.scale_gradients(self._trained_in(window), window.factor * window.planned)
+        factor = correction / planned
+        return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor), None
+
+    def _summed(self, counts: Tensor) -> Tensor:
+        """The sum over the ranks whose losses are averaged."""
+        ranks = self._strategy.loss
+        if ranks.size == 1:
+            return counts
+        summed: Tensor = reduce(counts, reduction="sum", group=ranks.group)
+        return summed
 
     def _trained_in(self, window: Window) -> Iterator[Tensor]:
         """Parameters whose gradients a window holds: of the models it names, and of all that no other window names.
@@ -380,9 +419,19 @@ class Accumulator:
             for group in optimizer.param_groups:
                 yield from (parameter for parameter in group["params"] if id(parameter) not in elsewhere)
 
-    def _rescale_waiting(self, factor: float) -> None:
-        """Multiply the gradients of every open window, each once; the loss scale changed while they waited."""
+    def rescale_pending(self, factor: float) -> None:
+        """Multiply the gradients of every open window, each once; the loss scale changed while they waited.
+
+        Raises:
+            AccumulationError: they are where nothing but their engine can reach them.
+        """
         waiting = [window for window in [*self._windows.values(), self.manual] if window.backwards]
+        if waiting and self._strategy.capabilities.hides_gradients:
+            raise AccumulationError(
+                "Under mixed_precision='fp16' an optimizer stepped twice while gradients of another window waited, and "
+                f"the strategy {self._strategy.name!r} cannot rescale those. Step optimizers equally often, or use "
+                "mixed_precision='bf16'."
+            )
         parameters = (parameter for window in waiting for parameter in self._trained_in(window))
         self._strategy.scale_gradients(parameters, factor)
 
@@ -427,12 +476,12 @@ class _MicroBatch:
         self._loader = loader
 
     def __enter__(self) -> None:
-        self._accumulator._enter(self._window, self._loader)
+        self._accumulator.enter(self._window, self._loader)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._accumulator._exit(self._window, failed=kind is not None)
+        self._accumulator.exit(self._window, failed=kind is not None)
 
 
 def _checked(num_items: int | Tensor | None) -> int | Tensor:

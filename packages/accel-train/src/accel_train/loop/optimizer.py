@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.trees import send_to_device
+from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
+from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
@@ -47,21 +49,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: None = None,
         *,
         accumulator: Accumulator | None = None,
-        precision: Precision | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         self.optimizer = optimizer
         self._accumulator: Accumulator | _AlwaysSync = accumulator or _AlwaysSync()
-        self._precision = precision or Precision(PrecisionOptions())
+        self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False
         self._skipped = False
         self._spent = False  # stepped, and its gradients not yet dropped
         if device_placement:
             move_state_to_parameters(optimizer)
 
-    def follow(self, accumulator: Accumulator, precision: Precision) -> None:
+    def follow(self, accumulator: Accumulator, strategy: Strategy) -> None:
         """Belong to the accelerator that prepared this optimizer last."""
         self._accumulator = accumulator
-        self._precision = precision
+        self._strategy = strategy
 
     # The wrapped optimizer's own
 
@@ -114,15 +116,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if self._spent or self._accumulator.may_drop_gradients():
             self._spent = False
-            self._precision.discard(self.optimizer)
-            self.optimizer.zero_grad(set_to_none is not False)
+            self._strategy.zero_grad(self.optimizer, set_to_none is not False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
         self._spent = True
-        stepped, result = self._precision.step(self.optimizer, closure)
+        stepped, result = self._strategy.step(self.optimizer, closure)
         self._skipped = not stepped
         boundaries = self._accumulator.boundaries
         if boundaries is not None:
@@ -177,6 +178,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+def _alone() -> Strategy:
+    """What an optimizer steps with that no `Accelerator` prepared."""
+    options = StrategyOptions(torch.device("cpu"), Mesh.of_world(1, 0), Precision(PrecisionOptions()))
+    return Strategy(options)
 
 
 def _delegate(name: str) -> Callable[..., Any]:

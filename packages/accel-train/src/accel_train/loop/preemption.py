@@ -10,25 +10,22 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
-import accel_ckpt
 from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.host.signal_listener import listen
 from accel_state.world.process import PartialState
 from accel_state.world.stop_consensus import Boundaries, StopAgreement
-from accel_train.checkpoints import accelerate_checkpoints, checkpoint
 from accel_train.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
-    from accel_train.accelerator import Accelerator
+    from accel_train.loop.accumulation import Accumulator
 
-__all__ = ["Preemption", "PreemptionConfig", "resume", "start"]
+__all__ = ["Preemption", "PreemptionConfig", "start"]
 
 _UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 _logger = logging.getLogger(__name__)
@@ -192,11 +189,19 @@ class _Protected:
         os._exit(0)
 
 
-def start(accelerator: Accelerator, wanted: bool | PreemptionConfig) -> Preemption | None:
-    """What `Accelerator(preemption=…)` asks for; it ends with the accelerator.
+def start(
+    wanted: bool | PreemptionConfig, process: PartialState, accumulator: Accumulator, owner: object
+) -> Preemption | None:
+    """What `Accelerator(preemption=…)` asks for.
+
+    Args:
+        wanted: whether to listen, and for what.
+        process: this process and its world.
+        accumulator: its optimizer steps are counted.
+        owner: when it is collected, nobody listens any more.
 
     Raises:
-        ArgumentTypeError: it is neither a truth value nor a configuration.
+        ArgumentTypeError: `wanted` is neither a truth value nor a configuration.
         StateError: this is not the main thread.
     """
     if not isinstance(wanted, bool | PreemptionConfig):
@@ -205,51 +210,8 @@ def start(accelerator: Accelerator, wanted: bool | PreemptionConfig) -> Preempti
         )
     if wanted is False:
         return None
-    preemption = Preemption(accelerator._process, PreemptionConfig() if wanted is True else wanted)
-    accelerator._accumulator.boundaries = preemption.boundaries
+    preemption = Preemption(process, PreemptionConfig() if wanted is True else wanted)
+    accumulator.boundaries = preemption.boundaries
     # At the end of the process `close` runs by itself, where a program that failed can be told from one that ended.
-    weakref.finalize(accelerator, preemption.close).atexit = False
+    weakref.finalize(owner, preemption.close).atexit = False
     return preemption
-
-
-def resume(accelerator: Accelerator) -> bool:
-    """See `Accelerator.resume`."""
-    if not environment.parse_flag_from_env("ACCELERATE_RESUME"):
-        return False
-    if not accelerator.project_configuration.automatic_checkpoint_naming:
-        raise OptionError(
-            "resume() looks for automatic checkpoints: give the Accelerator a "
-            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
-        )
-    folder = checkpoint._automatic_folder(accelerator)
-    newest = _newest_of_all(folder)
-    if newest is None:
-        if accelerator.is_main_process:
-            _logger.warning("accel: there is no complete checkpoint in %s yet; training starts anew", folder)
-        return False
-    accelerator.load_state(folder / newest)
-    return True
-
-
-def _newest_of_all(folder: Path) -> str | None:
-    """The newest checkpoint that is complete for all ranks, which need not share a file system.
-
-    Raises:
-        CheckpointNotFoundError: there are checkpoints, but none that all ranks have.
-    """
-
-    def look() -> list[str]:
-        return [path.name for path in accelerate_checkpoints.all_checkpoints(folder)]
-
-    found = accel_ckpt.run_together(look, accel_ckpt.default_coordinator(), doing="looking for checkpoints")
-    common = [name for name in found[0] if all(name in names for names in found)]
-    if common:
-        return common[-1]
-    if any(found):
-        lacking = [rank for rank, names in enumerate(found) if not names]
-        raise accel_ckpt.CheckpointNotFoundError(
-            f"No checkpoint in {folder} is complete for all ranks"
-            + (f"; ranks {lacking} see none at all" if lacking else "")
-            + ". Copy a complete one to where they can read it, or remove the checkpoints to start anew."
-        )
-    return None

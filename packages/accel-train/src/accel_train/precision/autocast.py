@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_state.trees import convert_to_fp32
-from accel_train.precision.base import Precision
+from accel_train.precision.base import DTypePolicy, Precision
 
 __all__ = ["AutocastForward", "AutocastPrecision"]
 
@@ -54,6 +54,11 @@ class AutocastPrecision(Precision):
         assert self.dtype is not None
         return self.dtype
 
+    @property
+    def dtypes(self) -> DTypePolicy:
+        """Parameters as they are, computation in `dtype`, outputs in float32."""
+        return DTypePolicy(compute=self._low, output=torch.float32)
+
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[object]:
@@ -62,24 +67,25 @@ class AutocastPrecision(Precision):
             self.options.device_type, self._low, enabled=enabled, cache_enabled=cache_enabled
         )
 
-    def wrap_forward(self, model: nn.Module) -> None:
+    def convert(self, model: nn.Module) -> nn.Module:
         """Put `AutocastForward` around `model.forward`; the original stays in `model._original_forward`."""
         if not self.options.autocast_enabled or isinstance(model.forward, AutocastForward):
-            return
+            return model
         cache_enabled = self.options.cache_enabled
         if cache_enabled is None:
             cache_enabled = torch.is_autocast_cache_enabled()
         original = model.forward
         model._original_forward = original  # type: ignore[assignment]
         model.forward = AutocastForward(original, self.options.device_type, self._low, cache_enabled)
+        return model
 
-    def unwrap_forward(self, model: nn.Module) -> None:
+    def restore(self, model: nn.Module) -> None:
         """Restore the original forward; the model pickles again."""
         restore_forward(model)
 
 
 def restore_forward(model: nn.Module) -> None:
-    """Undo `AutocastPrecision.wrap_forward`, whoever did it."""
+    """Undo `AutocastPrecision.convert`, whichever accelerator did it."""
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return

@@ -14,7 +14,24 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Precision", "PrecisionOptions"]
+__all__ = ["DTypePolicy", "Precision", "PrecisionOptions"]
+
+
+@dataclass(frozen=True)
+class DTypePolicy:
+    """The dtypes of a precision, for strategies that cast by themselves; None: as they are.
+
+    Attributes:
+        param: what parameters are stored in.
+        compute: what forward and backward compute in.
+        reduce: what gradients are reduced in.
+        output: what floating outputs of a model are cast to.
+    """
+
+    param: torch.dtype | None = None
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +61,16 @@ class Precision:
     #: The gradient scaler, None when gradients are not scaled.
     scaler: torch.amp.GradScaler | None = None
 
-    #: Set by the accelerator: multiplies the gradients of all open windows.
-    rescale_waiting: Callable[[float], None] | None = None
-
     def __init__(self, options: PrecisionOptions) -> None:
         self.options = options
+
+    @property
+    def dtypes(self) -> DTypePolicy:
+        """The dtypes, for strategies that cast by themselves."""
+        return DTypePolicy()
+
+    def on_scale_change(self, rescale: Callable[[float], None]) -> None:
+        """Register what multiplies the gradients of all open windows when the loss scale changes under them."""
 
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
@@ -56,18 +78,23 @@ class Precision:
         """Context for code outside a prepared model, such as a loss function."""
         return contextlib.nullcontext()
 
-    def wrap_forward(self, model: nn.Module) -> None:
-        """Make `model.forward` compute in this precision; `unwrap_forward` undoes it."""
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Make a model compute in this precision; `restore` undoes it.
 
-    def unwrap_forward(self, model: nn.Module) -> None:
+        Returns:
+            `model` itself, or a module that takes its place.
+        """
+        return model
+
+    def restore(self, model: nn.Module) -> None:
         """Give `model` its own forward back, if this precision had replaced it."""
 
-    def backward(self, loss: Tensor, outstanding: bool, kwargs: dict[str, Any]) -> None:
+    def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
         """Run backward.
 
         Args:
             loss: what to differentiate.
-            outstanding: whether gradients of the open window, computed before this call, wait for a step.
+            has_pending_grads: gradients of an open window, computed before this call, wait for a step.
             kwargs: arguments of `Tensor.backward`.
         """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
@@ -90,11 +117,11 @@ class Precision:
         """What losses are multiplied with, and so the gradients before `unscale_`."""
         return 1.0
 
-    def discard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Told when an optimizer's gradients are thrown away without a step."""
+    def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer's gradients are dropped, unscaled or not."""
 
-    def settle(self) -> None:
-        """Finish what waits between steps, so that `scaler` is up to date."""
+    def update_scale(self) -> None:
+        """Apply an update of the loss scale that was put off until no scaled gradient waits."""
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.

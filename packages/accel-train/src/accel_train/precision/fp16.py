@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from accel_train.errors import AccumulationError, OptionError
+from accel_train.errors import AccumulationError, OptionError, PrepareError
 from accel_train.precision.autocast import AutocastPrecision
 from accel_train.precision.base import PrecisionOptions
 
@@ -39,8 +39,13 @@ class FP16Precision(AutocastPrecision):
         self._update_due = False
         self._stepped: set[int] = set()  # optimizers, since the last update
         self._spent: set[int] = set()  # optimizers, since the last backward
+        self._rescale: Callable[[float], None] | None = None
 
-    def backward(self, loss: Tensor, outstanding: bool, kwargs: dict[str, Any]) -> None:
+    def on_scale_change(self, rescale: Callable[[float], None]) -> None:
+        """Register what multiplies the gradients of all open windows when the loss scale changes under them."""
+        self._rescale = rescale
+
+    def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
         """Scale the loss and run backward.
 
         Raises:
@@ -48,8 +53,8 @@ class FP16Precision(AutocastPrecision):
         """
         if self._unscaled:
             self._forget_empty()
-        if self._update_due and not outstanding:
-            self.settle()
+        if self._update_due and not has_pending_grads:
+            self.update_scale()
         self._spent.clear()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
@@ -70,10 +75,30 @@ class FP16Precision(AutocastPrecision):
         key = id(optimizer)
         if key in self._unscaled or key in self._spent:
             return
+        if not self._check_scaled(optimizer):
+            return
         if key in self._stepped:
-            self._settle_while_others_wait()
-        self.scaler.unscale_(optimizer)
+            self._update_while_others_wait()
+        try:
+            self.scaler.unscale_(optimizer)
+        except ValueError as error:
+            raise PrepareError(
+                f"{error} Under mixed_precision='fp16' parameters must be float32, because gradients in float16 lose "
+                "small values: leave out model.half(), or load the model with dtype=torch.float32. Autocast computes "
+                "in float16."
+            ) from error
         self._unscaled[key] = optimizer
+
+    def _check_scaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether a loss was ever scaled; without one there must be no gradients."""
+        if self.scaler._scale is not None or not self.scaler.is_enabled():
+            return True
+        if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise AccumulationError(
+                "The optimizer holds gradients that were not scaled: the loss went to loss.backward(). Under "
+                "mixed_precision='fp16' call accelerator.backward(loss) instead, which scales it."
+            )
+        return False
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
@@ -105,12 +130,12 @@ class FP16Precision(AutocastPrecision):
         """The scaler's scale."""
         return self.scaler.get_scale()
 
-    def discard(self, optimizer: torch.optim.Optimizer) -> None:
+    def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Forget that the gradients, now thrown away, were unscaled."""
         if self._unscaled.pop(id(optimizer), None) is not None:
             self._update_due = True
 
-    def settle(self) -> None:
+    def update_scale(self) -> None:
         """Let the scale grow or shrink by what the last steps found."""
         # An update would forget which optimizers were unscaled, and their step would unscale them again.
         if self._update_due and not self._unscaled:
@@ -118,12 +143,12 @@ class FP16Precision(AutocastPrecision):
             self._update_due = False
             self._stepped.clear()
 
-    def _settle_while_others_wait(self) -> None:
+    def _update_while_others_wait(self) -> None:
         before = self.scaler.get_scale()
-        self.settle()
+        self.update_scale()
         factor = self.scaler.get_scale() / before
-        if factor != 1.0 and self.rescale_waiting is not None:
-            self.rescale_waiting(factor)
+        if factor != 1.0 and self._rescale is not None:
+            self._rescale(factor)
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
         """The scaler's own state, and under ``pending`` what its next update will go by."""
@@ -171,5 +196,5 @@ class FP16Precision(AutocastPrecision):
         self._update_due = bool(state.get("update_due", False))
 
     def __getstate__(self) -> dict[str, Any]:
-        self.settle()  # the scaler pickles only between steps
+        self.update_scale()  # the scaler pickles only between steps
         return dict(self.__dict__)

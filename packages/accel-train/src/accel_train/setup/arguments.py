@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_state.enums import DynamoBackend
 from accel_state.environment import get_int_from_env
+from accel_state.errors import NotAvailableError
 from accel_train.config import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -26,6 +27,7 @@ __all__ = [
     "dynamo_plugin",
     "loader_config",
     "refuse_unknown",
+    "strategy_plugin",
 ]
 
 #: Where an option goes that is no argument of `Accelerator` itself.
@@ -135,3 +137,25 @@ def loader_config(
         )
         config = dataclasses.replace(config, split_batches=split_batches)
     return config
+
+
+def strategy_plugin(**candidates: Any) -> Any:
+    """The one argument that selects a strategy: a name, or a plugin whose type names it; None without any.
+
+    Raises:
+        IncompatibleOptionsError: several do.
+        NotAvailableError: a plugin of a strategy that this version does not have.
+    """
+    given = {name: value for name, value in candidates.items() if value is not None}
+    if len(given) > 1:
+        raise IncompatibleOptionsError(
+            f"Accelerator() got {' and '.join(given)}, and each selects a strategy. Give one."
+        )
+    for name, value in given.items():
+        if name != "strategy" and not isinstance(getattr(type(value), "strategy", None), str):
+            raise NotAvailableError(
+                f"Accelerator({name}=…) is not available yet in this version. Leave it out to train with one process "
+                "or data parallelism (ddp)."
+            )
+        return value
+    return None

@@ -1,11 +1,11 @@
-"""How objects are prepared: an ordered script per kind of object."""
+"""How the objects of one `prepare()` call are prepared: loaders, models and optimizers together, then schedulers."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,98 +16,224 @@ from accel_train.data import DataLoaderDispatcher, PreparedLoader, prepare_data_
 from accel_train.errors import PrepareError
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
-from accel_train.precision.autocast import restore_forward
-from accel_train.setup.compile import compile_model
-from accel_train.unwrap import plain_module
+from accel_train.prepared import Prepared
+from accel_train.setup.steps import Steps
+from accel_train.strategies.base import Parts, Strategy
+from accel_train.strategies.relink import followed
 
-if TYPE_CHECKING:
-    from accel_train.accelerator import Accelerator
+__all__ = [
+    "overridden_even_batches",
+    "prepare",
+    "prepare_for_evaluation",
+    "prepare_loader",
+    "prepare_one",
+    "prepare_scheduler",
+]
 
-__all__ = ["prepare", "prepare_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"]
 
-
-def prepare(accelerator: Accelerator, objects: tuple[Any, ...], device_placement: list[bool] | None) -> Any:
-    """See `Accelerator.prepare`: models, optimizers and loaders first, then what refers to them."""
+def prepare(here: Prepared, objects: Sequence[Any], device_placement: list[bool] | None) -> Any:
+    """See `Accelerator.prepare`."""
     if device_placement is None:
-        device_placement = [accelerator.device_placement] * len(objects)
+        device_placement = [here.options.device_placement] * len(objects)
     elif len(device_placement) != len(objects):
         raise PrepareError(
             f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one per object."
         )
-    prepared = [
-        _first_pass(accelerator, item, placed) for item, placed in zip(objects, device_placement, strict=True)
-    ]
-    prepared = [
-        prepare_scheduler(accelerator, item) if isinstance(item, LRScheduler) else item for item in prepared
-    ]
-    return prepared[0] if len(prepared) == 1 else tuple(prepared)
+    found = _Objects(here, list(objects), device_placement)
+    found.loaders()
+    found.models_and_optimizers()
+    found.schedulers()
+    return found.results[0] if len(objects) == 1 else tuple(found.results)
 
 
-def _first_pass(accelerator: Accelerator, item: Any, placed: bool) -> Any:
-    if isinstance(item, DataLoader):
-        return prepare_loader(accelerator, item, placed)
-    if isinstance(item, nn.Module):
-        return prepare_model(accelerator, item, placed)
-    if isinstance(item, torch.optim.Optimizer):
-        return prepare_optimizer(accelerator, item, placed)
-    return item
+def prepare_one(here: Prepared, item: Any, placed: bool | None) -> Any:
+    """Prepare one object; `placed` as in `device_placement`."""
+    return prepare(here, (item,), None if placed is None else [placed])
 
 
-def prepare_model(
-    accelerator: Accelerator, model: nn.Module, placed: bool, evaluation_mode: bool = False
-) -> nn.Module:
-    """Check, convert, place, wrap and compile a model; a prepared one comes back as it is."""
-    plan = accelerator._plan
-    plain = plain_module(model)
-    known = _known_as(accelerator, plain)
-    if known is not None:
-        if not plan.strategy.is_outdated(known):
-            return known
-        accelerator._forget_model(known)
-        model = plain
-    _check_device_map(accelerator, model)
-    restore_forward(plain)  # another accelerator may have prepared it, for another precision
-    plan.precision.wrap_forward(plain)
-    model = (plan.placement if placed else plan.as_is).place_model(model)
-    wrapped = model if evaluation_mode else plan.strategy.wrap_model(model)
-    wrapped = compile_model(wrapped, accelerator.state.dynamo_plugin)
-    wrapped._is_accelerate_prepared = True  # type: ignore[assignment]
-    accelerator._register_model(plain if plan.strategy.is_wrapped(model) else model, wrapped)
-    return wrapped
+class _Objects:
+    """The objects of one call, replaced one kind after the other by what is returned for them."""
+
+    def __init__(self, here: Prepared, objects: list[Any], placed: list[bool]) -> None:
+        self._here = here
+        self._strategy: Strategy = here.plan.strategy
+        self._placed = placed
+        self.results = objects
+
+    def _of_kind(self, kind: type) -> list[int]:
+        return [place for place, item in enumerate(self.results) if isinstance(item, kind)]
+
+    def loaders(self) -> None:
+        for place in self._of_kind(DataLoader):
+            self.results[place] = prepare_loader(self._here, self.results[place], self._placed[place])
+
+    def models_and_optimizers(self) -> None:
+        here, strategy = self._here, self._strategy
+        models = {place: self.results[place] for place in self._of_kind(nn.Module)}
+        new = self._new_models(models)
+        optimizers = self._of_kind(torch.optim.Optimizer)
+        known = {id(optimizer) for optimizer in here.optimizers}
+        fresh = [place for place in optimizers if id(self.results[place]) not in known]
+        self._check_together(list(new.values()), fresh)
+        parts = Parts(
+            models=list(new.values()),
+            optimizers=[_inner(self.results[place]) for place in fresh],
+            schedulers=[self.results[place] for place in self._of_kind(LRScheduler)],
+            loaders=[self.results[place] for place in self._of_kind(DataLoader)],
+        )
+        if new or fresh:
+            parts = self._prepare_parts(
+                parts, as_is=[place for place in new if not self._placed[place]], new=new
+            )
+        for place, model, prepared in zip(new, new.values(), parts.models, strict=True):
+            self._register_model(model, prepared)
+            self.results[place] = prepared
+        for place, optimizer in zip(fresh, parts.optimizers, strict=True):
+            self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
+        for place, model in models.items():
+            if place not in new:
+                known_as = _known_as(here, strategy.plain(model))
+                assert known_as is not None, "prepared before, or in this call"
+                self.results[place] = known_as
+
+    def _new_models(self, models: dict[int, nn.Module]) -> dict[int, nn.Module]:
+        """Models that are not prepared yet, each once, by their place among the objects."""
+        new: dict[int, nn.Module] = {}
+        seen: set[int] = set()
+        for place, model in models.items():
+            plain = self._strategy.plain(model)
+            known = _known_as(self._here, plain)
+            if id(plain) in seen or (known is not None and not self._strategy.is_outdated(known)):
+                continue
+            seen.add(id(plain))
+            if known is not None:
+                self._here.forget_model(known)
+                model = plain
+            _check_device_map(self._here, model)
+            new[place] = model
+        return new
+
+    def _check_together(self, models: list[nn.Module], optimizers: list[int]) -> None:
+        capabilities, name = self._strategy.capabilities, self._strategy.name
+        most = capabilities.max_models
+        count = len(self._here.models) + len(models)
+        if models and most is not None and count > most:
+            raise PrepareError(
+                f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
+                f"this would make {count}. Create another Accelerator for the others."
+            )
+        if capabilities.prepares_together and bool(models) != bool(optimizers):
+            given, missing = ("model", "optimizer") if models else ("optimizer", "model")
+            raise PrepareError(
+                f"The strategy {name!r} prepares a model and its optimizer together, and this call has a {given} "
+                f"without its {missing}. Pass both to one call: `accelerator.prepare(model, optimizer)`."
+            )
+
+    def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
+        here, strategy = self._here, self._strategy
+        plan = here.plan
+        steps = Steps(plan.precision, plan.device, here.options.dynamo, {id(new[place]) for place in as_is})
+        replaced = here.replaced
+        with followed(parts.models, replaced, lambda: [strategy.plain(model) for model in done.models]):
+            done = strategy.prepare(parts, steps)
+        for optimizer in [*(_inner(known) for known in here.optimizers), *done.optimizers]:
+            replaced.relink(optimizer)
+        return done
+
+    def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+        plain = self._strategy.plain(prepared)
+        # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
+        own = model if getattr(model, "_orig_mod", model) is plain else plain
+        self._here.add_model(own, prepared)
+
+    def _wrap_optimizer(
+        self, given: torch.optim.Optimizer, inner: torch.optim.Optimizer, placed: bool
+    ) -> AcceleratedOptimizer:
+        here = self._here
+        if isinstance(given, AcceleratedOptimizer):  # another accelerator's
+            wrapped = given
+            wrapped.follow(here.accumulator, self._strategy)
+        else:
+            wrapped = AcceleratedOptimizer(
+                inner, device_placement=placed, accumulator=here.accumulator, strategy=self._strategy
+            )
+            wrapped._is_accelerate_prepared = True
+        here.optimizers.append(wrapped)
+        return wrapped
+
+    def schedulers(self) -> None:
+        for place in self._of_kind(LRScheduler):
+            self.results[place] = prepare_scheduler(self._here, self.results[place])
 
 
-def _known_as(accelerator: Accelerator, plain: nn.Module) -> nn.Module | None:
-    """What this accelerator returned for a model that it prepared before."""
-    return next((item for item in accelerator._prepared_models if plain_module(item) is plain), None)
+def _inner(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def _check_device_map(accelerator: Accelerator, model: nn.Module) -> None:
+def _known_as(here: Prepared, plain: nn.Module) -> nn.Module | None:
+    """What was returned for a model that was prepared before."""
+    strategy = here.plan.strategy
+    return next((item for item in here.prepared_models if strategy.plain(item) is plain), None)
+
+
+def prepare_for_evaluation(here: Prepared, model: nn.Module, placed: bool) -> nn.Module:
+    """Convert, place and compile a model without what its strategy adds for training."""
+    strategy = here.plan.strategy
+    plain = strategy.plain(model)
+    known = _known_as(here, plain)
+    if known is not None and not strategy.is_outdated(known):
+        return known
+    _check_device_map(here, model)
+    steps = Steps(here.plan.precision, here.plan.device, here.options.dynamo, () if placed else {id(model)})
+    prepared = steps.compile(steps.place(steps.convert(model)))
+    prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+    here.add_model(model, prepared)
+    return prepared
+
+
+def _check_device_map(here: Prepared, model: nn.Module) -> None:
     device_map = getattr(model, "hf_device_map", None)
-    if device_map is None or len(set(device_map.values())) < 2 or accelerator.num_processes == 1:
+    if device_map is None:
+        return
+    devices = sorted({str(device) for device in device_map.values()})
+    quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    away = [device for device in devices if device in ("cpu", "disk")]
+    if quantised and away and here.plan.device.type != "cpu":
+        raise PrepareError(
+            f"The quantised model has parts on {' and '.join(away)} by its device_map, where they cannot be trained. "
+            "Load it with device_map={'': accelerator.device}."
+        )
+    if quantised and "disk" in away:
+        raise PrepareError(
+            "The quantised model has parts on disk by its device_map, where they cannot be trained. Load it with "
+            "device_map={'': accelerator.device}."
+        )
+    if len(devices) < 2 or here.process.num_processes == 1:
         return
     raise PrepareError(
-        f"The model is spread over {sorted(map(str, set(device_map.values())))} by its device_map, which cannot be "
-        f"combined with {accelerator.num_processes} processes: each needs the whole model on its own device. Load it "
-        "without device_map, or start one process."
+        f"The model is spread over {devices} by its device_map, which cannot be combined with "
+        f"{here.process.num_processes} processes: each needs the whole model on its own device. Load it without "
+        "device_map, or start one process."
     )
 
 
 def prepare_loader(
-    accelerator: Accelerator, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
+    here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
 ) -> PreparedLoader:
-    """Shard a loader over ranks, as `accelerator.dataloader_config` says now."""
-    config = accelerator.dataloader_config
+    """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
+    config = here.options.loaders
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
-    if any(loader is known or epoch is known.epoch_state for known in accelerator._dataloaders):
+    if any(loader is known or epoch is known.epoch_state for known in here.loaders):
         return loader  # type: ignore[return-value]
     prepared = prepare_data_loader(
         loader,
-        device=accelerator.device,
-        num_processes=accelerator.num_processes,
-        process_index=accelerator.process_index,
+        device=here.plan.device,
+        num_processes=here.process.num_processes,
+        process_index=here.process.process_index,
         split_batches=config.split_batches,
         put_on_device=placed,
-        rng_types=list(accelerator.rng_types),
+        rng_types=list(here.options.rng_types),
         dispatch_batches=config.dispatch_batches,
         even_batches=config.even_batches,
         slice_fn_for_dispatch=slice_fn,
@@ -115,13 +241,13 @@ def prepare_loader(
         data_seed=config.data_seed,
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
-        ledger=accelerator._ledger,
+        ledger=here.ledger,
         pre_sharded=config.pre_sharded,
     )
     prepared._is_accelerate_prepared = True
-    if accelerator.preemption is not None:
-        accelerator.preemption.protect_workers(prepared)
-    accelerator._dataloaders.append(prepared)
+    if here.preemption is not None:
+        here.preemption.protect_workers(prepared)
+    here.loaders.append(prepared)
     return prepared
 
 
@@ -134,7 +260,7 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
             if isinstance(loader, DataLoaderDispatcher):
                 warnings.warn(
                     "even_batches can only be overridden for loaders whose ranks read for themselves; a dispatching "
-                    "loader always gives every rank as many batches.",
+                    "loader always gives every rank the same number of batches.",
                     stacklevel=4,
                 )
                 continue
@@ -148,44 +274,26 @@ def overridden_even_batches(loaders: list[Any], even_batches: bool) -> Iterator[
             sampler.even_batches = before
 
 
-def prepare_optimizer(
-    accelerator: Accelerator, optimizer: torch.optim.Optimizer, placed: bool
-) -> AcceleratedOptimizer:
-    """Wrap an optimizer; a prepared one comes back as it is."""
-    if isinstance(optimizer, AcceleratedOptimizer):
-        optimizer.follow(accelerator._accumulator, accelerator._plan.precision)
-        if not any(optimizer is known for known in accelerator._optimizers):
-            accelerator._optimizers.append(optimizer)
-        return optimizer
-    wrapped = AcceleratedOptimizer(
-        optimizer,
-        device_placement=placed,
-        accumulator=accelerator._accumulator,
-        precision=accelerator._plan.precision,
-    )
-    wrapped._is_accelerate_prepared = True
-    accelerator._optimizers.append(wrapped)
-    return wrapped
-
-
-def prepare_scheduler(accelerator: Accelerator, scheduler: Any) -> AcceleratedScheduler:
+def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
     """Tie a scheduler to its prepared optimizer, or to all of them when it names none."""
-    if any(scheduler is known for known in accelerator._schedulers):
+    if any(scheduler is known for known in here.schedulers):
         prepared: AcceleratedScheduler = scheduler
         return prepared
     if isinstance(scheduler, AcceleratedScheduler):  # another accelerator's
         scheduler = scheduler.scheduler
     target = getattr(scheduler, "optimizer", None)
-    owners = [known for known in accelerator._optimizers if target is known or target is known.optimizer]
+    owners = [known for known in here.optimizers if target is known or target is known.optimizer]
+    options = here.options
+    split = options.loaders.split_batches
     wrapped = AcceleratedScheduler(
         scheduler,
-        owners or list(accelerator._optimizers),
-        step_with_optimizer=accelerator.step_scheduler_with_optimizer,
-        split_batches=accelerator.split_batches,
-        steps_per_call=accelerator._scheduler_steps_per_call(),
-        advance_while_accumulating=accelerator.gradient_state.adjust_scheduler,
-        accumulator=accelerator._accumulator,
+        owners or list(here.optimizers),
+        step_with_optimizer=options.step_scheduler_with_optimizer,
+        split_batches=split,
+        steps_per_call=here.plan.strategy.batch.size if options.scale_scheduler and not split else 1,
+        advance_while_accumulating=options.adjust_scheduler,
+        accumulator=here.accumulator,
     )
     wrapped._is_accelerate_prepared = True
-    accelerator._schedulers.append(wrapped)
+    here.schedulers.append(wrapped)
     return wrapped

@@ -1,7 +1,8 @@
-"""From what the user asked for to what will be done: the only module that sees all three axes."""
+"""From what the user asked for to what will be done: the only module that sees strategies and precisions together."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,16 +17,14 @@ from accel_train.config import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
-from accel_train.errors import IncompatibleOptionsError
-from accel_train.placement.base import Placement
-from accel_train.placement.registry import PLACEMENTS
-from accel_train.placement.single_device import SingleDevicePlacement
+from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
-__all__ = ["Plan", "mixed_precision_name", "resolve"]
+__all__ = ["Given", "Plan", "mixed_precision_name", "resolve", "strategy_name"]
 
 #: Variables by which a launcher asks for an engine, and the engine's name.
 _ENGINES_BY_VARIABLE = {
@@ -43,47 +42,51 @@ class Plan:
     Attributes:
         strategy: how ranks cooperate.
         precision: which numbers are computed with.
-        placement: where tensors live, when the user leaves it to the accelerator.
-        as_is: the placement that moves nothing.
+        mesh: degrees of parallelism, and the ranks that follow from them.
+        device: of this rank.
     """
 
     strategy: Strategy
     precision: Precision
-    placement: Placement
-    as_is: Placement
+    mesh: Mesh
+    device: torch.device
 
 
-def resolve(
-    state: PartialState,
-    *,
-    mixed_precision: str,
-    device_placement: bool,
-    autocast: AutocastKwargs,
-    scaler: GradScalerKwargs,
-    ddp: DistributedDataParallelKwargs,
-) -> Plan:
-    """Decide the three axes.
+@dataclass(frozen=True)
+class Given:
+    """What the script gave to `Accelerator`.
+
+    Attributes:
+        mixed_precision: name of a precision.
+        strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: as launched.
+        autocast, scaler, ddp: options of what is built.
+        sync_each_batch: reduce gradients in every micro-batch.
+    """
+
+    mixed_precision: str
+    strategy: Any = None
+    autocast: AutocastKwargs | None = None
+    scaler: GradScalerKwargs | None = None
+    ddp: DistributedDataParallelKwargs | None = None
+    sync_each_batch: bool = False
+
+
+def resolve(process: PartialState, given: Given) -> Plan:
+    """Decide both axes.
 
     Raises:
-        NotAvailableError: the environment asks for an engine that this version does not have.
+        NotAvailableError: the environment asks for an engine that this version does not have, or what a strategy
+            requires is not installed.
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     refuse_engines()
-    strategy_name = "ddp" if state.num_processes > 1 else "single"
-    strategy_class = STRATEGIES.get(strategy_name)
-    precision_class = PRECISIONS.get(mixed_precision)
-    device = state.device
-    _check(strategy_class, precision_class, device, state.num_processes)
-    strategy = strategy_class(
-        StrategyOptions(
-            device=device,
-            world_size=state.num_processes,
-            # Only what differs from torch's defaults: naming a default may already be deprecated there.
-            ddp_kwargs={**ddp.to_kwargs(), "gradient_as_bucket_view": ddp.gradient_as_bucket_view},
-            comm_hook=ddp.register_comm_hook,
-        )
-    )
+    name = strategy_name(given.strategy, process.num_processes)
+    strategy_class = STRATEGIES.get(name)
+    precision_class = PRECISIONS.get(given.mixed_precision)
+    device = process.device
+    _check(strategy_class, precision_class, device, process.num_processes)
+    autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
     precision = precision_class(
         PrecisionOptions(
             device_type=device.type,
@@ -92,9 +95,37 @@ def resolve(
             scaler_kwargs=scaler.to_kwargs(),
         )
     )
-    as_is = PLACEMENTS.get("as_is")()
-    placement = SingleDevicePlacement(device) if device_placement else as_is
-    return Plan(strategy, precision, placement, as_is)
+    config = given.strategy
+    if config is None or isinstance(config, str):
+        config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
+    mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
+    strategy = strategy_class(
+        StrategyOptions(
+            device=device,
+            mesh=mesh,
+            precision=precision,
+            config=config,
+            sync_each_batch=given.sync_each_batch,
+        )
+    )
+    return Plan(strategy, precision, mesh, device)
+
+
+def strategy_name(given: Any, num_processes: int) -> str:
+    """The strategy that was asked for: by name, or by the type of its plugin; else by the number of processes.
+
+    Raises:
+        OptionError: neither a name nor a plugin.
+    """
+    if given is None:
+        return "ddp" if num_processes > 1 else "single"
+    name = given if isinstance(given, str) else getattr(type(given), "strategy", None)
+    if not isinstance(name, str):
+        raise OptionError(
+            f"Accelerator(strategy=…) takes the name of a strategy ({', '.join(STRATEGIES.names())}) or a plugin whose "
+            f"type names one in `strategy`, got {type(given).__name__}: {given!r:.80}."
+        )
+    return name
 
 
 def mixed_precision_name(argument: object | None) -> str:
@@ -129,7 +160,7 @@ def refuse_unavailable(arguments: Mapping[str, Any]) -> None:
 
 
 def refuse_engines() -> None:
-    """Refuse an engine that the launcher's environment asks for.
+    """Refuse an engine that the launcher's environment asks for and no strategy is registered for.
 
     Raises:
         NotAvailableError: rather than train another way than was asked for.
@@ -146,6 +177,14 @@ def _check(
     strategy: type[Strategy], precision: type[Precision], device: torch.device, world_size: int
 ) -> None:
     capabilities = strategy.capabilities
+    missing = [
+        package for package in capabilities.requires if not importlib.util.find_spec(_module_of(package))
+    ]
+    if missing:
+        raise NotAvailableError(
+            f"strategy {strategy.name!r} needs {', '.join(missing)}. Install it: pip install "
+            f"{' '.join(repr(package) for package in missing)}."
+        )
     if capabilities.precisions is not None and precision.name not in capabilities.precisions:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}; it takes "
@@ -175,3 +214,8 @@ def _check(
             f"mixed_precision='bf16' needs a GPU with bfloat16, and {torch.cuda.get_device_name(device)} has none; "
             "use 'fp16'."
         )
+
+
+def _module_of(requirement: str) -> str:
+    """The import name of a requirement such as ``deepspeed>=0.19.4``."""
+    return requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip().replace("-", "_")

@@ -1,35 +1,97 @@
 """The strategy axis: how ranks cooperate.
 
-`Strategy` is the null object of the axis: one process, nothing wrapped, nothing reduced.
+`Strategy` is the null object of the axis: one process, nothing wrapped, nothing reduced. Its methods do what plain
+PyTorch does. A subclass overrides those in which its engine differs.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Capabilities", "Strategy", "StrategyOptions"]
+import accel_ckpt
+from accel_state.enums import DistributedType
+from accel_train.mesh import Mesh
+from accel_train.ranks import Ranks
+
+__all__ = [
+    "Capabilities",
+    "DefersSync",
+    "JoinsUneven",
+    "ModelSteps",
+    "Parts",
+    "PrecisionVerbs",
+    "Strategy",
+    "StrategyOptions",
+]
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can be combined with; `accel_train.setup.resolve` checks it before anything is built.
+    """What a strategy can be combined with, as data; checked before anything is built or changed.
 
     Attributes:
         precisions: names of the precisions it can run, or None for all of them.
         device_types: device types it can run on, or None for all of them.
-        needs_process_group: whether more than one process must have formed a world.
+        needs_process_group: it needs more than one process.
+        num_items: it can weigh micro-batches by items, as `backward(loss_sum, num_items=n)` asks.
+        window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if
+            gradients can still be scaled when it ends.
+        hides_gradients: gradients of an unfinished window are not in `parameter.grad`, so that they can neither be
+            rescaled nor saved unless `window_state` holds them.
+        saves_windows: a state can be saved while a window is unfinished.
+        max_models: how many models it can train at a time, or None for any number.
+        prepares_together: a model and its optimizer must be given to one `prepare()` call.
+        requires: what `pip install` must be given before it can run.
     """
 
     precisions: frozenset[str] | None = None
     device_types: frozenset[str] | None = None
     needs_process_group: bool = False
+    num_items: bool = True
+    window: str = "any"
+    hides_gradients: bool = False
+    saves_windows: bool = True
+    max_models: int | None = None
+    prepares_together: bool = False
+    requires: tuple[str, ...] = ()
+
+
+class PrecisionVerbs(Protocol):
+    """What a strategy asks of the precision axis; see `accel_train.precision.base.Precision`."""
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler; None when gradients are not scaled."""
+        ...
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied with."""
+        ...
+
+    def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
+        """Run backward, on the scaled loss if losses are scaled."""
+        ...
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo the loss scale in an optimizer's gradients, once per step."""
+        ...
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step unless gradients are not finite; whether it stepped, and what the optimizer returned."""
+        ...
+
+    def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer's gradients are dropped."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,93 +100,251 @@ class StrategyOptions:
 
     Attributes:
         device: device of this rank.
-        world_size: number of ranks.
-        ddp_kwargs: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
-        comm_hook: called with the wrapped model, registers a communication hook.
+        mesh: degrees of parallelism, and the ranks that follow from them.
+        precision: scales, unscales and steps.
+        config: the plugin whose type selected the strategy; for "ddp" `DistributedDataParallelKwargs`.
+        sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
     """
 
     device: torch.device
-    world_size: int = 1
-    ddp_kwargs: dict[str, object] = field(default_factory=dict)
-    comm_hook: object | None = None
+    mesh: Mesh
+    precision: PrecisionVerbs
+    config: Any = None
+    sync_each_batch: bool = False
+
+
+class ModelSteps(Protocol):
+    """Steps of preparing a model; a strategy calls them in the order that its engine needs."""
+
+    def convert(self, model: nn.Module) -> nn.Module:
+        """Put the precision on: a wrapper around `forward`, or other layers."""
+        ...
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """Move parameters and buffers to this rank's device, unless the script moves them itself."""
+        ...
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        """`torch.compile`, as the dynamo plugin says; without one `model` itself."""
+        ...
+
+
+@dataclass
+class Parts:
+    """The objects that one `prepare()` call was given, by kind; models and optimizers without our wrappers."""
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    schedulers: list[Any] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+
+
+@runtime_checkable
+class DefersSync(Protocol):
+    """A strategy whose backward passes can hold back their reduction by hand."""
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which backward passes of `model` accumulate locally."""
+        ...
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context whose backward reduces, although the forwards before it ran under `no_sync`."""
+        ...
+
+
+@runtime_checkable
+class JoinsUneven(Protocol):
+    """A strategy under which ranks can train on different numbers of batches."""
+
+    def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
+        """Context in which ranks that ran out of data take part in the collectives of the others."""
+        ...
 
 
 class Strategy:
-    """One process. Subclasses override the verbs in which their way of cooperating differs."""
+    """One process, or what all strategies have in common.
+
+    Attributes:
+        batch: ranks that read different samples.
+        loss: ranks over which gradients are averaged when a window ends, and items are summed.
+    """
 
     name: ClassVar[str] = "single"
     capabilities: ClassVar[Capabilities] = Capabilities()
-
-    #: Backward leaves gradients averaged over this many ranks (1: nothing is reduced).
-    gradient_averaging_ranks: int = 1
+    #: What `Accelerator.distributed_type` answers; None: what the process says (NO, MULTI_CPU, MULTI_GPU, …).
+    distributed_type: ClassVar[DistributedType | None] = None
 
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
+        self.batch: Ranks = options.mesh.batch
+        self.loss: Ranks = options.mesh.loss
+        self.precision = options.precision
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module that users call: `model` itself, or a wrapper that reduces gradients."""
+    @classmethod
+    def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
+        """The mesh of a run, from the strategy's plugin; here all ranks read different samples."""
+        return Mesh.of_world(world_size, rank)
+
+    # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Prepare the objects of one call together.
+
+        Loaders are prepared already. Optimizers that hold replaced parameters are relinked afterwards by name.
+
+        Returns:
+            As many objects of each kind as were given, in the same order.
+        """
+        models = [self.prepare_model(model, steps) for model in parts.models]
+        return Parts(models, parts.optimizers, parts.schedulers, parts.loaders)
+
+    def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
+        """Return what the script calls and trains: `model` itself, or a wrapper."""
+        return steps.compile(steps.place(steps.convert(model)))
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside this strategy's wrapper; `model` itself if it is none."""
         return model
-
-    def is_wrapped(self, model: nn.Module) -> bool:
-        """Whether `model` is already this strategy's wrapper."""
-        return False
 
     def keeps_replicas(self, model: nn.Module) -> bool:
         """Whether all ranks hold the parameters of a prepared model, and what optimizers derive from them, alike."""
         return False
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether a prepared `model` has changed so that it must be prepared anew."""
+        """Whether a prepared `model` has changed so that it must be prepared again."""
         return False
 
-    def replica_state(self, model: nn.Module) -> dict[str, Any]:
-        """Plain data that the wrapper of this rank's replica goes on with, between two micro-batches."""
-        return {}
+    def release(self) -> None:
+        """Forget everything prepared: `free_memory()` was called."""
 
-    def restore_replica(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `replica_state` returned."""
+    # One micro-batch
 
-    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Say whether the next backward passes of `model` reduce gradients across ranks."""
+    def shard_batch(self, batch: Any) -> Any:
+        """This rank's part of a batch that several ranks read, on its way from the loader to the script."""
+        return batch
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which backward passes of `model` accumulate locally."""
-        return contextlib.nullcontext()
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """A micro-batch of a window begins.
 
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context whose backward reduces, although the forwards before it ran under `no_sync`."""
-        return contextlib.nullcontext()
+        Args:
+            models: the prepared models that are trained in it.
+            last: the window ends with it, so its backward reduces gradients.
+            loss_factor: what its loss is multiplied with, before what can be corrected only when the window ends.
+        """
 
-    def join(
-        self, joinables: Sequence[object], *, throw_on_early_termination: bool = False
-    ) -> AbstractContextManager[object]:
-        """Context in which ranks that ran out of data shadow the collectives of the others."""
-        return contextlib.nullcontext()
+    def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
+        """The micro-batch ended; backward passes outside of windows reduce gradients."""
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Compute gradients. After the last backward of a window they are averaged over `self.loss`.
+
+        Args:
+            models: the prepared models that are trained in this micro-batch.
+            loss: already multiplied by the factor of its micro-batch.
+            pending: gradients of an open window, computed before this call, wait for a step.
+            kwargs: arguments of `Tensor.backward`.
+        """
+        self.precision.backward(loss, pending, kwargs)
+
+    # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-        """Multiply the gradients accumulated so far, in place.
+        """Multiply gradients in place.
 
         Args:
             parameters: whose gradients; one that comes twice is scaled once.
             factor: a number, or a 0-d tensor on the gradients' device.
         """
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
-        _scale(list(gradients.values()), factor)
+        _scale([_local(gradient) for gradient in gradients.values()], factor)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Undo the loss scale of fp16 in an optimizer's gradients, once per step however often it is asked."""
+        self.precision.unscale_(optimizer)
 
     def clip_grad_norm_(
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
-        """Clip the norm of all gradients together; returns the norm before clipping, a 0-d tensor."""
+        """Clip the norm of all gradients together; returns the norm before clipping, a plain 0-d tensor."""
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of all gradients together, a 0-d tensor; changes nothing."""
+        """Norm of all gradients together, a plain 0-d tensor; changes nothing."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type=norm_type)
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
         nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step an optimizer.
+
+        Returns:
+            Whether it really stepped (False: gradients were not finite), and what its `step` returned.
+        """
+        return self.precision.step(optimizer, closure)
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop an optimizer's gradients; False: fill them with zeros instead."""
+        self.precision.forget_unscaled(optimizer)
+        optimizer.zero_grad(set_to_none)
+
+    # State
+
+    def model_state(self, model: nn.Module) -> dict[str, Any]:
+        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s."""
+        plain = self.plain(model)
+        return accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts."""
+        return self.model_state(model)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Any:
+        """An optimizer's state by parameter name; leaves as in `model_state`."""
+        return accel_ckpt.optimizer_state_by_name(optimizer, models)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Go back to what `optimizer_state` returned; whole tensors are divided as the live ones are."""
+        accel_ckpt.load_optimizer_state(optimizer, tree, models)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
+        return {}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+
+    # Helpers
+
+    def plain(self, model: nn.Module) -> nn.Module:
+        """The user's own module inside wrappers of this strategy and of `torch.compile`."""
+        while True:
+            inner = getattr(model, "_orig_mod", None) if _is_compiled(model) else self.unwrap(model)
+            if inner is None or inner is model:
+                return model
+            model = inner
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        return self  # a copied optimizer still belongs to its accelerator
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    # What torch.compile returns has the wrapped module under this name; asking for the class imports torch._dynamo.
+    return "_orig_mod" in model._modules
+
+
+def _local(gradient: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`; in-place changes of it change the `DTensor`."""
+    to_local = getattr(gradient, "to_local", None)
+    return gradient if to_local is None else to_local()
 
 
 def _scale(gradients: list[Tensor], factor: float | Tensor) -> None:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_train.errors import PrepareError
-from accel_train.strategies.base import Capabilities, Strategy, StrategyOptions
+from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
 
-__all__ = ["DDPStrategy"]
+__all__ = ["DDPStrategy", "inside_parallel"]
 
 
 class DDPStrategy(Strategy):
@@ -26,11 +26,16 @@ class DDPStrategy(Strategy):
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
-        self.gradient_averaging_ranks = options.world_size
+        self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
 
-    def wrap_model(self, model: nn.Module) -> nn.Module:
+    # Preparing
+
+    def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Wrap a model that has something to train; a frozen one needs no reduction and stays itself."""
-        if self.is_wrapped(model):
+        return steps.compile(self._wrap(steps.place(steps.convert(model))))
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if _ddp(model) is not None:
             return model  # compiled around it
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -48,48 +53,49 @@ class DDPStrategy(Strategy):
         device = self.options.device
         # DDP takes device_ids only for single-device modules on an accelerator with an index.
         device_ids = [device.index] if device.type != "cpu" and device.index is not None else None
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **cast(Any, self.options.ddp_kwargs))
-        if self.options.comm_hook is not None:
-            cast(Any, self.options.comm_hook)(wrapped)
+        handler = self.options.config
+        # Only what differs from torch's defaults: naming a default may already be deprecated there.
+        kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view}
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
+        handler.register_comm_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
+        if not wrapped.find_unused_parameters and not wrapped.static_graph:
+            self._unchecked.append(wrapped)
         return wrapped
 
-    def is_wrapped(self, model: nn.Module) -> bool:
-        """Whether `model` is a DDP wrapper, compiled or not."""
-        return isinstance(_ddp_of(model), DistributedDataParallel)
-
-    def is_outdated(self, model: nn.Module) -> bool:
-        """Whether a parameter that was frozen when the model was wrapped is trained now."""
-        return any(guard.thawed() is not None for guard in _guards_of(_ddp_of(model)))
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside `DistributedDataParallel`."""
+        return inside_parallel(model)
 
     def keeps_replicas(self, model: nn.Module) -> bool:
         """True of a model whose gradients it averages."""
-        return isinstance(_ddp_of(model), DistributedDataParallel)
+        return _ddp(model) is not None
 
-    def replica_state(self, model: nn.Module) -> dict[str, Any]:
-        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window."""
-        inner = _ddp_of(model)
-        if not isinstance(inner, DistributedDataParallel):
-            return {}
-        return {"takes_buffers": inner.require_forward_param_sync}
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether a parameter that was frozen when the model was wrapped is trained now."""
+        return any(guard.first_unfrozen() is not None for guard in _guards_of(_inside_compiled(model)))
 
-    def restore_replica(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Go back to what `replica_state` returned."""
-        inner = _ddp_of(model)
-        if isinstance(inner, DistributedDataParallel):
-            inner.require_forward_param_sync = state.get("takes_buffers", True)
+    def release(self) -> None:
+        """Forget wrappers that were not used yet."""
+        self._unchecked.clear()
 
-    def set_gradient_sync(self, model: nn.Module, enabled: bool) -> None:
-        """Switch the reduction of the next backward passes, as DDP's own `no_sync` does."""
-        inner = _ddp_of(model)
-        if isinstance(inner, DistributedDataParallel) and _can_hold_back(inner):
-            inner.require_backward_grad_sync = enabled
+    # One micro-batch
+
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """Hold back the reduction of all but the last micro-batch, as DDP's own `no_sync` does."""
+        if not last and not self.options.sync_each_batch:
+            _set_sync(models, False)
+
+    def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
+        """Reduce again."""
+        if not last and not self.options.sync_each_batch:
+            _set_sync(models, True)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
-        inner = _ddp_of(model)
-        if isinstance(inner, DistributedDataParallel) and _can_hold_back(inner):
+        inner = _ddp(model)
+        if inner is not None and _can_hold_back(inner):
             return cast("AbstractContextManager[None]", inner.no_sync())
         return contextlib.nullcontext()
 
@@ -99,8 +105,8 @@ class DDPStrategy(Strategy):
 
         DDP decides in forward whether to reduce; this prepares its reducer after the fact.
         """
-        inner = _ddp_of(model)
-        if not isinstance(inner, DistributedDataParallel):
+        inner = _ddp(model)
+        if inner is None:
             yield
             return
         previous = inner.require_backward_grad_sync, inner.require_forward_param_sync
@@ -112,27 +118,81 @@ class DDPStrategy(Strategy):
         finally:
             inner.require_backward_grad_sync, inner.require_forward_param_sync = previous
 
-    def join(
-        self, joinables: Sequence[object], *, throw_on_early_termination: bool = False
-    ) -> AbstractContextManager[object]:
+    def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Torch's `Join` over the given models and optimizers."""
-        inner = [_ddp_of(item) if isinstance(item, nn.Module) else item for item in joinables]
+        inner = [_inside_compiled(item) if isinstance(item, nn.Module) else item for item in joinables]
         wrong = [type(item).__name__ for item in inner if not isinstance(item, Joinable)]
         if wrong:
             raise PrepareError(
                 f"join_uneven_inputs() takes models and optimizers that support torch's Join; got {wrong[0]}. "
                 "Pass the objects that prepare() returned."
             )
-        return Join(
-            cast("list[Joinable]", inner),
-            enable=True,
-            throw_on_early_termination=throw_on_early_termination,
-        )
+        return Join(cast("list[Joinable]", inner), enable=True)
+
+    # Complete gradients
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Any = None) -> tuple[bool, Any]:
+        """Step an optimizer; before the first step of its model, check that all parameters took part."""
+        if self._unchecked:
+            self._check_used(optimizer)
+        return self.precision.step(optimizer, closure)
+
+    def _check_used(self, optimizer: torch.optim.Optimizer) -> None:
+        """Name parameters without a gradient, which DDP waits for: its next forward would fail without names."""
+        owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for wrapped in list(self._unchecked):
+            named = [(name, p) for name, p in wrapped.module.named_parameters() if p.requires_grad]
+            if not any(id(parameter) in owned for _, parameter in named):
+                continue
+            unused = [name for name, parameter in named if parameter.grad is None]
+            if len(unused) == len(named):
+                continue  # it had no backward yet
+            self._unchecked.remove(wrapped)
+            if unused:
+                raise PrepareError(
+                    f"{len(unused)} of {len(named)} parameters of {type(wrapped.module).__name__} took no part in the "
+                    f"loss, and ddp waits for the gradient of every parameter: {', '.join(unused[:5])}"
+                    f"{', …' if len(unused) > 5 else ''}. If that is intended, pass "
+                    "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]), or "
+                    "freeze them with requires_grad_(False) before prepare()."
+                )
+
+    # State
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window."""
+        inner = _ddp(model)
+        return {} if inner is None else {"takes_buffers": inner.require_forward_param_sync}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+        inner = _ddp(model)
+        if inner is not None:
+            inner.require_forward_param_sync = state.get("takes_buffers", True)
 
 
-def _ddp_of(model: nn.Module) -> nn.Module:
-    """The DDP module inside a compiled wrapper, or the module itself."""
+def inside_parallel(model: nn.Module) -> nn.Module:
+    """The module inside a wrapper of `torch.nn.parallel`; `model` itself if it is none."""
+    return (
+        cast(nn.Module, model.module) if isinstance(model, (DistributedDataParallel, DataParallel)) else model
+    )
+
+
+def _inside_compiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper, compiled or not; None if the model has none."""
+    inner = _inside_compiled(model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def _set_sync(models: Sequence[nn.Module], enabled: bool) -> None:
+    for model in models:
+        inner = _ddp(model)
+        if inner is not None and _can_hold_back(inner):
+            inner.require_backward_grad_sync = enabled
 
 
 def _can_hold_back(model: DistributedDataParallel) -> bool:
@@ -145,7 +205,7 @@ class _FrozenGuard:
     """Forward pre-hook that refuses to train parameters whose gradients would not be reduced.
 
     DDP reduces the parameters that require gradients when it is built. One that is unfrozen later would get each
-    rank's own gradient, and ranks would drift apart without a word.
+    rank's own gradient, and ranks would silently drift apart.
 
     Args:
         frozen: the parameters that required none, by name.
@@ -154,12 +214,12 @@ class _FrozenGuard:
     def __init__(self, frozen: dict[str, nn.Parameter]) -> None:
         self.frozen = frozen
 
-    def thawed(self) -> str | None:
+    def first_unfrozen(self) -> str | None:
         """Name of a parameter that requires a gradient now."""
         return next((name for name, parameter in self.frozen.items() if parameter.requires_grad), None)
 
     def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if torch.is_grad_enabled() and (name := self.thawed()) is not None:
+        if torch.is_grad_enabled() and (name := self.first_unfrozen()) is not None:
             raise PrepareError(
                 f"Parameter {name!r} was frozen when the model was prepared and requires a gradient now, which ddp "
                 "would not average over ranks. Prepare the model again after unfreezing: "

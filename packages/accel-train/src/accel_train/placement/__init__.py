@@ -1,1 +1,0 @@
-"""The placement axis: a null-object base, one class per file, and a registry."""

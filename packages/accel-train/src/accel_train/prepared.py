@@ -1,0 +1,149 @@
+"""What one `Accelerator` has prepared and registered, and what it works with."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from accel_train.strategies.relink import Replaced
+
+if TYPE_CHECKING:
+    from accel_ckpt.saving.background import BackgroundSaver
+    from accel_state.world.process import PartialState
+    from accel_train.config import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+    from accel_train.data import LoaderLedger
+    from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.optimizer import AcceleratedOptimizer
+    from accel_train.loop.preemption import Preemption
+    from accel_train.loop.scheduler import AcceleratedScheduler
+    from accel_train.setup.resolve import Plan
+
+__all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook"]
+
+SaveHook: TypeAlias = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
+LoadHook: TypeAlias = Callable[[list[nn.Module], str], Any]
+
+
+@dataclass(frozen=True)
+class Registered:
+    """An object that the script wants to be part of the state.
+
+    Args:
+        item: has `state_dict()` and `load_state_dict()`.
+        trusted: its state may be pickled when it is more than plain data and tensors.
+    """
+
+    item: Any
+    trusted: bool = False
+
+
+class Hooks:
+    """What the script runs before a state is saved or loaded."""
+
+    def __init__(self) -> None:
+        self.save: OrderedDict[int, SaveHook] = OrderedDict()
+        self.load: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def add_save(self, hook: SaveHook) -> RemovableHandle:
+        """Add a hook that runs before a state is written."""
+        return _add(self.save, hook)
+
+    def add_load(self, hook: LoadHook) -> RemovableHandle:
+        """Add a hook that runs before a state is loaded."""
+        return _add(self.load, hook)
+
+
+def _add(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+@dataclass
+class Options:
+    """How objects are prepared; the script may change them between two calls of `prepare()`.
+
+    Attributes:
+        device_placement: models, optimizer states and batches move to this process's device.
+        loaders: how loaders are prepared.
+        rng_types: random states that ranks share at the start of an epoch.
+        step_scheduler_with_optimizer: False: calls of a prepared scheduler's `step()` are passed on as they are.
+        scale_scheduler: a prepared scheduler takes one step per rank that reads different samples.
+        adjust_scheduler: schedulers also advance while gradients accumulate.
+        dynamo: whether and how models are compiled.
+    """
+
+    device_placement: bool
+    loaders: DataLoaderConfiguration
+    rng_types: list[str]
+    step_scheduler_with_optimizer: bool
+    scale_scheduler: bool
+    adjust_scheduler: bool
+    dynamo: TorchDynamoPlugin
+
+
+@dataclass
+class Prepared:
+    """The state of one `Accelerator`, handed to the functions that do its work.
+
+    Attributes:
+        process: this process and its world.
+        plan: strategy, precision and mesh.
+        options: how objects are prepared.
+        project: where checkpoints go.
+        accumulator: gradient windows.
+        ledger: which loaders are being iterated.
+        saver: saves in the background.
+        models: the script's own modules, without wrappers.
+        prepared_models: the same as `prepare()` returned them.
+        optimizers: as `prepare()` returned them.
+        schedulers: as `prepare()` returned them.
+        loaders: as `prepare()` returned them.
+        registered: other objects of the state.
+        hooks: what runs before a state is saved or loaded.
+        replaced: parameters that preparation replaced.
+        preemption: listens for signals, if asked to.
+        step: a counter that scripts may use; part of the state.
+    """
+
+    process: PartialState
+    plan: Plan
+    options: Options
+    project: ProjectConfiguration
+    accumulator: Accumulator
+    ledger: LoaderLedger
+    saver: BackgroundSaver
+    models: list[nn.Module]
+    prepared_models: list[nn.Module]
+    optimizers: list[AcceleratedOptimizer]
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list)
+    loaders: list[Any] = field(default_factory=list)
+    registered: list[Registered] = field(default_factory=list)
+    hooks: Hooks = field(default_factory=Hooks)
+    replaced: Replaced = field(default_factory=Replaced)
+    preemption: Preemption | None = None
+    step: int = 0
+
+    def clear(self) -> None:
+        """Forget everything prepared; what is registered stays."""
+        for items in (self.models, self.prepared_models, self.optimizers, self.schedulers, self.loaders):
+            items.clear()
+        self.accumulator.forget()
+        self.plan.strategy.release()
+        self.step = 0
+
+    def add_model(self, model: nn.Module, prepared: nn.Module) -> None:
+        """Add a model under both its faces: the script's own module, and what `prepare()` returns for it."""
+        self.models.append(model)
+        self.prepared_models.append(prepared)
+
+    def forget_model(self, prepared: nn.Module) -> None:
+        """Forget a model that is prepared again, and its windows."""
+        index = next(i for i, known in enumerate(self.prepared_models) if known is prepared)
+        del self.models[index], self.prepared_models[index]
+        self.accumulator.forget_model(prepared)

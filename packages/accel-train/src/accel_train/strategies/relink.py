@@ -1,0 +1,122 @@
+"""Optimizers follow parameters that preparation replaced.
+
+Sharding, tensor parallelism and conversions to other layers put new `Parameter`s into a model. An optimizer that was
+built before still holds the old ones, which get no gradient any more: it would train nothing, without an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import accel_ckpt
+from accel_train.errors import PrepareError
+
+__all__ = ["Replaced", "followed"]
+
+
+class Replaced:
+    """Parameters that were replaced while models were prepared, and what replaced each; holds neither alive."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+
+    def add(self, old: Tensor, new: Tensor) -> None:
+        """`new` is in the place of `old` now."""
+        key = id(old)
+        self._found[key] = weakref.ref(old, lambda _: self._found.pop(key, None)), weakref.ref(new)
+
+    def successor(self, parameter: Tensor) -> Tensor | None:
+        """What is in the place of `parameter` now; None if it was never replaced, or nothing is left of its model."""
+        found = self._found.get(id(parameter))
+        if found is None or found[0]() is not parameter:
+            return None
+        new = found[1]()
+        return None if new is None else self.successor(new) or new
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        found = self._found.get(id(parameter))
+        return found is not None and found[0]() is parameter
+
+    def relink(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer, and its state, the parameters that are in the models now.
+
+        Raises:
+            PrepareError: it holds a replaced parameter whose successor is gone, or state that cannot be divided as the
+                new parameter is. Nothing is changed then.
+        """
+        linked: list[tuple[Any, int, Tensor, Tensor]] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter not in self:
+                    continue
+                new = self.successor(parameter)
+                if new is None:
+                    raise PrepareError(
+                        f"{type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)} (group "
+                        f"{number}, place {place}) that preparation replaced in a model that no longer exists; it "
+                        "would train nothing. Build the optimizer from the prepared model's parameters()."
+                    )
+                linked.append((group["params"], place, parameter, new))
+        states = {
+            id(old): {
+                key: _divided(value, old, new, optimizer) for key, value in optimizer.state[old].items()
+            }
+            for _, _, old, new in linked
+            if old in optimizer.state
+        }
+        for params, place, old, new in linked:
+            params[place] = new
+            if old in optimizer.state:
+                del optimizer.state[old]
+                optimizer.state[new] = states[id(old)]
+
+
+@contextlib.contextmanager
+def followed(
+    models: Sequence[nn.Module],
+    replaced: Replaced,
+    prepared: Callable[[], Iterable[nn.Module]],
+) -> Iterator[None]:
+    """Remember each parameter's name, and note afterwards which parameter has that name now.
+
+    Args:
+        models: the models before they are prepared.
+        replaced: where replacements are noted.
+        prepared: called at the end; the same models, prepared and without wrappers, in the same order.
+    """
+    before = [_named(model) for model in models]
+    yield
+    for names, model in zip(before, prepared(), strict=True):
+        after = _named(model)
+        for name, old in names.items():
+            new = after.get(name)
+            if new is not None and new is not old:
+                replaced.add(old, new)
+
+
+def _named(model: nn.Module) -> dict[str, Tensor]:
+    return accel_ckpt.canonical_state_dict(dict(model.named_parameters(remove_duplicate=False)), model)
+
+
+def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimizer) -> Any:
+    """State of an old parameter as that of the new one: divided among ranks as the new one is."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != old.shape:
+        return value
+    if hasattr(new, "device_mesh") and hasattr(new, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has the same whole value, so nothing needs to be sent.
+        return distribute_tensor(value.to(new.device), new.device_mesh, new.placements, src_data_rank=None)
+    if value.shape == new.shape:
+        return value.to(new.device)
+    raise PrepareError(
+        f"{type(optimizer).__name__} already has state of shape {tuple(value.shape)} for a parameter that this rank "
+        f"holds as {tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load the "
+        "state with load_state()."
+    )
