@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,10 +24,11 @@ class KwargsHandler:
         """
         found: dict[str, Any] = {}
         for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            factory: Any = field.default_factory
             if field.default is not dataclasses.MISSING:
                 found[field.name] = field.default
-            elif isinstance(field.default_factory, type):
-                found[field.name] = field.default_factory()
+            elif inspect.isclass(factory):
+                found[field.name] = factory()
         return found
 
     def to_dict(self) -> dict[str, Any]:

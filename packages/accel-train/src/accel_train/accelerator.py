@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
+from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
@@ -22,19 +23,6 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.training_state import Registered
-from accel_train.config import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-    collect_handlers,
-    project_configuration,
-    rng_type_names,
-)
 from accel_train.data import LoaderLedger, skip_first_batches
 from accel_train.errors import ArgumentTypeError, PrepareError
 from accel_train.loop import metrics, profiling
@@ -44,8 +32,18 @@ from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import resume as resume_training
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accel_train.setup import arguments, prepare
-from accel_train.setup.resolve import mixed_precision_name, refuse_unavailable, resolve
+from accel_train.setup.resolve import mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.unwrap import extract_model_from_parallel
 
@@ -121,44 +119,48 @@ class Accelerator:
         **unknown: Any,
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
-        refuse_unavailable(
-            {
-                "deepspeed_plugin": deepspeed_plugin,
-                "deepspeed_plugins": deepspeed_plugins,
-                "fsdp_plugin": fsdp_plugin,
-                "torch_tp_plugin": torch_tp_plugin,
-                "megatron_lm_plugin": megatron_lm_plugin,
-                "parallelism_config": parallelism_config,
-                "log_with": log_with,
-            }
+        selecting = arguments.strategy_plugin(
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
         )
+        arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
+            cpu=(cpu, bool),
             dataloader_config=(dataloader_config, DataLoaderConfiguration),
             project_config=(project_config, ProjectConfiguration),
             gradient_accumulation_plugin=(gradient_accumulation_plugin, GradientAccumulationPlugin),
             dynamo_plugin=(dynamo_plugin, TorchDynamoPlugin),
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
-        precision = mixed_precision_name(mixed_precision)
-        plugin = arguments.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin)
-        handlers: dict[str, Any] = dict(collect_handlers(kwargs_handlers, _HANDLERS))
+        launched = environment.decode()
+        precision = mixed_precision_name(mixed_precision, launched)
+        plugin = arguments.accumulation_plugin(
+            gradient_accumulation_steps, gradient_accumulation_plugin, launched
+        )
+        dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin, launched)
+        handlers: dict[str, Any] = dict(arguments.collect_handlers(kwargs_handlers, _HANDLERS))
         self.autocast_handler: AutocastKwargs | None = handlers.get("autocast")
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get("ddp")
         self.scaler_handler: GradScalerKwargs | None = handlers.get("scaler")
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.dataloader_config = arguments.loader_config(dataloader_config, split_batches)
-        self.project_configuration = project_configuration(project_config, project_dir)
+        self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types = rng_type_names(rng_types)
+        self.rng_types = arguments.rng_type_names(rng_types)
         self.scale_scheduler = scale_scheduler
 
         init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
         self._process = PartialState(cpu, **init_kwargs)
         self._plan = resolve(
             self._process,
+            launched,
+            selecting,
             mixed_precision=precision,
             device_placement=device_placement,
             autocast=self.autocast_handler or AutocastKwargs(),

@@ -15,9 +15,9 @@ from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
-    from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.data.active_loaders import LoaderLedger
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized"]
 

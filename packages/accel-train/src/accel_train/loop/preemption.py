@@ -214,7 +214,7 @@ def start(accelerator: Accelerator, wanted: bool | PreemptionConfig) -> Preempti
 
 def resume(accelerator: Accelerator) -> bool:
     """See `Accelerator.resume`."""
-    if not environment.parse_flag_from_env("ACCELERATE_RESUME"):
+    if not environment.decode().resume:
         return False
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise OptionError(

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from accel_state.environment import parse_choice_from_env, parse_flag_from_env
+from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
+from accel_state.launching.engines import missing_engine, missing_engines, variable_of
 from accel_state.world.process import PartialState
-from accel_train.config import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-)
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.placement.base import Placement
 from accel_train.placement.registry import PLACEMENTS
 from accel_train.placement.single_device import SingleDevicePlacement
+from accel_train.plugins import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    StrategyPlugin,
+)
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
 __all__ = ["Plan", "mixed_precision_name", "resolve"]
-
-#: Variables by which a launcher asks for an engine, and the engine's name.
-_ENGINES_BY_VARIABLE = {
-    "ACCELERATE_USE_FSDP": "fully sharded data parallelism (FSDP)",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
-}
 
 
 @dataclass(frozen=True)
@@ -55,6 +47,8 @@ class Plan:
 
 def resolve(
     state: PartialState,
+    launched: LaunchConfig,
+    plugin: StrategyPlugin | None = None,
     *,
     mixed_precision: str,
     device_placement: bool,
@@ -65,12 +59,15 @@ def resolve(
     """Decide the three axes.
 
     Raises:
-        NotAvailableError: the environment asks for an engine that this version does not have.
+        NotAvailableError: the launcher asks for an engine that this version does not have.
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
-    refuse_engines()
-    strategy_name = "ddp" if state.num_processes > 1 else "single"
+    if plugin is not None:
+        strategy_name = plugin.strategy
+    else:
+        refuse_engines(launched)
+        strategy_name = "ddp" if state.num_processes > 1 else "single"
     strategy_class = STRATEGIES.get(strategy_name)
     precision_class = PRECISIONS.get(mixed_precision)
     device = state.device
@@ -82,6 +79,7 @@ def resolve(
             # Only what differs from torch's defaults: naming a default may already be deprecated there.
             ddp_kwargs={**ddp.to_kwargs(), "gradient_as_bucket_view": ddp.gradient_as_bucket_view},
             comm_hook=ddp.register_comm_hook,
+            plugin=plugin,
         )
     )
     precision = precision_class(
@@ -97,49 +95,36 @@ def resolve(
     return Plan(strategy, precision, placement, as_is)
 
 
-def mixed_precision_name(argument: object | None) -> str:
-    """The precision asked for: the argument, else the launcher's variable, else "no".
+def mixed_precision_name(argument: object | None, launched: LaunchConfig) -> str:
+    """The precision asked for: the argument, else the launcher's, else "no".
 
     Raises:
-        NotAvailableError: fp8, which this version does not have.
+        NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
-    name = str(parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no") if argument is None else argument)
-    name = name.lower()
-    if name == "fp8":
+    name = str(launched.mixed_precision or "no" if argument is None else argument).lower()
+    if missing_engine("mixed_precision", name) is not None:
         raise NotAvailableError(
-            "mixed_precision='fp8' is not available yet in this version; use 'bf16', or 'no'."
+            f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
         )
     PRECISIONS.get(name)
     return name
 
 
-def refuse_unavailable(arguments: Mapping[str, Any]) -> None:
-    """Refuse constructor arguments whose feature is not in this version.
-
-    Raises:
-        NotAvailableError: one of `arguments` (name to value) is not None.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotAvailableError(
-                f"Accelerator({name}=…) is not available yet in this version. Leave it out to train with one process "
-                "or data parallelism (ddp)."
-            )
-
-
-def refuse_engines() -> None:
-    """Refuse an engine that the launcher's environment asks for.
+def refuse_engines(launched: LaunchConfig) -> None:
+    """Refuse an engine that the launcher asks for.
 
     Raises:
         NotAvailableError: rather than train another way than was asked for.
     """
-    for variable, engine in _ENGINES_BY_VARIABLE.items():
-        if parse_flag_from_env(variable):
-            raise NotAvailableError(
-                f"The environment asks for {engine} ({variable} is set), which is not available yet in this version. "
-                f"Launch without it, or unset {variable}."
-            )
+    for engine in missing_engines(launched):
+        if engine.option == "mixed_precision":
+            continue  # the script may have chosen another
+        variable = variable_of(engine)
+        raise NotAvailableError(
+            f"The environment asks for {engine.name} ({variable} is set), which is not available yet in this version. "
+            f"Launch without it, or unset {variable}."
+        )
 
 
 def _check(

@@ -41,12 +41,14 @@ class StrategyOptions:
         world_size: number of ranks.
         ddp_kwargs: keyword arguments of `torch.nn.parallel.DistributedDataParallel`.
         comm_hook: called with the wrapped model, registers a communication hook.
+        plugin: the plugin that selected the strategy, with its options; None: the number of processes selected it.
     """
 
     device: torch.device
     world_size: int = 1
     ddp_kwargs: dict[str, object] = field(default_factory=dict)
     comm_hook: object | None = None
+    plugin: object | None = None
 
 
 class Strategy:
