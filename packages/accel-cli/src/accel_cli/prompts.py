@@ -11,6 +11,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import Bool
 from accel_state.config.schema import BoundOption, build, schema_of
 from accel_state.errors import ConfigError
+from accel_state.launching.engines import missing_engine
 
 __all__ = ["Asker", "ask_launch_config", "may_replace", "questionary_asker"]
 
@@ -55,7 +56,7 @@ def questionary_asker() -> Asker:
     def ask(bound: BoundOption, default: Any) -> Any:
         about = bound.about
         if about.choices:
-            choices = [choice for choice in about.choices if choice != "fp8"]
+            choices = [choice for choice in about.choices if missing_engine(bound.path, choice) is None]
             return questionary.select(about.prompt, choices=choices, default=default).ask()
         if isinstance(bound.kind, Bool):
             return questionary.confirm(about.prompt, default=default).ask()

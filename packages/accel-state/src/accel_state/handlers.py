@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
-
-from accel_state.environment import clear_environment
 
 __all__ = ["InitProcessGroupKwargs", "KwargsHandler"]
 
@@ -15,15 +15,34 @@ __all__ = ["InitProcessGroupKwargs", "KwargsHandler"]
 class KwargsHandler:
     """Base of the dataclasses that carry keyword arguments to an object created later."""
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Declared default values by field name; they do not depend on the environment.
+
+        Left out are fields without a default, and fields whose default a function computes: such a function may read
+        anything. A class as the factory (``list``, ``dict``) is called.
+        """
+        found: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+            factory: Any = field.default_factory
+            if field.default is not dataclasses.MISSING:
+                found[field.name] = field.default
+            elif inspect.isclass(factory):
+                found[field.name] = factory()
+        return found
+
     def to_dict(self) -> dict[str, Any]:
         """A deep copy of all fields."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that differ from those of a handler built without arguments in an empty environment."""
-        with clear_environment():
-            default = type(self)().to_dict()
-        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+        """The fields that differ from their defaults, and those without one; see ``defaults``."""
+        defaults = self.defaults()
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if name not in defaults or defaults[name] != value
+        }
 
 
 @dataclass

@@ -198,7 +198,7 @@ __getattr__, __dir__, __all__ = attach(
             "get_mixed_precision_context_manager",
         ),
         "accel_train.setup.compile": ("compile_regions",),
-        "accel_train.config": (
+        "accel_train.plugins": (
             "AutocastKwargs",
             "DDPCommunicationHookType",
             "DataLoaderConfiguration",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
+from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
@@ -23,19 +24,6 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
-from accel_train.config import (
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    TorchDynamoPlugin,
-    collect_handlers,
-    project_configuration,
-    rng_type_names,
-)
 from accel_train.data import LoaderLedger, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
 from accel_train.loop import clipping, metrics, profiling
@@ -44,9 +32,20 @@ from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.plugins import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    StrategyPlugin,
+    TorchDynamoPlugin,
+)
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.setup import arguments, prepare
-from accel_train.setup.resolve import Given, mixed_precision_name, refuse_unavailable, resolve
+from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.unwrap import unwrap
@@ -118,47 +117,47 @@ class Accelerator:
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
         *,
-        strategy: Any = None,
+        strategy: StrategyPlugin | str | None = None,
         scale_scheduler: bool = True,
         preemption: bool | PreemptionConfig = False,
         **unknown: Any,
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
-        refuse_unavailable(
-            {
-                "deepspeed_plugins": deepspeed_plugins,
-                "parallelism_config": parallelism_config,
-                "log_with": log_with,
-            }
+        selecting = arguments.strategy_plugin(
+            strategy=strategy,
+            deepspeed_plugin=deepspeed_plugin,
+            deepspeed_plugins=deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
         )
+        arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
+            cpu=(cpu, bool),
             dataloader_config=(dataloader_config, DataLoaderConfiguration),
             project_config=(project_config, ProjectConfiguration),
             gradient_accumulation_plugin=(gradient_accumulation_plugin, GradientAccumulationPlugin),
             dynamo_plugin=(dynamo_plugin, TorchDynamoPlugin),
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
-        plugin_of_strategy = arguments.strategy_plugin(
-            strategy=strategy,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
+        launched = environment.decode()
+        precision = mixed_precision_name(mixed_precision, launched)
+        plugin = arguments.accumulation_plugin(
+            gradient_accumulation_steps, gradient_accumulation_plugin, launched
         )
-        precision = mixed_precision_name(mixed_precision)
-        plugin = arguments.accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin)
-        handlers: dict[str, Any] = dict(collect_handlers(kwargs_handlers, _HANDLERS))
+        dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin, launched)
+        handlers: dict[str, Any] = dict(arguments.collect_handlers(kwargs_handlers, _HANDLERS))
         self.autocast_handler: AutocastKwargs | None = handlers.get("autocast")
         self.ddp_handler: DistributedDataParallelKwargs | None = handlers.get("ddp")
         self.scaler_handler: GradScalerKwargs | None = handlers.get("scaler")
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
-        self.project_configuration = project_configuration(project_config, project_dir)
+        self.project_configuration = arguments.project_configuration(project_config, project_dir)
         self._options = Options(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
-            rng_types=rng_type_names(rng_types),
+            rng_types=arguments.rng_type_names(rng_types),
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scale_scheduler=scale_scheduler,
             adjust_scheduler=plugin.adjust_scheduler,
@@ -168,9 +167,10 @@ class Accelerator:
         self._process = PartialState(cpu, **init_kwargs)
         self._plan = resolve(
             self._process,
+            launched,
             Given(
                 mixed_precision=precision,
-                strategy=plugin_of_strategy,
+                strategy=selecting,
                 autocast=self.autocast_handler,
                 scaler=self.scaler_handler,
                 ddp=self.ddp_handler,
@@ -312,7 +312,7 @@ class Accelerator:
 
     @rng_types.setter
     def rng_types(self, rng_types: Sequence[str | RNGType]) -> None:
-        self._options.rng_types = rng_type_names(rng_types)
+        self._options.rng_types = arguments.rng_type_names(rng_types)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:

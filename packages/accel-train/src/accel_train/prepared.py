@@ -15,12 +15,12 @@ from accel_train.strategies.relink import Replaced
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import BackgroundSaver
     from accel_state.world.process import PartialState
-    from accel_train.config import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
     from accel_train.data import LoaderLedger
     from accel_train.loop.accumulation import Accumulator
     from accel_train.loop.optimizer import AcceleratedOptimizer
     from accel_train.loop.preemption import Preemption
     from accel_train.loop.scheduler import AcceleratedScheduler
+    from accel_train.plugins import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
     from accel_train.setup.resolve import Plan
 
 __all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook"]

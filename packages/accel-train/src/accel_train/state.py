@@ -14,9 +14,9 @@ from accel_state.errors import StateError
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
-    from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.data.active_loaders import LoaderLedger
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.strategies.base import Strategy
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized", "newest_strategy", "register_newest"]

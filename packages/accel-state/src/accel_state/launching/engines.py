@@ -1,8 +1,13 @@
-"""Options of the schema whose engine this version does not have yet; they are refused before a start."""
+"""Engines that the launch schema can ask for and this version does not have; they are refused before a start.
+
+`MISSING_ENGINES` is the one table of them: the launcher, the ranks, the help and the wizard derive what they refuse or
+leave out from it. To add an engine is to remove its row.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel_state.config.merge import Origin, Resolved
@@ -13,20 +18,75 @@ from accel_state.errors import NotAvailableError
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
 
-__all__ = ["MISSING_SECTIONS", "MISSING_TYPES", "check_available", "unused_sections"]
+__all__ = [
+    "MISSING_ENGINES",
+    "MISSING_SECTIONS",
+    "MISSING_TYPES",
+    "MissingEngine",
+    "check_available",
+    "missing_engine",
+    "missing_engines",
+    "unused_sections",
+    "variable_of",
+]
 
-MISSING_TYPES = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP", "MEGATRON_LM": "Megatron-LM", "XLA": "TPU"}
+
+@dataclass(frozen=True, slots=True)
+class MissingEngine:
+    """An engine without an implementation.
+
+    Attributes:
+        name: what people call it.
+        section: section of the schema that holds its options.
+        option: path of the option that asks for it.
+        value: the value of that option.
+    """
+
+    name: str
+    section: str
+    option: str
+    value: str | bool
+
+
+MISSING_ENGINES = (
+    MissingEngine("FSDP", "fsdp", "distributed_type", "FSDP"),
+    MissingEngine("DeepSpeed", "deepspeed", "distributed_type", "DEEPSPEED"),
+    MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
+    MissingEngine("TPU", "tpu", "distributed_type", "XLA"),
+    MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
+    MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
+)
+"""Every engine of the schema that does not exist yet, in the order in which they are refused."""
+
+MISSING_TYPES = {
+    str(engine.value): engine.name for engine in MISSING_ENGINES if engine.option == "distributed_type"
+}
 """Distributed types without an engine, and what people call them."""
 
-MISSING_SECTIONS = {
-    "fsdp": "FSDP",
-    "deepspeed": "DeepSpeed",
-    "megatron_lm": "Megatron-LM",
-    "parallelism": "tensor, context and sequence parallelism",
-    "fp8": "fp8",
-    "tpu": "TPU",
-}
-"""Sections of the schema without an engine."""
+MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
+"""Sections of the schema without an engine, and what people call it."""
+
+
+def missing_engine(option: str, value: object) -> MissingEngine | None:
+    """The missing engine that an option asks for with this value; None if there is none."""
+    return next(
+        (engine for engine in MISSING_ENGINES if (engine.option, engine.value) == (option, value)), None
+    )
+
+
+def missing_engines(config: LaunchConfig) -> list[MissingEngine]:
+    """Every missing engine that a configuration asks for, whatever it says in their sections."""
+    by_path = schema_of(type(config)).by_path
+    return [engine for engine in MISSING_ENGINES if value_of(config, by_path[engine.option]) == engine.value]
+
+
+def variable_of(engine: MissingEngine) -> str:
+    """The environment variable by which a launcher asks a rank for an engine."""
+    from accel_state.config.launch import LaunchConfig
+
+    bound = schema_of(LaunchConfig).by_path[engine.option]
+    switches = (variable for value, variable in bound.about.switches.values() if value == engine.value)
+    return next((variable for variable in switches if variable is not None), bound.variables[0])
 
 
 def check_available(resolved: Resolved) -> LaunchConfig:
@@ -39,15 +99,10 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     if isinstance(config, SageMakerConfig):
         raise NotAvailableError(
             f"{resolved.file or 'the configuration'} describes a SageMaker job; jobs on SageMaker cannot be "
-            "started yet. Start processes on machines of your own, or name another --config_file"
+            "started yet. Start processes on your own machines, or name another --config_file"
         )
-    kind = config.distributed_type or ""
-    if kind in MISSING_TYPES:
-        raise _missing(resolved, "distributed_type", MISSING_TYPES[kind])
-    if config.use_parallelism_config:
-        raise _missing(resolved, "use_parallelism_config", MISSING_SECTIONS["parallelism"])
-    if config.mixed_precision == "fp8":
-        raise _missing(resolved, "mixed_precision", "fp8")
+    for engine in missing_engines(config):
+        raise _missing(resolved, engine.option, engine.name)
     for path, section in _changed(resolved, config):
         if resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])

@@ -12,8 +12,8 @@ from accel_ckpt.optimizers import steps_only
 from accel_state.log import get_logger
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.training_state import Saved, apply, collect, fit, read
-from accel_train.config import ProjectConfiguration
 from accel_train.errors import OptionError
+from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
 
 if TYPE_CHECKING:

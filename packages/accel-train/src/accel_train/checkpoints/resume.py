@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 def resume(here: Prepared, load: Callable[[Path], Any]) -> bool:
     """See `Accelerator.resume`; `load` is given the folder."""
-    if not environment.parse_flag_from_env("ACCELERATE_RESUME"):
+    if not environment.decode().resume:
         return False
     if not here.project.automatic_checkpoint_naming:
         raise OptionError(

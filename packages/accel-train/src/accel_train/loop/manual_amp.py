@@ -11,10 +11,10 @@ import torch
 
 from accel_state.enums import DistributedType
 from accel_state.errors import NotAvailableError
-from accel_state.launching.engines import MISSING_TYPES
+from accel_state.launching.engines import missing_engine
 from accel_state.trees import convert_to_fp32
 from accel_state.world.process import PartialState
-from accel_train.config import AutocastKwargs
+from accel_train.plugins import AutocastKwargs
 from accel_train.precision.registry import PRECISIONS
 from accel_train.state import AcceleratorState
 
@@ -50,7 +50,10 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     Raises:
         NotAvailableError: `distributed_type` is one that this version does not have.
     """
-    if distributed_type is not None and distributed_type.value in MISSING_TYPES:
+    if (
+        distributed_type is not None
+        and missing_engine("distributed_type", distributed_type.value) is not None
+    ):
         raise NotAvailableError(
             f"get_grad_scaler() got distributed_type {distributed_type.value}, which needs a scaler that this version "
             "does not have; leave it out for processes that hold whole models."

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_state.constants import PROFILE_PATTERN_NAME
-from accel_train.config import ProfileKwargs
+from accel_train.plugins import ProfileKwargs
 
 __all__ = ["profile"]
 

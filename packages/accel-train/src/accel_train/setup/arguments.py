@@ -5,28 +5,35 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from accel_state.enums import DynamoBackend
-from accel_state.environment import get_int_from_env
+from accel_state.config.launch import LaunchConfig
+from accel_state.enums import DynamoBackend, RNGType
 from accel_state.errors import NotAvailableError
-from accel_train.config import (
+from accel_state.handlers import KwargsHandler
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+from accel_train.plugins import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProjectConfiguration,
+    StrategyPlugin,
     TorchDynamoPlugin,
 )
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
 __all__ = [
     "accumulation_plugin",
     "check_types",
+    "collect_handlers",
     "dynamo_plugin",
     "loader_config",
+    "project_configuration",
+    "refuse_unavailable",
     "refuse_unknown",
+    "rng_type_names",
     "strategy_plugin",
 ]
 
@@ -67,60 +74,128 @@ def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
         raise TypeError(f"Accelerator() got an unexpected argument {name!r}.{hint}")
 
 
-def check_types(**arguments: tuple[Any, type | tuple[type, ...]]) -> None:
-    """Refuse arguments that are neither None nor of the type they are paired with."""
+def check_types(**arguments: tuple[object, type | tuple[type, ...]]) -> None:
+    """Refuse arguments that are not of the type they are paired with; None is allowed except for a truth value.
+
+    Raises:
+        ArgumentTypeError: names the argument, its type and its value.
+    """
     for name, (value, wanted) in arguments.items():
-        if value is not None and not isinstance(value, wanted):
+        if isinstance(value, wanted) or (value is None and wanted is not bool):
+            continue
+        if wanted is bool:
+            kind = "True or False"
+        else:
             kind = "a list" if isinstance(wanted, tuple) else f"{wanted.__name__}(…)"
-            raise ArgumentTypeError(
-                f"Accelerator({name}=…) takes {kind}, got {type(value).__name__}: {value!r:.80}."
+        raise ArgumentTypeError(
+            f"Accelerator({name}=…) takes {kind}, got {type(value).__name__}: {value!r:.80}."
+        )
+
+
+def strategy_plugin(
+    *, strategy: StrategyPlugin | str | None = None, **candidates: object
+) -> StrategyPlugin | str | None:
+    """What selects the strategy; None: the number of processes decides.
+
+    Args:
+        strategy: a plugin, or the name of a strategy that needs none.
+        candidates: the constructor's other arguments that can hold such a plugin, under their names.
+
+    Raises:
+        OptionError: `strategy` is neither a plugin nor a name.
+        NotAvailableError: a value is no plugin of a strategy that this version has.
+        IncompatibleOptionsError: two arguments select a strategy each.
+    """
+    if strategy is not None and not isinstance(strategy, StrategyPlugin | str):
+        raise OptionError(
+            f"Accelerator(strategy=…) takes the name of a strategy or a plugin whose type names one, got "
+            f"{type(strategy).__name__}: {strategy!r:.80}."
+        )
+    given = {name: value for name, value in candidates.items() if value is not None}
+    refuse_unavailable(
+        {name: value for name, value in given.items() if not isinstance(value, StrategyPlugin)}
+    )
+    chosen = {name: value for name, value in given.items() if isinstance(value, StrategyPlugin)}
+    described = [
+        f"{name}={type(value).__name__}(…) (strategy {value.strategy!r})" for name, value in chosen.items()
+    ]
+    if strategy is not None:
+        described.append(f"strategy={strategy if isinstance(strategy, str) else type(strategy).__name__!r}")
+    if len(described) > 1:
+        raise IncompatibleOptionsError(
+            f"Accelerator() got {' and '.join(described)}, and a run has one strategy. Pass one of them."
+        )
+    return strategy if strategy is not None else next(iter(chosen.values()), None)
+
+
+def refuse_unavailable(arguments: Mapping[str, object]) -> None:
+    """Refuse constructor arguments whose feature this version does not have.
+
+    Raises:
+        NotAvailableError: one of `arguments` (name to value) is not None.
+    """
+    for name, value in arguments.items():
+        if value is not None:
+            raise NotAvailableError(
+                f"Accelerator({name}={type(value).__name__}(…)) is not available yet in this version. Leave it out to "
+                "train with one process or data parallelism (ddp)."
             )
 
 
-def accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
-    """The accumulation options: what the script says, unless the launcher says otherwise.
+def accumulation_plugin(
+    steps: int, plugin: GradientAccumulationPlugin | None, launched: LaunchConfig
+) -> GradientAccumulationPlugin:
+    """The accumulation options.
+
+    A plugin is used as it is: a script that passes one with `num_steps=1` accumulates and scales by itself, and must
+    not be scaled again. Of the plain argument, the launcher's number has precedence.
+
+    Args:
+        steps: the argument `gradient_accumulation_steps`.
+        plugin: the argument `gradient_accumulation_plugin`.
+        launched: what the launcher asks for.
 
     Raises:
-        IncompatibleOptionsError: the script says it twice.
+        IncompatibleOptionsError: the script gives both arguments.
+        OptionError: `steps` is no whole number of at least 1.
     """
     if plugin is not None and steps != 1:
         raise IncompatibleOptionsError(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
             "into the plugin: GradientAccumulationPlugin(num_steps=…)."
         )
-    plugin = plugin or GradientAccumulationPlugin(num_steps=steps)
-    if plugin.num_steps is not None and plugin.num_steps != 1:
-        asked = plugin.num_steps
-    else:
-        asked = 1
-    launched = get_int_from_env(["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"], asked)
-    if launched == (plugin.num_steps or 1):
-        return plugin
-    if asked != 1:
+    section = launched.gradient_accumulation
+    asked = plugin or GradientAccumulationPlugin.from_section(dataclasses.replace(section, num_steps=steps))
+    used = asked if plugin is not None else GradientAccumulationPlugin.from_section(section)
+    wanted, number = section.num_steps, asked.num_steps or 1
+    if wanted is None or wanted == number:
+        return asked
+    if plugin is not None or number != 1:
         warnings.warn(
-            f"The launcher asks for {launched} gradient accumulation steps and the script for {asked}; the launcher's "
-            "number is used.",
+            f"The launcher asks for {wanted} gradient accumulation steps and the script for {number}; "
+            f"{used.num_steps or 1} is used.",
             stacklevel=3,
         )
-    return GradientAccumulationPlugin(
-        num_steps=launched,
-        adjust_scheduler=plugin.adjust_scheduler,
-        sync_with_dataloader=plugin.sync_with_dataloader,
-        sync_each_batch=plugin.sync_each_batch,
-    )
+    return used
 
 
-def dynamo_plugin(backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None) -> TorchDynamoPlugin:
-    """The options of `torch.compile`.
+def dynamo_plugin(
+    backend: DynamoBackend | str | None, plugin: TorchDynamoPlugin | None, launched: LaunchConfig
+) -> TorchDynamoPlugin:
+    """The options of `torch.compile`: the plugin, or what the launcher asks for with the backend replaced.
 
     Raises:
-        IncompatibleOptionsError: the backend is given twice.
+        IncompatibleOptionsError: the script gives the backend twice.
+        OptionError: torch has no such backend.
     """
     if backend is not None and plugin is not None:
         raise IncompatibleOptionsError(
             f"dynamo_backend={str(backend)!r} and dynamo_plugin were both given; put the backend into the plugin."
         )
-    return plugin or TorchDynamoPlugin(backend=backend)
+    if plugin is not None:
+        return plugin
+    section = launched.dynamo if backend is None else dataclasses.replace(launched.dynamo, backend=backend)
+    return TorchDynamoPlugin.from_section(section)
 
 
 def loader_config(
@@ -139,23 +214,56 @@ def loader_config(
     return config
 
 
-def strategy_plugin(**candidates: Any) -> Any:
-    """The one argument that selects a strategy: a name, or a plugin whose type names it; None without any.
+def project_configuration(
+    config: ProjectConfiguration | None, project_dir: str | Path | None
+) -> ProjectConfiguration:
+    """The configuration that was given, or a new one, with the folder that was given beside it."""
+    config = config or ProjectConfiguration()
+    if project_dir is not None and config.project_dir is None:
+        config.set_directories(project_dir)
+    return config
+
+
+def rng_type_names(rng_types: Sequence[str | RNGType] | None) -> list[str]:
+    """The names of the random states that ranks share; by default the sampler's generator alone.
 
     Raises:
-        IncompatibleOptionsError: several do.
-        NotAvailableError: a plugin of a strategy that this version does not have.
+        OptionError: not a list, or a name in it that is not known.
     """
-    given = {name: value for name, value in candidates.items() if value is not None}
-    if len(given) > 1:
-        raise IncompatibleOptionsError(
-            f"Accelerator() got {' and '.join(given)}, and each selects a strategy. Give one."
+    if rng_types is None:
+        return [RNGType.GENERATOR.value]
+    known = ", ".join(kind.value for kind in RNGType)
+    if isinstance(rng_types, str):
+        raise OptionError(
+            f"rng_types takes a list of names out of {known}, got {rng_types!r}. Write [{rng_types!r}]."
         )
-    for name, value in given.items():
-        if name != "strategy" and not isinstance(getattr(type(value), "strategy", None), str):
-            raise NotAvailableError(
-                f"Accelerator({name}=…) is not available yet in this version. Leave it out to train with one process "
-                "or data parallelism (ddp)."
+    wrong = [kind for kind in rng_types if kind not in RNGType]
+    if wrong:
+        raise OptionError(f"rng_types holds {wrong[0]!r}; known: {known}.")
+    return [RNGType(kind).value for kind in rng_types]
+
+
+def collect_handlers(
+    handlers: list[KwargsHandler] | None, known: Mapping[type[KwargsHandler], str]
+) -> dict[str, KwargsHandler]:
+    """Sort `kwargs_handlers` by kind.
+
+    Args:
+        handlers: what the user passed.
+        known: accepted classes and the name each is filed under.
+
+    Raises:
+        OptionError: an object that is no handler, of an unknown class, or the second of its class.
+    """
+    found: dict[str, KwargsHandler] = {}
+    for handler in handlers or []:
+        kind = next((name for cls, name in known.items() if isinstance(handler, cls)), None)
+        if kind is None:
+            names = ", ".join(sorted(cls.__name__ for cls in known))
+            raise OptionError(
+                f"kwargs_handlers holds {handler!r}, which is not one of the accepted kinds: {names}."
             )
-        return value
-    return None
+        if kind in found:
+            raise OptionError(f"kwargs_handlers holds two {type(handler).__name__}; pass one.")
+        found[kind] = handler
+    return found

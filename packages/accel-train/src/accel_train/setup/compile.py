@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from accel_train.config import TorchDynamoPlugin
+from accel_train.plugins import TorchDynamoPlugin
 from accel_train.unwrap import has_compiled_regions, is_compiled_module
 
 __all__ = ["compile_model", "compile_regions", "repeated_blocks"]

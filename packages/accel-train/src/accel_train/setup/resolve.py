@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from accel_state.environment import parse_choice_from_env, parse_flag_from_env
+from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
+from accel_state.launching.engines import missing_engine, missing_engines, variable_of
 from accel_state.world.process import PartialState
-from accel_train.config import (
+from accel_train.errors import IncompatibleOptionsError
+from accel_train.mesh import Mesh
+from accel_train.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    StrategyPlugin,
 )
-from accel_train.errors import IncompatibleOptionsError, OptionError
-from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
 __all__ = ["Given", "Plan", "mixed_precision_name", "resolve", "strategy_name"]
-
-#: Variables by which a launcher asks for an engine, and the engine's name.
-_ENGINES_BY_VARIABLE = {
-    "ACCELERATE_USE_FSDP": "fully sharded data parallelism (FSDP)",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "a parallelism configuration",
-}
 
 
 @dataclass(frozen=True)
@@ -64,14 +57,14 @@ class Given:
     """
 
     mixed_precision: str
-    strategy: Any = None
+    strategy: StrategyPlugin | str | None = None
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
     sync_each_batch: bool = False
 
 
-def resolve(process: PartialState, given: Given) -> Plan:
+def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan:
     """Decide both axes.
 
     Raises:
@@ -80,7 +73,8 @@ def resolve(process: PartialState, given: Given) -> Plan:
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
-    refuse_engines()
+    if given.strategy is None:
+        refuse_engines(launched)
     name = strategy_name(given.strategy, process.num_processes)
     strategy_class = STRATEGIES.get(name)
     precision_class = PRECISIONS.get(given.mixed_precision)
@@ -95,7 +89,7 @@ def resolve(process: PartialState, given: Given) -> Plan:
             scaler_kwargs=scaler.to_kwargs(),
         )
     )
-    config = given.strategy
+    config: Any = given.strategy
     if config is None or isinstance(config, str):
         config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
     mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
@@ -111,66 +105,43 @@ def resolve(process: PartialState, given: Given) -> Plan:
     return Plan(strategy, precision, mesh, device)
 
 
-def strategy_name(given: Any, num_processes: int) -> str:
-    """The strategy that was asked for: by name, or by the type of its plugin; else by the number of processes.
-
-    Raises:
-        OptionError: neither a name nor a plugin.
-    """
+def strategy_name(given: StrategyPlugin | str | None, num_processes: int) -> str:
+    """The strategy that was asked for: by name, or by the type of its plugin; else by the number of processes."""
     if given is None:
         return "ddp" if num_processes > 1 else "single"
-    name = given if isinstance(given, str) else getattr(type(given), "strategy", None)
-    if not isinstance(name, str):
-        raise OptionError(
-            f"Accelerator(strategy=…) takes the name of a strategy ({', '.join(STRATEGIES.names())}) or a plugin whose "
-            f"type names one in `strategy`, got {type(given).__name__}: {given!r:.80}."
-        )
-    return name
+    return given if isinstance(given, str) else given.strategy
 
 
-def mixed_precision_name(argument: object | None) -> str:
-    """The precision asked for: the argument, else the launcher's variable, else "no".
+def mixed_precision_name(argument: object | None, launched: LaunchConfig) -> str:
+    """The precision asked for: the argument, else the launcher's, else "no".
 
     Raises:
-        NotAvailableError: fp8, which this version does not have.
+        NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
-    name = str(parse_choice_from_env("ACCELERATE_MIXED_PRECISION", "no") if argument is None else argument)
-    name = name.lower()
-    if name == "fp8":
+    name = str(launched.mixed_precision or "no" if argument is None else argument).lower()
+    if missing_engine("mixed_precision", name) is not None:
         raise NotAvailableError(
-            "mixed_precision='fp8' is not available yet in this version; use 'bf16', or 'no'."
+            f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
         )
     PRECISIONS.get(name)
     return name
 
 
-def refuse_unavailable(arguments: Mapping[str, Any]) -> None:
-    """Refuse constructor arguments whose feature is not in this version.
-
-    Raises:
-        NotAvailableError: one of `arguments` (name to value) is not None.
-    """
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotAvailableError(
-                f"Accelerator({name}=…) is not available yet in this version. Leave it out to train with one process "
-                "or data parallelism (ddp)."
-            )
-
-
-def refuse_engines() -> None:
-    """Refuse an engine that the launcher's environment asks for and no strategy is registered for.
+def refuse_engines(launched: LaunchConfig) -> None:
+    """Refuse an engine that the launcher asks for.
 
     Raises:
         NotAvailableError: rather than train another way than was asked for.
     """
-    for variable, engine in _ENGINES_BY_VARIABLE.items():
-        if parse_flag_from_env(variable):
-            raise NotAvailableError(
-                f"The environment asks for {engine} ({variable} is set), which is not available yet in this version. "
-                f"Launch without it, or unset {variable}."
-            )
+    for engine in missing_engines(launched):
+        if engine.option == "mixed_precision":
+            continue  # the script may have chosen another
+        variable = variable_of(engine)
+        raise NotAvailableError(
+            f"The environment asks for {engine.name} ({variable} is set), which is not available yet in this version. "
+            f"Launch without it, or unset {variable}."
+        )
 
 
 def _check(

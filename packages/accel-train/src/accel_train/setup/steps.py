@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from accel_train.config import TorchDynamoPlugin
 from accel_train.errors import PrepareError
+from accel_train.plugins import TorchDynamoPlugin
 from accel_train.precision.autocast import restore_forward
 from accel_train.precision.base import Precision
 from accel_train.setup.compile import compile_model

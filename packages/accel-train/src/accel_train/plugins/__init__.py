@@ -1,0 +1,30 @@
+"""Options that users pass to `Accelerator` as objects: plugins, configurations and keyword-argument handlers.
+
+A *plugin* is a frozen subclass of a section of the launch configuration. A *configuration* may be changed between two
+calls of `prepare`. A *handler* carries keyword arguments to one PyTorch object, which the `Accelerator` creates when it
+is constructed.
+"""
+
+from accel_train.plugins.accumulation import GradientAccumulationPlugin
+from accel_train.plugins.autocast import AutocastKwargs
+from accel_train.plugins.base import SectionPlugin, StrategyPlugin
+from accel_train.plugins.data_loader import DataLoaderConfiguration
+from accel_train.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_train.plugins.dynamo import TorchDynamoPlugin
+from accel_train.plugins.grad_scaler import GradScalerKwargs
+from accel_train.plugins.profiler import ProfileKwargs
+from accel_train.plugins.project import ProjectConfiguration
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "SectionPlugin",
+    "StrategyPlugin",
+    "TorchDynamoPlugin",
+]

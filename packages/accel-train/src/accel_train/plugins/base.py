@@ -1,0 +1,142 @@
+"""What plugins share: where their values come from, and how they select a strategy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, TypeVar
+
+from accel_state import environment
+from accel_state.config.option import Section
+from accel_state.handlers import KwargsHandler
+
+__all__ = ["SectionPlugin", "StrategyPlugin", "positional"]
+
+T = TypeVar("T")
+
+
+class SectionPlugin(KwargsHandler):
+    """Base of a frozen dataclass that extends a section of the launch configuration.
+
+    The section declares what can travel in files, flags and variables; the plugin adds what cannot. A field of the
+    section that the constructor leaves unset (None) gets the value in the process's environment, decoded once, or else
+    the plugin's own default. `from_section` builds the plugin from a configuration that is decoded already.
+    """
+
+    section: ClassVar[str]
+    """Attribute of `LaunchConfig` that holds the section."""
+
+    when_unset: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Values of the section's fields that neither the caller nor the environment sets; None where not listed."""
+
+    def __post_init__(self) -> None:
+        names = [field.name for field in fields(self._section_type()) if getattr(self, field.name) is None]
+        if names:
+            launched = self.values_of(getattr(environment.decode(), self.section))
+            self._assign({name: launched[name] for name in names})
+        self._complete()
+
+    @classmethod
+    def from_section(cls, section: Section) -> Self:
+        """The plugin that a decoded section describes; reads no environment.
+
+        Args:
+            section: the section that the plugin extends; fields that only the plugin has keep their defaults.
+
+        Raises:
+            OptionError: a value that the plugin cannot use.
+        """
+        plugin = cls.__new__(cls)
+        plugin._assign(cls._declared() | cls.values_of(section))
+        plugin._complete()
+        return plugin
+
+    @classmethod
+    def values_of(cls, section: Section) -> dict[str, Any]:
+        """The values of a decoded section by field name, as the plugin understands them."""
+        return {field.name: getattr(section, field.name) for field in fields(cls._section_type())}
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """What each field is when neither the caller nor the environment sets it."""
+        return super().defaults() | dict(cls.when_unset)
+
+    def check(self) -> Mapping[str, Any]:
+        """Check the values of a complete plugin; returns those that are to be replaced by a normalised form."""
+        return {}
+
+    def _complete(self) -> None:
+        self._assign({name: value for name, value in self.when_unset.items() if getattr(self, name) is None})
+        self._assign(self.check())
+
+    def _assign(self, values: Mapping[str, Any]) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
+    @classmethod
+    def _declared(cls) -> dict[str, Any]:
+        return {
+            field.name: field.default if field.default_factory is MISSING else field.default_factory()
+            for field in fields(cls)  # type: ignore[arg-type]
+        }
+
+    @classmethod
+    def _section_type(cls) -> type[Section]:
+        return next(
+            base for base in cls.__mro__ if issubclass(base, Section) and not issubclass(base, SectionPlugin)
+        )
+
+
+class StrategyPlugin:
+    """Base of plugins whose type selects the strategy: passing one to `Accelerator` is the choice.
+
+    A built-in or an outside package's plugin is a frozen dataclass that has this base, and a section or options of its
+    own. The strategy receives the plugin.
+    """
+
+    strategy: ClassVar[str]
+    """Name of the strategy in the registry."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not isinstance(getattr(cls, "strategy", None), str):
+            raise TypeError(
+                f"{cls.__name__} is a StrategyPlugin without a strategy. Set the class attribute to the name under "
+                'which the strategy is registered: strategy: ClassVar[str] = "…".'
+            )
+
+
+def positional(*names: str) -> Callable[[type[T]], type[T]]:
+    """Class decorator for a dataclass: its constructor takes the fields in this order.
+
+    The fields of a section come before those that the plugin adds, and this need not be the order in which scripts pass
+    them by position.
+
+    Args:
+        names: every parameter of the constructor.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        made = cls.__init__
+        signature = inspect.signature(made)
+        itself, *parameters = signature.parameters.values()
+        by_name = {parameter.name: parameter for parameter in parameters}
+        if by_name.keys() != set(names):
+            raise TypeError(
+                f"positional() of {cls.__name__} must name its fields: {', '.join(by_name)}; got {', '.join(names)}."
+            )
+
+        @functools.wraps(made)
+        def init(self: T, *args: Any, **kwargs: Any) -> None:
+            bound = ordered.bind(self, *args, **kwargs)
+            made(**bound.arguments)
+
+        ordered = signature.replace(parameters=[itself, *(by_name[name] for name in names)])
+        init.__signature__ = ordered  # type: ignore[attr-defined]
+        cls.__init__ = init  # type: ignore[method-assign, assignment]
+        return cls
+
+    return decorate
