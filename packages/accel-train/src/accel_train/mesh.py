@@ -93,7 +93,7 @@ class Mesh:
         if names and size < world_size and self.device_mesh is not None:
             part = self.device_mesh[tuple(names)]
             group = (part._flatten() if len(names) > 1 else part).get_group()
-        return Ranks(size, index_of[rank], group, index_of)
+        return Ranks(size, index_of[rank], group, index_of, rank)
 
 
 def batch_ranks(device_mesh: Any, world_size: int, rank: int) -> Ranks:
@@ -120,7 +120,7 @@ def batch_ranks(device_mesh: Any, world_size: int, rank: int) -> Ranks:
     index_of = [0] * world_size
     for member, place in zip(members, places, strict=True):
         index_of[member] = place
-    return Ranks(max(index_of) + 1, index_of[rank], None, tuple(index_of))
+    return Ranks(max(index_of) + 1, index_of[rank], None, tuple(index_of), rank)
 
 
 def _indexes(shape: tuple[int, ...], names: Collection[str], alike: Collection[str]) -> tuple[int, ...]:

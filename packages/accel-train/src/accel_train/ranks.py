@@ -21,19 +21,31 @@ class Ranks:
         group: the process group in which each index occurs once; None: all ranks of the world (or, with `size` 1, this
             rank alone: there is nobody to talk to).
         index_of: the index of every rank of the world, by rank.
+        rank: this rank's number in the world.
     """
 
     size: int = 1
     index: int = 0
     group: Any = None
     index_of: tuple[int, ...] = (0,)
+    rank: int = 0
 
     @classmethod
     def of_world(cls, world_size: int, rank: int) -> Ranks:
         """Every rank differs from every other."""
-        return cls(world_size, rank, None, tuple(range(world_size)))
+        return cls(world_size, rank, None, tuple(range(world_size)), rank)
 
     @property
     def world_size(self) -> int:
         """Number of ranks of the world, those that do not differ included."""
         return len(self.index_of)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether several ranks have one index: those do not differ."""
+        return len(self.index_of) > self.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the world with its index."""
+        return self.index_of.index(self.index) == self.rank

@@ -1,3 +1,4 @@
+import math
 import multiprocessing
 import warnings
 
@@ -15,7 +16,6 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from accel_state.errors import NotAvailableError
 from accel_train.data import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -163,33 +163,24 @@ class Mesh:
     """The part of a DeviceMesh that says which ranks read the same data."""
 
     def __init__(self, **sizes):
-        self.sizes = sizes
         self.mesh_dim_names = tuple(sizes)
-
-    def __getitem__(self, name):
-        part = Mesh()
-        part.size = lambda: self.sizes[name]
-        return part
+        self.mesh = torch.arange(math.prod(sizes.values())).reshape(*sizes.values())
 
 
-def test_ranks_of_one_tensor_parallel_group_read_the_same():
-    mesh = Mesh(dp_shard=2, cp=1, tp=2)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"dp_shard": 2, "cp": 1, "tp": 2}, {"pp": 2, "dp_replicate": 2}, {"sp": 2, "dp_shard": 2}],
+    ids=lambda sizes: " x ".join(sizes),
+)
+def test_ranks_that_differ_in_another_dimension_than_the_batch_read_the_same(sizes):
+    mesh = Mesh(**sizes)
     seen = [
         torch.cat(list(prepare(DataLoader(range(8), batch_size=2), 4, rank, torch_device_mesh=mesh))).tolist()
         for rank in range(4)
     ]
-    assert seen[0] == seen[1] == [0, 1, 4, 5]
-    assert seen[2] == seen[3] == [2, 3, 6, 7]
-    with pytest.raises(NotAvailableError, match="4 processes that form 2 data-parallel ranks"):
-        prepare(
-            DataLoader(range(8)),
-            4,
-            0,
-            torch_device_mesh=mesh,
-            dispatch_batches=True,
-            put_on_device=True,
-            device=CPU,
-        )
+    first, second = ((0, 1), (2, 3)) if "tp" in sizes else ((0, 2), (1, 3))
+    assert [seen[rank] for rank in first] == [[0, 1, 4, 5]] * 2
+    assert [seen[rank] for rank in second] == [[2, 3, 6, 7]] * 2
 
 
 def order(loader):

@@ -107,7 +107,7 @@ def test_prepared_loaders_stay_what_they_are(kind, ranks):
         assert skipping.iteration == 3
         for name in (
             "device", "rng_types", "generator", "use_stateful_dataloader", "_non_blocking", "_drop_last",
-            "ledger", "num_processes", "process_index", "synchronized_generator", "batch_size", "drop_last",
+            "ledger", "ranks", "synchronized_generator", "batch_size", "drop_last",
         ):  # fmt: skip
             assert getattr(skipping, name) == getattr(loader, name), name
         seen = []

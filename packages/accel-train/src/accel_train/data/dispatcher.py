@@ -18,6 +18,7 @@ from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, arithmetic_source
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
 from accel_train.data.sampling.shared_seed import Alone
+from accel_train.ranks import Ranks
 
 __all__ = ["DataLoaderDispatcher"]
 
@@ -35,8 +36,7 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: the user's way of cutting; see `prepare_data_loader`.
         torch_device_mesh: as for `PreparedLoader`.
         iteration: as for `PreparedLoader`.
-        num_processes: number of ranks; by default that of `PartialState`.
-        process_index: this rank; likewise.
+        ranks: the ranks that get different parts; by default all ranks of the world.
         **kwargs: as for `PreparedLoader`.
     """
 
@@ -54,11 +54,12 @@ class DataLoaderDispatcher(PreparedLoader):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         *,
-        num_processes: int | None = None,
-        process_index: int | None = None,
+        ranks: Ranks | None = None,
         **kwargs: Any,
     ) -> None:
-        state = PartialState()
+        if ranks is None:
+            state = PartialState()
+            ranks = Ranks.of_world(state.num_processes, state.process_index)
         super().__init__(
             dataset,
             skip_batches=skip_batches,
@@ -67,8 +68,7 @@ class DataLoaderDispatcher(PreparedLoader):
             _non_blocking=_non_blocking,
             torch_device_mesh=torch_device_mesh,
             iteration=iteration,
-            num_processes=state.num_processes if num_processes is None else num_processes,
-            process_index=state.process_index if process_index is None else process_index,
+            ranks=ranks,
             **kwargs,
         )
         self.split_batches = split_batches
@@ -77,7 +77,7 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def base_batches_per_step(self) -> int:
         """Batches of the underlying loader that one step takes."""
-        return 1 if self.split_batches else self.num_processes
+        return 1 if self.split_batches else self.ranks.size
 
     def _base_batches_per_step(self) -> int:
         return self.base_batches_per_step
@@ -115,14 +115,14 @@ class DataLoaderDispatcher(PreparedLoader):
         return run.part if run is not None and run.yielded else None
 
     def _left_at_end(self, run: Run) -> bool:
-        if self.num_processes > 1:
+        if self.ranks.world_size > 1:
             return run.part is not None and run.part.last
         return super()._left_at_end(run)
 
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
         """Whether rows can be padding."""
-        return self.num_processes > 1 and not self._drop_last
+        return self.ranks.size > 1 and not self._drop_last
 
     @property
     def total_batch_size(self) -> int | None:
@@ -143,11 +143,11 @@ class DataLoaderDispatcher(PreparedLoader):
         self._count_skipped(run, resume)
         with randomness.as_of(begun_with):
             self._begin_with(run, randomness, begun_with)
-            if self.process_index == 0:
+            if self.ranks.rank == 0:
                 try:
                     return self._read(run, restored, randomness)
                 except Exception as error:
-                    if self.num_processes == 1:
+                    if self.ranks.world_size == 1:
                         raise
                     # The other ranks will wait for the first batch, so they are told in its place.
                     run.stream = None
@@ -280,15 +280,15 @@ class _Reader:
         self.run = run
         self._source = source
         self._stream = stream = run.stream
-        self._scatterer = Scatterer() if loader.num_processes > 1 else None
+        self._scatterer = Scatterer() if loader.ranks.world_size > 1 else None
         self.reading = randomness if randomness.everything else Randomness(randomness.own, True)
         self._reads_here = (
             loader.num_workers == 0
         )  # so that reading ahead draws from this process's generators
         # For padding, the first batch cannot be read again as it was by workers, or once the dataset went on.
-        may_pad = self._scatterer is not None and not loader._drop_last
+        may_pad = loader.may_pad
         self._keeps_first = may_pad and (run.source is not None or not self._reads_here)
-        self._ranks = loader.num_processes
+        self._ranks = loader.ranks
         self._per_step = loader.base_batches_per_step
         self._split = loader.split_batches
         self._drop_last = loader._drop_last
@@ -308,15 +308,15 @@ class _Reader:
         except Exception as error:
             self._over = True
             if scatterer is not None:
-                send_error(scatterer, self._ranks, error)
+                send_error(scatterer, self._ranks.world_size, error)
             raise
         if envelopes is None:
             if scatterer is not None:
-                send_stop(scatterer, self._ranks)
+                send_stop(scatterer, self._ranks.world_size)
             raise StopIteration
         if scatterer is not None:
-            send(scatterer, envelopes)
-        return envelopes[0]
+            send(scatterer, [envelopes[index] for index in self._ranks.index_of])
+        return envelopes[self._ranks.index]
 
     def _round(self) -> list[Envelope] | None:
         batches: list[Any] = []
@@ -337,7 +337,12 @@ class _Reader:
         # One rank alone looks ahead only when asked; the others must be told with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(
-            batches, self._first_batch, self._ranks, split=self._split, last=last, slice_fn=self._slice_fn
+            batches,
+            self._first_batch,
+            self._ranks.size,
+            split=self._split,
+            last=last,
+            slice_fn=self._slice_fn,
         )
         return [
             Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows)
@@ -387,7 +392,7 @@ class _Reader:
             try:
                 self._ahead.append(next(self._source))
             except StopIteration as stop:
-                early = early_end(self._stream, self._taken + len(self._ahead), self._ranks)
+                early = early_end(self._stream, self._taken + len(self._ahead), self._ranks.world_size)
                 if early is not None:
                     raise early from stop
                 self._over = True
@@ -420,7 +425,7 @@ class DispatchIterator(LoaderIterator):
 
     def at_end(self) -> bool:
         """Whether nothing follows the batch handed out last."""
-        if self._loader.num_processes > 1:
+        if self._loader.ranks.world_size > 1:
             return self._run.part is not None and self._run.part.last
         self._run.found_end = not self._source.follows()
         return self._run.found_end

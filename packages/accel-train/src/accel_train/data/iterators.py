@@ -71,7 +71,7 @@ class LoaderIterator:
                     self._raise_failure()
                 item = self._fetch()
             except StopIteration as stop:
-                early = early_end(self._run.stream, self._run.yielded, self._loader.num_processes)
+                early = early_end(self._run.stream, self._run.yielded, self._loader.ranks.world_size)
                 self._close(exhausted=early is None)
                 if early is not None:
                     raise early from stop

@@ -6,6 +6,7 @@ import copy
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from accel_train.data.workers import (
     end_workers_with,
 )
 from accel_train.errors import DataError
+from accel_train.ranks import Ranks
 
 __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
 
@@ -112,8 +114,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         torch_device_mesh: kept for reference.
         iteration: epochs that were iterated before.
         ledger: where to report; by default one of its own.
-        num_processes: number of ranks.
-        process_index: this rank.
+        ranks: the ranks that read different samples; by default this one alone.
         **kwargs: as for `torch.utils.data.DataLoader`.
     """
 
@@ -143,8 +144,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         iteration: int = 0,
         *,
         ledger: LoaderLedger | None = None,
-        num_processes: int = 1,
-        process_index: int = 0,
+        ranks: Ranks | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
@@ -155,12 +155,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.use_stateful_dataloader = use_stateful_dataloader
         self.torch_device_mesh = torch_device_mesh
         self.ledger = LoaderLedger() if ledger is None else ledger
-        self.num_processes = num_processes
-        self.process_index = process_index
+        self.ranks = Ranks() if ranks is None else ranks
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.epoch_state = Epoch(iteration)
-        self._sharing: Sharing = sharing_for(num_processes)
+        self._sharing: Sharing = sharing_for(self.ranks)
         self._run: Run | None = None
         self.transfer = self._make_transfer()
         is_map_style = self._dataset_kind == 0
@@ -270,7 +269,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     def total_batch_size(self) -> int | None:
         """Samples per step over all ranks; None when batches vary."""
         size = getattr(self._batch_sampler(), "batch_size", None)
-        return None if size is None else int(size) * self.num_processes
+        return None if size is None else int(size) * self.ranks.size
 
     @property
     def total_dataset_length(self) -> int:
@@ -330,7 +329,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """
         run = self.epoch_state.run  # which may be that of a loader that skips
         finished = run is not None and run.yielded > 0 and self._left_at_end(run)
-        state = self.epoch_state.dump(self.num_processes, finished)
+        state = self.epoch_state.dump(self.ranks.size, finished)
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
             state["sampler_seed"] = sampler.initial_seed
@@ -432,11 +431,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         state["_run"] = None
         state["transfer"] = None
         state["_sharing"] = None
+        state["ranks"] = replace(self.ranks, group=None)  # a process group belongs to its process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["_sharing"] = sharing_for(self.num_processes)
+        self.__dict__["_sharing"] = sharing_for(self.ranks)
         self.__dict__["transfer"] = self._make_transfer()
         self._find_generators()
 
@@ -447,9 +447,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def _synchronize(self) -> None:
         waiting = self.epoch_state.waiting()
-        if waiting is not None and waiting.ranks == self.num_processes:
+        if waiting is not None and waiting.ranks == self.ranks.size:
             return  # the interrupted run did, when it began the epoch
-        if self.num_processes > 1 and self.rng_types and not self._sharing.alone:
+        if self.ranks.world_size > 1 and self.rng_types and not self._sharing.alone:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
 
     def _open(self, run: Run) -> Any:
@@ -513,11 +513,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         if not run.skipped:
             # A stream may draw its order no earlier than it is read, so one item is read now and kept.
             return itertools.chain(list(itertools.islice(source, 1)), source)
-        if (
-            "with" in restored.ahead
-            and restored.ranks == self.num_processes
-            and run.skipped == restored.batches
-        ):
+        if "with" in restored.ahead and restored.ranks == self.ranks.size and run.skipped == restored.batches:
             with randomness.as_of(restored.ahead["with"]):
                 return itertools.chain(list(itertools.islice(source, restored.ahead["batches"])), source)
         return source
@@ -534,7 +530,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         count = self.num_workers
         if not count or self.asks_dataset or self.persistent_workers:
             return self._torch_iterator()
-        saved = None if restored is None or restored.ranks != self.num_processes else restored.workers
+        saved = None if restored is None or restored.ranks != self.ranks.size else restored.workers
         if saved is not None and saved["count"] != count:
             if saved["states"]:
                 warnings.warn(
@@ -594,7 +590,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
     def _place_source(self, resume: Restored | None) -> bool:
         """Let the next iterator begin where the dataset said it was; False if it has to be read up to there."""
-        fits = resume is not None and resume.source is not None and resume.ranks == self.num_processes
+        fits = resume is not None and resume.source is not None and resume.ranks == self.ranks.size
         self._source_to_load = resume.source if resume is not None and fits and self.asks_dataset else None
         return self._source_to_load is not None
 
@@ -625,20 +621,20 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             NotAvailableError: it is between two of them.
         """
         batches: int = position["local_batches"]
-        if ranks == self.num_processes or not batches:
+        if ranks == self.ranks.size or not batches:
             return batches
         before, now = position["samples_per_batch"], self._stream_stride()
         advice = f"Continue with {ranks} ranks, or without use_stateful_dataloader."
         if before is None or now is None:
             raise NotAvailableError(
                 f"This stream was left after {batches} batches on each of {ranks} ranks, each of which read a part of "
-                f"its own; {self.num_processes} ranks would read other parts. {advice}"
+                f"its own; {self.ranks.size} ranks would read other parts. {advice}"
             )
         steps, rest = divmod(batches * int(before), now)
         workers = max(self.num_workers, 1)
         if rest or batches % workers or steps % workers:
             raise NotAvailableError(
-                f"This stream was left after {batches} batches on each of {ranks} ranks; {self.num_processes} ranks "
+                f"This stream was left after {batches} batches on each of {ranks} ranks; {self.ranks.size} ranks "
                 f"cannot continue there, because {batches * before} samples, read by {workers} worker(s) in turn, do "
                 f"not divide among them. {advice}"
             )

@@ -18,8 +18,8 @@ from torch.utils.data import (
     RandomSampler,
 )
 
-from accel_state.errors import NotAvailableError
 from accel_state.world.process import PartialState
+from accel_train.config import DataLoaderConfiguration
 from accel_train.data.active_loaders import LoaderLedger
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
@@ -31,16 +31,18 @@ from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader
 from accel_train.data.stateful import StatefulShard, says_where_it_is
 from accel_train.errors import ArgumentTypeError, DataError
+from accel_train.mesh import batch_ranks
+from accel_train.ranks import Ranks
 
-__all__ = ["prepare_data_loader"]
+__all__ = ["get_sampler", "prepare_data_loader", "prepare_for_ranks"]
 
 
 class _Sharded(Enum):
     """What a loader already yields."""
 
     NO = "all of the data"
-    EVENLY = "one rank's part, as many batches as on any other rank"
-    ANYHOW = "one rank's part"
+    PRE_SHARDED_EVEN = "one rank's part, as many batches as on any other rank"
+    PRE_SHARDED_UNEVEN = "one rank's part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,7 @@ class _Request:
     """What all branches need."""
 
     loader: DataLoader[Any]
-    ranks: int
-    rank: int
+    ranks: Ranks
     split: bool
     even: bool
     sharded: _Sharded
@@ -90,15 +91,17 @@ def prepare_data_loader(
         rng_types: random number generators made equal on all ranks when an epoch begins.
         dispatch_batches: rank 0 reads and sends each rank its part; None: for iterable datasets that are
             put on a device, unless they are sharded already.
-        even_batches: complete the last round with the first samples, so that all ranks get as many batches.
+        even_batches: complete the last round with the first samples, so that all ranks get the same number of
+            batches.
         slice_fn_for_dispatch: how rank 0 cuts a global batch:
             ``f(batch, slice, process_index=…, num_processes=…)``.
         use_seedable_sampler: replace a `RandomSampler` by one whose order depends on a seed and the epoch
             alone.
         data_seed: that seed; by default `torch.initial_seed()`.
-        non_blocking: let the move overlap with the host; wants pinned memory.
+        non_blocking: copy batches asynchronously; requires pinned memory.
         use_stateful_dataloader: a loaded state continues inside the epoch.
-        torch_device_mesh: ranks that differ only in its dimensions "tp" and "cp" get the same data.
+        torch_device_mesh: a named mesh over all ranks. Ranks that differ only in pipeline, context, sequence or tensor
+            parallelism read the same samples.
         ledger: the ledger of the `Accelerator`.
         pre_sharded: the dataset or sampler yields only this rank's part already; None: detect it.
 
@@ -106,7 +109,63 @@ def prepare_data_loader(
         A `DataLoaderShard` or a `DataLoaderDispatcher`.
 
     Raises:
-        NotAvailableError: dispatch on a mesh with tensor or context parallelism.
+        ArgumentTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
+        OptionError: `torch_device_mesh` has no names, or not every rank once.
+        DataError: options that exclude each other, or a batch size that cannot be split.
+    """
+    if num_processes is None or process_index is None:
+        state = PartialState()
+        num_processes = state.num_processes if num_processes is None else num_processes
+        process_index = state.process_index if process_index is None else process_index
+    if not 0 <= process_index < num_processes:
+        raise DataError(f"process_index must be in 0..{num_processes - 1}, got {process_index}.")
+    if put_on_device and device is None:
+        raise DataError("put_on_device=True needs a device. Pass `device`, or put_on_device=False.")
+    prepared = prepare_for_ranks(
+        dataloader,
+        batch_ranks(torch_device_mesh, num_processes, process_index),
+        DataLoaderConfiguration(
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+            pre_sharded=pre_sharded,
+        ),
+        device=device if put_on_device else None,
+        rng_types=rng_types,
+        slice_fn=slice_fn_for_dispatch,
+        ledger=ledger,
+    )
+    if torch_device_mesh is not None and prepared is not dataloader:
+        prepared.torch_device_mesh = torch_device_mesh
+    return prepared
+
+
+def prepare_for_ranks(
+    dataloader: DataLoader[Any],
+    ranks: Ranks,
+    config: DataLoaderConfiguration,
+    *,
+    device: torch.device | str | int | None = None,
+    rng_types: list[Any] | None = None,
+    slice_fn: Callable[..., Any] | None = None,
+    ledger: LoaderLedger | None = None,
+) -> PreparedLoader:
+    """Make a loader yield the part of the data of one batch index, on its device; see `prepare_data_loader`.
+
+    Args:
+        dataloader: a loader; one that is prepared already is returned as it is.
+        ranks: the ranks that read different samples. Ranks with the same index read exactly the same.
+        config: the options.
+        device: where batches are moved; None leaves them where they are.
+        rng_types: random number generators made equal on all ranks when an epoch begins.
+        slice_fn: how rank 0 cuts a global batch, if it dispatches.
+        ledger: the ledger of the `Accelerator`.
+
+    Raises:
         ArgumentTypeError: `dataloader` is no `torch.utils.data.DataLoader`.
         DataError: options that exclude each other, or a batch size that cannot be split.
     """
@@ -119,55 +178,36 @@ def prepare_data_loader(
             f"prepare_data_loader() wants a torch.utils.data.DataLoader, got {type(dataloader).__name__}. "
             "Wrap the dataset in a DataLoader first."
         )
-    if num_processes is None or process_index is None:
-        state = PartialState()
-        num_processes = state.num_processes if num_processes is None else num_processes
-        process_index = state.process_index if process_index is None else process_index
-    ranks, rank = _data_ranks(num_processes, process_index, torch_device_mesh)
-    if not 0 <= rank < ranks:
-        raise DataError(f"process_index must be in 0..{ranks - 1}, got {rank}.")
-    if put_on_device and device is None:
-        raise DataError("put_on_device=True needs a device. Pass `device`, or put_on_device=False.")
-
     _check_kind(dataloader, ranks)
     iterable = isinstance(dataloader.dataset, IterableDataset)
-    sharded = _sharded_already(dataloader, ranks, pre_sharded)
-    dispatch = _decide_dispatch(dispatch_batches, put_on_device, iterable, sharded is not _Sharded.NO)
-    if dispatch and ranks != num_processes:
-        raise NotAvailableError(
-            f"dispatch_batches=True cannot serve {num_processes} processes that form {ranks} "
-            "data-parallel ranks yet. Use dispatch_batches=False, or a mesh without tensor and context "
-            "parallelism."
-        )
-    if split_batches:
-        check_split(_batch_size(dataloader), ranks)
+    sharded = _sharded_already(dataloader, ranks, config.pre_sharded)
+    dispatch = _decide_dispatch(config.dispatch_batches, device, iterable, sharded is not _Sharded.NO)
+    if config.split_batches:
+        check_split(_batch_size(dataloader), ranks.size)
     batch_sampler, sampler = dataloader.batch_sampler, dataloader.sampler
-    if use_seedable_sampler and not iterable:
-        batch_sampler, sampler = _with_seedable_sampler(dataloader, data_seed)
+    if config.use_seedable_sampler and not iterable:
+        batch_sampler, sampler = _with_seedable_sampler(dataloader, config.data_seed)
     request = _Request(
         loader=dataloader,
         ranks=ranks,
-        rank=rank,
-        split=split_batches,
-        even=even_batches,
+        split=config.split_batches,
+        even=config.even_batches,
         sharded=sharded,
         options={
-            "device": device if put_on_device else None,
+            "device": device,
             "rng_types": rng_types,
             "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
-            "use_stateful_dataloader": use_stateful_dataloader,
-            "_non_blocking": non_blocking,
+            "use_stateful_dataloader": config.use_stateful_dataloader,
+            "_non_blocking": config.non_blocking,
             "_drop_last": dataloader.drop_last,
-            "torch_device_mesh": torch_device_mesh,
             "ledger": ledger,
-            "num_processes": ranks,
-            "process_index": rank,
+            "ranks": ranks,
             **loader_options(dataloader),
-            "in_order": _keeps_order(dataloader, ranks, use_stateful_dataloader),
+            "in_order": _keeps_order(dataloader, ranks, config.use_stateful_dataloader),
         },
     )
     if dispatch:
-        return _dispatcher(request, slice_fn_for_dispatch, batch_sampler, sampler)
+        return _dispatcher(request, slice_fn, batch_sampler, sampler)
     if iterable:
         return _iterable_shard(request)
     return _map_style_shard(request, batch_sampler, sampler)
@@ -176,9 +216,9 @@ def prepare_data_loader(
 # Decisions
 
 
-def _keeps_order(loader: DataLoader[Any], ranks: int, stateful: bool) -> bool:
+def _keeps_order(loader: DataLoader[Any], ranks: Ranks, stateful: bool) -> bool:
     """Whether workers hand out batches in order: as the loader says, unless a batch's place has a meaning."""
-    if loader.in_order or not loader.num_workers or (ranks == 1 and not stateful):
+    if loader.in_order or not loader.num_workers or (ranks.world_size == 1 and not stateful):
         return loader.in_order
     warnings.warn(
         "in_order=False was changed to True: the batches of one step must be of one round on all "
@@ -189,58 +229,46 @@ def _keeps_order(loader: DataLoader[Any], ranks: int, stateful: bool) -> bool:
     return True
 
 
-def _data_ranks(num_processes: int, process_index: int, mesh: Any) -> tuple[int, int]:
-    """Number of different parts, and the one of this rank: ranks of one tp x cp group read the same data."""
-    if mesh is None:
-        return num_processes, process_index
-    names = mesh.mesh_dim_names or ()
-    same = 1
-    for name in ("tp", "cp"):
-        if name in names:
-            same *= mesh[name].size()
-    return num_processes // same, process_index // same
-
-
-def _sharded_already(loader: DataLoader[Any], ranks: int, declared: bool | None) -> _Sharded:
+def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | None) -> _Sharded:
     """Whether the loader yields one rank's part only, by declaration or because it says so."""
-    if declared is False or ranks == 1:
+    if declared is False or ranks.size == 1:
         return _Sharded.NO
     for owner, parts, kind in _parts(loader):
-        if parts == ranks:
+        if parts == ranks.size:
             return kind
         if parts != 1 and declared is None:
             warnings.warn(
-                f"{type(owner).__name__} yields one of {parts} parts, and that part is shared out again among {ranks} "
-                f"ranks: samples are lost unless all ranks hold the same part. Make {ranks} parts, or only one; "
-                "pre_sharded=False says that it is meant.",
+                f"{type(owner).__name__} yields one of {parts} parts, and that part is shared out again among "
+                f"{ranks.size} ranks: samples are lost unless all ranks hold the same part. Make {ranks.size} parts, "
+                "or only one; pre_sharded=False says that it is meant.",
                 stacklevel=4,
             )
-    return _Sharded.ANYHOW if declared else _Sharded.NO
+    return _Sharded.PRE_SHARDED_UNEVEN if declared else _Sharded.NO
 
 
 def _parts(loader: DataLoader[Any]) -> Iterator[tuple[object, int, _Sharded]]:
     """What in a loader yields one part of several, and of how many."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDatasetShard):
-        yield dataset, dataset.num_processes, _Sharded.EVENLY
+        yield dataset, dataset.num_processes, _Sharded.PRE_SHARDED_EVEN
     for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler):
-            yield sampler, sampler.num_replicas, _Sharded.EVENLY
+            yield sampler, sampler.num_replicas, _Sharded.PRE_SHARDED_EVEN
         elif isinstance(sampler, ShardedBatchSampler):
-            yield sampler, sampler.num_processes, _Sharded.EVENLY
+            yield sampler, sampler.num_processes, _Sharded.PRE_SHARDED_EVEN
     parts = parts_of(dataset)
     if parts is not None:
-        yield dataset, parts, _Sharded.ANYHOW
+        yield dataset, parts, _Sharded.PRE_SHARDED_UNEVEN
 
 
-def _check_kind(loader: DataLoader[Any], ranks: int) -> None:
+def _check_kind(loader: DataLoader[Any], ranks: Ranks) -> None:
     """Say what of a loader of another class cannot be kept."""
     kind = type(loader)
     if isinstance(loader, SkipDataLoader):
-        if loader.skip_batches and ranks > 1:
+        if loader.skip_batches and ranks.size > 1:
             raise DataError(
-                f"This loader leaves out {loader.skip_batches} batches of what {ranks} ranks are to share. Prepare the "
-                "whole loader first, and then skip: skip_first_batches(prepared, num_batches)."
+                f"This loader leaves out {loader.skip_batches} batches of what {ranks.size} ranks are to share. "
+                "Prepare the whole loader first, and then skip: skip_first_batches(prepared, num_batches)."
             )
         return
     lost = [name for name in ("__iter__", "__len__") if getattr(kind, name) is not getattr(DataLoader, name)]
@@ -252,10 +280,10 @@ def _check_kind(loader: DataLoader[Any], ranks: int) -> None:
         )
 
 
-def _decide_dispatch(asked: bool | None, put_on_device: bool, iterable: bool, sharded_already: bool) -> bool:
+def _decide_dispatch(asked: bool | None, device: object, iterable: bool, sharded_already: bool) -> bool:
     if asked is None:
-        return put_on_device and iterable and not sharded_already
-    if asked and not put_on_device:
+        return device is not None and iterable and not sharded_already
+    if asked and device is None:
         raise DataError(
             "dispatch_batches=True sends batches between devices and needs put_on_device=True (of an Accelerator: "
             "device_placement=True). Pass it, or use dispatch_batches=False."
@@ -331,9 +359,9 @@ def _dispatcher(
 def _iterable_shard(request: _Request) -> PreparedLoader:
     loader, options = request.loader, dict(request.options)
     dataset, batch_size = loader.dataset, loader.batch_size
-    anyhow = request.sharded is _Sharded.ANYHOW
+    anyhow = request.sharded is _Sharded.PRE_SHARDED_UNEVEN
     if (
-        request.sharded is _Sharded.EVENLY
+        request.sharded is _Sharded.PRE_SHARDED_EVEN
         and isinstance(dataset, IterableDatasetShard)
         and dataset.local_batch != (batch_size or 1)
     ):
@@ -341,8 +369,8 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
             f"The dataset is an IterableDatasetShard that deals out {dataset.local_batch} samples to a rank at a time, "
             f"but the loader's batch_size is {batch_size}. Use batch_size={dataset.local_batch}."
         )
-    if request.ranks > 1 and request.sharded is _Sharded.NO:
-        own = None if request.split else native_shard(dataset, request.ranks, request.rank)
+    if request.ranks.size > 1 and request.sharded is _Sharded.NO:
+        own = None if request.split else native_shard(dataset, request.ranks.size, request.ranks.index)
         if own is not None:
             dataset, anyhow = own, True
         else:
@@ -354,8 +382,8 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
                 dataset,
                 batch_size=1 if batch_size is None else batch_size,
                 drop_last=loader.drop_last,
-                num_processes=request.ranks,
-                process_index=request.rank,
+                num_processes=request.ranks.size,
+                process_index=request.ranks.index,
                 split_batches=request.split,
             )
             batch_size = None if batch_size is None else dataset.local_batch
@@ -370,8 +398,9 @@ def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> Pre
     base = sampler if batch_sampler is None else batch_sampler
     batch_size = loader.batch_size
     innermost = innermost_sampler(batch_sampler, sampler)
-    if request.ranks > 1 and request.sharded is _Sharded.NO:
-        share = ShardedBatchSampler(base, request.ranks, request.rank, request.split, request.even)
+    if request.ranks.size > 1 and request.sharded is _Sharded.NO:
+        ranks = request.ranks
+        share = ShardedBatchSampler(base, ranks.size, ranks.index, request.split, request.even)
         if batch_sampler is None:
             sampler = share
         else:
@@ -382,7 +411,7 @@ def _map_style_shard(request: _Request, batch_sampler: Any, sampler: Any) -> Pre
         options["synchronized_generator"] = generator
     _drop_unused_rng_type(options)
     prepared = DataLoaderShard(loader.dataset, **_place(batch_sampler, sampler), **options)
-    prepared.pre_sharded = request.sharded is _Sharded.ANYHOW
+    prepared.pre_sharded = request.sharded is _Sharded.PRE_SHARDED_UNEVEN
     return _show(prepared, sampler, batch_size, loader.drop_last)
 
 

@@ -104,7 +104,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _base_batches_per_step(self) -> int:
         share = self.share()
-        return 1 if share is None or share.split_batches else self.num_processes
+        return 1 if share is None or share.split_batches else self.ranks.size
 
     def share(self) -> ShardedBatchSampler | None:
         """What gives this rank its batches of a map-style dataset; None where nothing is shared out."""

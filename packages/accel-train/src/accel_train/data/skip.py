@@ -108,10 +108,10 @@ def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
     if num_batches != restored.batches:
         return
     steps = loader.steps_to(restored.position)
-    if restored.ranks != loader.num_processes and steps not in (None, num_batches):
+    if restored.ranks != loader.ranks.size and steps not in (None, num_batches):
         raise DataError(
             f"The state was saved after {num_batches} batches on each of {restored.ranks} ranks; for "
-            f"{loader.num_processes} ranks that is after {steps:g}. Skip as many, or let the loader do it: "
+            f"{loader.ranks.size} ranks that is after {steps:g}. Skip as many, or let the loader do it: "
             "DataLoaderConfiguration(use_stateful_dataloader=True)."
         )
     # Nobody skips a whole epoch that was not begun: what is meant is the saved one, of which nothing is left.

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_state.communication import collectives
+from accel_train.ranks import Ranks
 
 __all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
 
@@ -73,8 +74,8 @@ def communication_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def sharing_for(num_processes: int) -> Sharing:
-    """Choose by whether several real ranks exist."""
-    if num_processes > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def sharing_for(ranks: Ranks) -> Sharing:
+    """All ranks of the world share draws, those that read the same samples included; without a world, none."""
+    if ranks.world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return FromMain(communication_device())
     return Alone()
