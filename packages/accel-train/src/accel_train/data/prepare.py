@@ -19,7 +19,6 @@ from torch.utils.data import (
 )
 
 from accel_state.world.process import PartialState
-from accel_train.config import DataLoaderConfiguration
 from accel_train.data.active_loaders import LoaderLedger
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
@@ -32,6 +31,7 @@ from accel_train.data.skip import SkipDataLoader
 from accel_train.data.stateful import StatefulShard, says_where_it_is
 from accel_train.errors import ArgumentTypeError, DataError
 from accel_train.mesh import batch_ranks
+from accel_train.plugins import DataLoaderConfiguration
 from accel_train.ranks import Ranks
 
 __all__ = ["get_sampler", "prepare_data_loader", "prepare_for_ranks"]

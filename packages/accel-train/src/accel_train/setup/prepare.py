@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_train.data import DataLoaderDispatcher, PreparedLoader, prepare_data_loader
+from accel_train.data import DataLoaderDispatcher, PreparedLoader
+from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
@@ -222,27 +223,17 @@ def prepare_loader(
     here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
 ) -> PreparedLoader:
     """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
-    config = here.options.loaders
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
     if any(loader is known or epoch is known.epoch_state for known in here.loaders):
         return loader  # type: ignore[return-value]
-    prepared = prepare_data_loader(
+    prepared = prepare_for_ranks(
         loader,
-        device=here.plan.device,
-        num_processes=here.process.num_processes,
-        process_index=here.process.process_index,
-        split_batches=config.split_batches,
-        put_on_device=placed,
+        here.plan.strategy.batch,
+        here.options.loaders,
+        device=here.plan.device if placed else None,
         rng_types=list(here.options.rng_types),
-        dispatch_batches=config.dispatch_batches,
-        even_batches=config.even_batches,
-        slice_fn_for_dispatch=slice_fn,
-        use_seedable_sampler=config.use_seedable_sampler,
-        data_seed=config.data_seed,
-        non_blocking=config.non_blocking,
-        use_stateful_dataloader=config.use_stateful_dataloader,
+        slice_fn=slice_fn,
         ledger=here.ledger,
-        pre_sharded=config.pre_sharded,
     )
     prepared._is_accelerate_prepared = True
     if here.preemption is not None:
