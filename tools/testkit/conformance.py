@@ -1,0 +1,261 @@
+"""What the conformance suite runs on ranks, and the oracle that it is held against.
+
+The oracle never uses the library: it is told which samples each rank read in which micro-batch, and computes every
+update with plain PyTorch on one process, from all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+INSTALLED = str(Path(__file__).parent / "installed")
+"""Folder with the metadata of the test kit's strategies, as an installed package has it."""
+DIM = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run."""
+
+    strategy: str
+    precision: str = "no"
+    accumulation: int = 1
+    rounds: int = 5  # batches of each rank and epoch
+    batch: int = 2
+    epochs: int = 2
+    items: bool = False
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    shuffle: bool = True
+    dropout: bool = False
+    frozen: bool = False
+    evaluate: bool = False
+    optimizer: str = "AdamW"
+    scale: float = 256.0  # that fp16 begins with
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of parameters and samples: as exact as the precision allows."""
+        return torch.float64 if self.precision == "no" else torch.float32
+
+
+@dataclass
+class Record:
+    """What one rank saw."""
+
+    batch: tuple[int, int] = (0, 1)  # its index among the ranks that read different samples, and their number
+    windows: list[list[list[int]]] = field(default_factory=list)  # samples of each micro-batch of each window
+    losses: list[float] = field(default_factory=list)  # of each micro-batch
+    weights: list[dict[str, Tensor]] = field(default_factory=list)  # after each step, whole
+    norms: list[float] = field(default_factory=list)  # that clipping returned
+    masks: list[Tensor] = field(default_factory=list)  # what dropout kept of ones
+
+
+class Samples(Dataset[Any]):
+    """Samples with their index, features, a target, and a number of items."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, DIM, generator=generator, dtype=torch.float64).to(dtype)
+        self.y = torch.randn(size, generator=generator, dtype=torch.float64).to(dtype)
+        self.items = torch.randint(1, 5, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return index, self.x[index], self.y[index], self.items[index]
+
+
+class Block(nn.Module):
+    """One of several equal blocks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Repeated blocks, a tied weight and a head."""
+
+    def __init__(self, dtype: torch.dtype, frozen: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM, dtype=dtype)
+        self.blocks = nn.ModuleList([Block(dtype) for _ in range(2)])
+        self.head = nn.Linear(DIM, 1, dtype=dtype)
+        if frozen:
+            self.first.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).squeeze(-1)
+
+
+def make_model(case: Case, seed: int = 0) -> Net:
+    """The same weights everywhere."""
+    torch.manual_seed(seed)
+    return Net(case.dtype, case.frozen)
+
+
+def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """Of the trained parameters."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if case.optimizer == "SGD":
+        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    # A large epsilon keeps Adam from turning roundings of tiny gradients into whole steps.
+    return torch.optim.AdamW(trained, lr=0.02, eps=1e-2)
+
+
+def use_installed() -> None:
+    """Make the test kit's strategies known to this process the way installed packages are."""
+    if INSTALLED not in sys.path:
+        sys.path.insert(0, INSTALLED)
+
+
+def make_accelerator(case: Case, **arguments: Any) -> Any:
+    """An `Accelerator` of the case."""
+    from accel_train import Accelerator, GradScalerKwargs
+
+    use_installed()
+    selected = {} if case.strategy in ("single", "ddp") else {"strategy": case.strategy}
+    # A scale at which no gradient overflows: a skipped step is a test of its own.
+    scaling = GradScalerKwargs(init_scale=case.scale)
+    return Accelerator(
+        mixed_precision=case.precision,
+        gradient_accumulation_steps=case.accumulation,
+        kwargs_handlers=[scaling],
+        **selected,
+        **arguments,
+    )
+
+
+def micro_batch(case: Case, accelerator: Any, model: nn.Module, row: Any, record: Record) -> Tensor:
+    """Forward and backward."""
+    index, x, y, items = row
+    errors = (model(x).to(case.dtype) - y) ** 2
+    if case.items:
+        loss = (errors * items).sum()
+        accelerator.backward(loss, num_items=items.sum())
+    else:
+        loss = errors.mean()
+        accelerator.backward(loss)
+    record.losses.append(loss.item())
+    if case.dropout:
+        record.masks.append(nn.functional.dropout(torch.ones(16), 0.5))
+    return index
+
+
+def train(case: Case) -> Record:
+    """Train on this rank and note everything."""
+    accelerator = make_accelerator(case)
+    batch = accelerator.strategy.batch
+    record = Record((batch.index, batch.size))
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    data = Samples(case.rounds * case.batch * batch.size, case.dtype)
+    loader = DataLoader(data, batch_size=case.batch, shuffle=case.shuffle)
+    other = DataLoader(Samples(6, case.dtype), batch_size=2)
+    model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
+    torch.manual_seed(3)
+    for _ in range(case.epochs):
+        window: list[list[int]] = []
+        for row in loader:
+            with accelerator.accumulate(model):
+                window.append(micro_batch(case, accelerator, model, row, record).tolist())
+                if accelerator.sync_gradients and case.clip_norm is not None:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), case.clip_norm)
+                    assert type(norm) is Tensor, type(norm)
+                    assert norm.dim() == 0
+                    record.norms.append(norm.item())
+                if accelerator.sync_gradients and case.clip_value is not None:
+                    accelerator.clip_grad_value_(model.parameters(), case.clip_value)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                record.windows.append(window)
+                record.weights.append(cloned(accelerator.get_state_dict(model)))
+                window = []
+                if case.evaluate:
+                    evaluate(accelerator, model, other)
+    return record
+
+
+def evaluate(accelerator: Any, model: nn.Module, loader: Any) -> None:
+    """An evaluation inside an epoch of training."""
+    model.eval()
+    with torch.no_grad():
+        for _, x, _, _ in loader:
+            accelerator.gather_for_metrics(model(x))
+    model.train()
+
+
+def cloned(state: dict[str, Any]) -> dict[str, Tensor]:
+    """A state dict that later steps do not change."""
+    return {name: value.detach().clone() for name, value in state.items()}
+
+
+# The oracle
+
+
+def oracle(case: Case, records: Sequence[Record]) -> Record:
+    """The same training on one process: every update from all samples of all ranks.
+
+    Args:
+        case: what was trained.
+        records: what the ranks read, of which those with one batch index must have read the same.
+
+    Returns:
+        losses in the order of micro-batch, then batch index.
+    """
+    by_index: dict[int, Record] = {}
+    for record in records:
+        by_index.setdefault(record.batch[0], record)
+    readers = [by_index[index] for index in sorted(by_index)]
+    assert len(readers) == readers[0].batch[1], "every batch index is read by some rank"
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    data = Samples(case.rounds * case.batch * len(readers), case.dtype)
+    made = Record()
+    for windows in zip(*(reader.windows for reader in readers), strict=True):
+        total = _window(case, model, data, windows, made)
+        optimizer.zero_grad()
+        total.backward()
+        _clip(case, model, made)
+        optimizer.step()
+        made.weights.append(cloned(model.state_dict()))
+    return made
+
+
+def _window(case: Case, model: nn.Module, data: Samples, windows: Any, made: Record) -> Tensor:
+    losses, items = [], 0
+    for micro in zip(*windows, strict=True):
+        for indexes in micro:
+            x, y, counts = data.x[indexes], data.y[indexes], data.items[indexes]
+            dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision)
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                outputs = model(x)
+            errors = (outputs.to(case.dtype) - y) ** 2
+            losses.append((errors * counts).sum() if case.items else errors.mean())
+            made.losses.append(losses[-1].item())
+            items += int(counts.sum())
+    return sum(losses) / (items if case.items else len(losses))
+
+
+def _clip(case: Case, model: nn.Module, made: Record) -> None:
+    if case.clip_norm is not None:
+        made.norms.append(nn.utils.clip_grad_norm_(model.parameters(), case.clip_norm).item())
+    if case.clip_value is not None:
+        nn.utils.clip_grad_value_(model.parameters(), case.clip_value)
