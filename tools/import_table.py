@@ -9,13 +9,14 @@ prints the page, and ``--check`` tells whether names and packages agree.
 from __future__ import annotations
 
 import argparse
-import ast
 import csv
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+import gen_stubs
 
 DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
@@ -53,16 +54,14 @@ def load_rows(path: Path = DATA) -> list[Row]:
 
 def exports(root: Path) -> dict[str, frozenset[str]]:
     """Package to the public names that the table in its ``__init__.py`` declares."""
-    return {package: frozenset(_table(root, package)) for package in PACKAGES}
-
-
-def _table(root: Path, package: str) -> Iterator[str]:
-    module = package.replace("-", "_")
-    source = (root / "packages" / package / "src" / module / "__init__.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
-            for names in ast.literal_eval(node.args[1]).values():
-                yield from names
+    tops = {
+        package: root / "packages" / package / "src" / package.replace("-", "_") / "__init__.py"
+        for package in PACKAGES
+    }
+    return {
+        package: frozenset(name for names in gen_stubs.read_table(top).values() for name in names)
+        for package, top in tops.items()
+    }
 
 
 def import_line(name: str, exported: Mapping[str, frozenset[str]]) -> str:
