@@ -1,4 +1,4 @@
-"""What is made when the site is built: the import table, the API reference, and whole scripts beside diffs."""
+"""Pages generated when the site is built: the import table, the API reference, and whole scripts beside diffs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
-# Modules of many small things come last on their page.
+# Modules with long lists of small functions or constants come last on their page.
 LONG_LISTS = ("accel_state.host.available", "accel_state.constants")
 NOTHING = "\nThis version has no public functions in it yet.\n"
 _DIFF = re.compile(
@@ -85,7 +85,7 @@ def reference(package: str) -> str:
 
 
 def _source(module: str) -> ast.Module:
-    """What a module of the packages says, without importing it."""
+    """The syntax tree of a module of the packages, which is not imported."""
     return ast.parse(_file(module).read_text(encoding="utf-8"))
 
 
@@ -96,7 +96,7 @@ def _file(module: str) -> Path:
 
 
 def _tool(name: str) -> ModuleType:
-    """A module of ``tools/``, which mkdocs does not have on its path."""
+    """A module of ``tools/``, which is not on the path of mkdocs."""
     folder = str(ROOT / "tools")
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -104,7 +104,7 @@ def _tool(name: str) -> ModuleType:
 
 
 def _made(module: ast.Module) -> set[str]:
-    """Names bound to what a private function of the module returns: many functions that differ in a word."""
+    """Names bound to the result of a private function of the module: functions made from one template."""
     return {
         ast.unparse(node.targets[0])
         for node in module.body

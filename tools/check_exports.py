@@ -1,8 +1,8 @@
 """Prove that what a package lists as public can be imported, is documented, and is all that it shows.
 
 For each package every name in the table of ``__init__.py`` can be imported, is in ``__all__`` of the module
-that the table names, and has a docstring; the package shows no other public attribute. The stubs are
-``gen_stubs.py``'s. Run where the packages can be imported: ``python tools/check_exports.py``.
+that the table names, and has a docstring; the package shows no other public attribute. ``gen_stubs.py`` compares
+the stubs. Run where the packages can be imported: ``python tools/check_exports.py``.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def test_files_that_do_not_belong(wheel):
 
 def test_a_dependency_that_lies_beside(wheel):
     problems = check_wheels.check_contents("accel-train", wheel("accel-train", "accel-bigmodel>=0.1"))
-    assert problems == ["accel-train: depends on ['accel-bigmodel'], which does not lie below it"]
+    assert problems == ["accel-train: depends on ['accel-bigmodel'], which is not below it"]
 
 
 def test_third_party_follows_dependencies_and_leaves_out_extras(wheel):
