@@ -61,7 +61,7 @@ def test_missing_files_are_named(wheel, file):
 
 def test_files_that_do_not_belong(wheel):
     problems = check_wheels.check_contents("accel-ckpt", wheel("accel-ckpt", extra="tests/test_a.py"))
-    assert problems == ["accel-ckpt: tests/test_a.py does not belong into accel_ckpt-0.1.0-py3-none-any.whl"]
+    assert problems == ["accel-ckpt: tests/test_a.py does not belong in accel_ckpt-0.1.0-py3-none-any.whl"]
 
 
 def test_a_dependency_that_lies_beside(wheel):
