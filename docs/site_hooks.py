@@ -1,12 +1,14 @@
-"""What is made when the site is built: the import table, the API reference, and whole scripts beside diffs."""
+"""Pages generated when the site is built: the import table, the API reference, and whole scripts beside diffs."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
-# Modules of many small things come last on their page.
+# Modules with long lists of small functions or constants come last on their page.
 LONG_LISTS = ("accel_state.host.available", "accel_state.constants")
 NOTHING = "\nThis version has no public functions in it yet.\n"
 _DIFF = re.compile(
@@ -30,9 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
     from mkdocs.structure.files import File
 
-    sys.path.insert(0, str(ROOT / "tools"))
-    import import_table
-
+    import_table = _tool("import_table")
     pages = {
         "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT))
     }
@@ -56,8 +56,7 @@ def tabs(diff: str, new: str, old: str | None) -> str:
         new: file name of the new side.
         old: file name of the old side.
     """
-    from testkit.blocks import side
-
+    side = _tool("testkit.blocks").side
     sides = [("What changes", "diff", diff), (new, "python", side(diff, new=True))]
     if old is not None:
         sides.append((old, "python", side(diff, new=False)))
@@ -71,12 +70,7 @@ def reference(package: str) -> str:
     """The reference page of a package: its public names, under the module that defines them."""
     name = package.replace("-", "_")
     tree = _source(f"{name}.__init__")
-    homes = {
-        home: names
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach"
-        for home, names in ast.literal_eval(node.args[1]).items()
-    }
+    homes = _tool("gen_stubs").read_table(_file(f"{name}.__init__"))
     parts = [f"# {name}\n\n{ast.get_docstring(tree)}\n"]
     for home in sorted(homes, key=lambda home: (home in LONG_LISTS, home)):
         if home.split(".")[0] != name:
@@ -91,15 +85,26 @@ def reference(package: str) -> str:
 
 
 def _source(module: str) -> ast.Module:
-    """What a module of the packages says, without importing it."""
+    """The syntax tree of a module of the packages, which is not imported."""
+    return ast.parse(_file(module).read_text(encoding="utf-8"))
+
+
+def _file(module: str) -> Path:
     package = module.partition(".")[0].replace("_", "-")
     place = ROOT / "packages" / package / "src" / module.replace(".", "/")
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
+    return place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+
+
+def _tool(name: str) -> ModuleType:
+    """A module of ``tools/``, which is not on the path of mkdocs."""
+    folder = str(ROOT / "tools")
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
 
 
 def _made(module: ast.Module) -> set[str]:
-    """Names bound to what a private function of the module returns: many functions that differ in a word."""
+    """Names bound to the result of a private function of the module: functions made from one template."""
     return {
         ast.unparse(node.targets[0])
         for node in module.body

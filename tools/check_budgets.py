@@ -1,7 +1,9 @@
-"""Keep the source within its budgets: sizes, annotations, and a few patterns that it does not contain.
+"""Keep the source within its budgets: sizes, annotations, private access, and a few forbidden patterns.
 
 Lines are counted without docstrings, comments and blank lines. Run from the repository root:
-``python tools/check_budgets.py``; prints one line per violation and exits with 1 when there is any.
+``python tools/check_budgets.py``; prints one line per violation and exits with 1 when there is any. Private
+access across modules (see ``private_access.py``) is measured per 1,000 lines of code, in each package and in
+all together.
 """
 
 from __future__ import annotations
@@ -12,12 +14,16 @@ import io
 import re
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import private_access
+
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+PRIVATE_ACCESS_LIMIT = 1.0
 ENVIRONMENT_MODULE = "accel_state/environment.py"
 # Spelled in two parts so that this file passes its own check.
 _OPEN_ENDS = re.compile(r"\b(" + "|".join(["TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK"]) + r")\b")
@@ -167,15 +173,70 @@ def check_tree(root: Path) -> list[Violation]:
     return found
 
 
+@dataclass(frozen=True)
+class PrivateAccess:
+    """Private access across modules in one package, or in all.
+
+    Attributes:
+        package: name of the package's folder, or ``all packages``.
+        lines: lines of code.
+        found: the places.
+    """
+
+    package: str
+    lines: int
+    found: tuple[private_access.Access, ...]
+
+    @property
+    def rate(self) -> float:
+        """Places per 1,000 lines of code."""
+        return 1000 * len(self.found) / self.lines if self.lines else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.package}: {len(self.found)} in {self.lines} lines, {self.rate:.2f} per 1,000"
+
+
+def measure_private_access(root: Path) -> list[PrivateAccess]:
+    """Private access across modules in each package, and last in all of them."""
+    trees, lines = {}, Counter[str]()
+    for file in sorted(root.glob("packages/*/src/**/*.py")):
+        path, source = file.relative_to(root), file.read_text(encoding="utf-8")
+        trees[path.as_posix()] = tree = ast.parse(source, filename=str(file))
+        lines[path.parts[1]] += len(code_lines(source, tree))
+    found = private_access.find(trees)
+    measured = [
+        PrivateAccess(package, count, tuple(one for one in found if one.path.split("/")[1] == package))
+        for package, count in sorted(lines.items())
+    ]
+    return [*measured, PrivateAccess("all packages", lines.total(), tuple(found))]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print the violations; 1 when there is any."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("root", nargs="?", type=Path, default=Path(), help="repository root")
-    violations = check_tree(parser.parse_args(arguments).root)
+    parser.add_argument(
+        "--private-access-limit",
+        type=float,
+        default=PRIVATE_ACCESS_LIMIT,
+        help="private access across modules per 1,000 lines of code must be below this (default: %(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    violations = check_tree(options.root)
     for violation in violations:
         print(violation)
-    print(f"budgets: {len(violations)} violations")
-    return 1 if violations else 0
+    measured = measure_private_access(options.root)
+    exceeded = [one for one in measured if one.found and one.rate >= options.private_access_limit]
+    for access in sorted({access for one in exceeded for access in one.found}):
+        print(access)
+    for one in measured:
+        too_much = f", must be below {options.private_access_limit:g}" if one in exceeded else ""
+        print(f"private access across modules, {one}{too_much}")
+    count = len(violations) + len(exceeded)
+    print(f"budgets: {count} violations")
+    return 1 if count else 0
 
 
 if __name__ == "__main__":

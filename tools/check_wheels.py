@@ -1,9 +1,9 @@
-"""Prove that each built wheel works with nothing but what it declares.
+"""Prove that each built wheel works with only the dependencies that it declares.
 
 Builds all distributions with ``hatch build --all``, then gives each package a fresh virtual environment that
 holds its wheel, the wheels of the packages below it, and links to exactly the third-party distributions that
-their metadata asks for (links, so that nothing is downloaded twice). In there every public name must import,
-and the packages above and beside must be absent. Run from the repository root, where the third-party
+their metadata requires (links, so that nothing is downloaded twice). In this environment every public name must
+import, and the other packages must be absent. Run from the repository root, where the third-party
 distributions are installed: ``python tools/check_wheels.py``.
 """
 
@@ -26,7 +26,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-# Package → the packages that lie below it, and so may and must be installed with it.
+# Package → the packages below it, which are installed with it; no other may be.
 BELOW: dict[str, tuple[str, ...]] = {
     "accel-state": (),
     "accel-ckpt": ("accel-state",),
@@ -82,7 +82,7 @@ def wheel_metadata(wheel: Path) -> Message:
 
 
 def check_contents(package: str, wheel: Path) -> list[str]:
-    """What is missing from a wheel or does not belong into it."""
+    """What is missing from a wheel or does not belong in it."""
     root = import_name(package)
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -91,17 +91,15 @@ def check_contents(package: str, wheel: Path) -> list[str]:
     if not any(re.fullmatch(r"[^/]+\.dist-info/licenses/LICENSE", name) for name in names):
         problems.append(f"{package}: {wheel.name} has no LICENSE")
     strays = [name for name in names if not name.startswith((f"{root}/", f"{root}-"))]
-    problems += [f"{package}: {name} does not belong into {wheel.name}" for name in strays]
+    problems += [f"{package}: {name} does not belong in {wheel.name}" for name in strays]
     ours = {one.name for one in requirements(wheel_metadata(wheel)) if one.name in BELOW}
     if not ours <= set(BELOW[package]):
-        problems.append(
-            f"{package}: depends on {sorted(ours - set(BELOW[package]))}, which does not lie below it"
-        )
+        problems.append(f"{package}: depends on {sorted(ours - set(BELOW[package]))}, which is not below it")
     return problems
 
 
 def requirements(message: Message) -> list[Requirement]:
-    """What a METADATA asks for on this machine, extras left out."""
+    """Requirements of a METADATA that apply on this machine, without extras."""
     every = [Requirement(line) for line in message.get_all("Requires-Dist") or []]
     return [one for one in every if one.marker is None or one.marker.evaluate({"extra": ""})]
 
@@ -124,7 +122,7 @@ def third_party(wheels: Iterable[Path]) -> set[str]:
 
 
 def link(distributions: Iterable[str], folder: Path) -> None:
-    """Link what the distributions installed at the top of their site-packages into ``folder``."""
+    """Link into ``folder`` what the distributions installed at the top of their site-packages."""
     folder.mkdir()
     for name in distributions:
         for file in metadata.distribution(name).files or []:
@@ -135,7 +133,7 @@ def link(distributions: Iterable[str], folder: Path) -> None:
 
 
 def check_install(package: str, wheels: dict[str, Path], folder: Path) -> str:
-    """Install ``package`` and what lies below into a fresh environment under ``folder`` and import it.
+    """Install ``package`` and those below it into a fresh environment under ``folder`` and import it.
 
     Returns:
         One line that says what was imported.

@@ -1,7 +1,6 @@
 """Write the page of all configuration options, ``docs/reference/configuration.md``, from the schema.
 
-``python tools/gen_config_docs.py`` writes the page, and ``--check`` tells whether the one that is there is up
-to date.
+``python tools/gen_config_docs.py`` writes the page, and ``--check`` fails if the existing one is out of date.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ INTRODUCTION = """\
 # Configuration options
 
 Every option of a run, with its name in Python, in a file, on the command line and in the environment. This
-page is made from the schema by `tools/gen_config_docs.py`; how the four are merged is told in
+page is generated from the schema by `tools/gen_config_docs.py`; how the four are merged is described in
 [Configuration](../guides/configuration.md).
 
 The last column names the option in the three places outside Python: first its key in a file, then its flags
-(`--…`), then its variable (in capitals); *launcher* stands in place of a variable where the launcher acts on the
-option and the program does not see it. A flag in which dashes and underscores are exchanged is the same flag.
-Choices are found in any case. Where a default is *unset*, the value after the arrow is what `accel launch` fills in
+(`--…`), then its variable (in capitals); *launcher* replaces the variable where only the launcher uses the
+option, and the program does not see it. Dashes and underscores in flags are interchangeable. Choices are not
+case-sensitive. Where a default is *unset*, the value after the arrow is what `accel launch` fills in
 when the section is used.
 """
-NOT_YET = "Not available yet: files with these options load, and a run that asks for one is refused.\n"
+NOT_YET = "Not available yet: files with these options load, and a run that uses one is an error.\n"
 SAGEMAKER = """
 ## SageMaker
 
@@ -51,13 +50,13 @@ sections torch.compile and FP8.
 PUBLISHED_INTRODUCTION = """
 ## Variables that are published
 
-When a process group or a plugin is created, those of these variables that are missing are set, because other
-libraries read them. No variable is ever overwritten.
+Other libraries read these variables. When a process group or a plugin is created, those that are not set are set;
+no variable is overwritten.
 """
 OTHERS = """
-## Variables that are no options
+## Variables without an option
 
-Variables that Accelerate reads or writes, and what becomes of them here.
+Variables that Accelerate reads or writes, and what happens with them here.
 """
 
 
@@ -85,11 +84,11 @@ def _sections(root: type[Any]) -> dict[str, list[BoundOption]]:
 
 def _place(bound: BoundOption) -> str:
     if bound.file_key:
-        return f"In a file these keys stand in `{bound.file_key}`.\n"
+        return f"In a file these keys are in the mapping `{bound.file_key}`.\n"
     return (
-        "These options do not stand in files.\n"
+        "These options have no key in files.\n"
         if not bound.keys
-        else "In a file these keys stand at the top.\n"
+        else "In a file these keys are at the top level.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The page that says, import by import, where a name of Accelerate is found here.
+"""Generate the page that lists for each public name of Accelerate where to import it from here.
 
 ``tools/data/accelerate_api.tsv`` holds the public names of Accelerate 1.15 and the package that is each one's
 home. What a package really exports is read from the table in its ``__init__.py``; nothing is imported, so the
@@ -9,13 +9,14 @@ prints the page, and ``--check`` tells whether names and packages agree.
 from __future__ import annotations
 
 import argparse
-import ast
 import csv
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+
+import gen_stubs
 
 DATA = Path(__file__).parent / "data" / "accelerate_api.tsv"
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
@@ -23,6 +24,11 @@ PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel
 # bigmodel.
 PREFERRED = ("accel-train", "accel-bigmodel", "accel-ckpt", "accel-state", "accel-cli")
 NOT_YET = "not yet"
+# Names of which two packages have a version of their own, with what the other than the one shown is for.
+TWO_VERSIONS = {
+    "load_checkpoint_in_model": "the one of `accel_train` and `accel_ckpt` loads onto one device, or into shards, and "
+    "takes no map of several devices",
+}
 
 INTRODUCTION = """\
 # Imports, name by name
@@ -53,23 +59,25 @@ def load_rows(path: Path = DATA) -> list[Row]:
 
 def exports(root: Path) -> dict[str, frozenset[str]]:
     """Package to the public names that the table in its ``__init__.py`` declares."""
-    return {package: frozenset(_table(root, package)) for package in PACKAGES}
+    tops = {
+        package: root / "packages" / package / "src" / package.replace("-", "_") / "__init__.py"
+        for package in PACKAGES
+    }
+    return {
+        package: frozenset(name for names in gen_stubs.read_table(top).values() for name in names)
+        for package, top in tops.items()
+    }
 
 
-def _table(root: Path, package: str) -> Iterator[str]:
-    module = package.replace("-", "_")
-    source = (root / "packages" / package / "src" / module / "__init__.py").read_text(encoding="utf-8")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach":
-            for names in ast.literal_eval(node.args[1]).values():
-                yield from names
+def import_line(row: Row, exported: Mapping[str, frozenset[str]]) -> str:
+    """The import that replaces Accelerate's, or ``not yet``.
 
-
-def import_line(name: str, exported: Mapping[str, frozenset[str]]) -> str:
-    """The import that replaces Accelerate's, or ``not yet``."""
-    for package in PREFERRED:
-        if name in exported[package]:
-            return f"from {package.replace('-', '_')} import {name}"
+    Where two packages have versions of their own, it is the version of the name's home, which takes the arguments
+    that Accelerate's takes.
+    """
+    for package in (row.home,) if row.name in TWO_VERSIONS else PREFERRED:
+        if row.name in exported[package]:
+            return f"from {package.replace('-', '_')} import {row.name}"
     return NOT_YET
 
 
@@ -93,13 +101,14 @@ def problems(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> lis
 
 def render(rows: Sequence[Row], exported: Mapping[str, frozenset[str]]) -> str:
     """The page, in Markdown."""
-    available = sum(import_line(row.name, exported) != NOT_YET for row in rows)
+    available = sum(import_line(row, exported) != NOT_YET for row in rows)
     parts = [INTRODUCTION.format(not_yet=NOT_YET, available=available, total=len(rows))]
     for module, group in groupby(rows, key=lambda row: row.module):
         parts.append(f"\n## `{module}`\n\n| name | here | home |\n|---|---|---|\n")
         for row in group:
-            line = import_line(row.name, exported)
+            line = import_line(row, exported)
             shown = f"*{NOT_YET}*" if line == NOT_YET else f"`{line}`"
+            shown += f"; {TWO_VERSIONS[row.name]}" if row.name in TWO_VERSIONS else ""
             parts.append(f"| `{row.name}` | {shown} | `{row.home}` |\n")
     return "".join(parts)
 

@@ -1,6 +1,6 @@
 """A language model of 0.54 GB that answers in a process that may use 0.35 GB.
 
-    python bigger_than_memory.py              # train it, then let it answer in a new process under a memory limit
+    python bigger_than_memory.py              # train it, then query it in a new process under a memory limit
     python bigger_than_memory.py --plain      # the same with torch's own loading: the kernel kills that process
 
 The model predicts the next character of Python's documentation. Beside a small causal network it has a memory: large
@@ -71,7 +71,7 @@ def encode(text: str) -> torch.Tensor:
 
 def train(folder: Path, steps: int) -> None:
     torch.manual_seed(0)
-    folder.mkdir(parents=True, exist_ok=True)  # where this may not be written, training would be in vain
+    folder.mkdir(parents=True, exist_ok=True)  # fail before training if the folder cannot be written
     data = encode("\n".join(topics.values()))
     model = Model()
     for block in model.blocks:

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--stop_after", type=int, help="stop after this epoch, to be resumed")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
     parser.add_argument("--output", type=Path, default=Path("digits"))
     parser.add_argument("--seed", type=int, default=0)
     train(parser.parse_args())

@@ -1,4 +1,4 @@
-"""Classify images with data augmentation, a one-cycle schedule and nothing but the Accelerator.
+"""Classify images with data augmentation and a one-cycle schedule, using only the Accelerator.
 
 accel launch --num_processes 2 --cpu image_classification.py
 """

@@ -1,4 +1,4 @@
-"""Classify sequences with a transformers model and nothing but the Accelerator.
+"""Classify sequences with a transformers model, using only the Accelerator.
 
 accel launch --num_processes 2 --cpu text_classification.py
 """

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
+
 try:
     from accel_ckpt import Part
 except ImportError:

@@ -1,4 +1,4 @@
-"""The runner of the documentation's blocks runs, writes, expects and leaves out what it is told to."""
+"""The runner of the documentation's blocks runs, writes, expects and leaves out blocks as their comments say."""
 
 from __future__ import annotations
 

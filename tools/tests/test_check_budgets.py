@@ -107,3 +107,40 @@ def test_main_reports_and_exits_with_one(tmp_path, capsys):
     assert "packages/accel-x/src/accel_x/a.py:1: parameter x of f is not annotated" in capsys.readouterr().out
     (source / "a.py").write_text("def f(x: int): ...\n")
     assert check_budgets.main([str(tmp_path)]) == 0
+
+
+@pytest.fixture
+def reaching(tmp_path):
+    """Two packages; one place of ``accel-b`` reaches into ``accel-a``. Takes lines of code of ``accel-b``."""
+
+    def write(lines: int) -> str:
+        for name, source in (("a", "_x = 1\n" * 5000), ("b", "y._x\n" + "z = 1\n" * (lines - 1))):
+            folder = tmp_path / "packages" / f"accel-{name}" / "src" / f"accel_{name}"
+            folder.mkdir(parents=True, exist_ok=True)
+            for part in range(0, len(source.splitlines()), 500):
+                text = "".join(source.splitlines(keepends=True)[part : part + 500])
+                (folder / f"part{part}.py").write_text(text)
+        return str(tmp_path)
+
+    return write
+
+
+def test_private_access_is_measured_in_each_package_and_in_all(reaching, capsys):
+    assert check_budgets.main([reaching(1001)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "private access across modules, accel-a: 0 in 5000 lines, 0.00 per 1,000",
+        "private access across modules, accel-b: 1 in 1001 lines, 1.00 per 1,000",
+        "private access across modules, all packages: 1 in 6001 lines, 0.17 per 1,000",
+        "budgets: 0 violations",
+    ]
+
+
+def test_private_access_must_stay_below_the_limit(reaching, capsys):
+    assert check_budgets.main([reaching(1000)]) == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0].startswith(
+        "packages/accel-b/src/accel_b/part0.py:1: y._x is private to packages/accel-a/"
+    )
+    assert "accel-b: 1 in 1000 lines, 1.00 per 1,000, must be below 1" in shown[2]
+    assert shown[-1] == "budgets: 1 violations"
+    assert check_budgets.main([reaching(1000), "--private-access-limit", "1.1"]) == 0

@@ -61,12 +61,12 @@ def test_missing_files_are_named(wheel, file):
 
 def test_files_that_do_not_belong(wheel):
     problems = check_wheels.check_contents("accel-ckpt", wheel("accel-ckpt", extra="tests/test_a.py"))
-    assert problems == ["accel-ckpt: tests/test_a.py does not belong into accel_ckpt-0.1.0-py3-none-any.whl"]
+    assert problems == ["accel-ckpt: tests/test_a.py does not belong in accel_ckpt-0.1.0-py3-none-any.whl"]
 
 
 def test_a_dependency_that_lies_beside(wheel):
     problems = check_wheels.check_contents("accel-train", wheel("accel-train", "accel-bigmodel>=0.1"))
-    assert problems == ["accel-train: depends on ['accel-bigmodel'], which does not lie below it"]
+    assert problems == ["accel-train: depends on ['accel-bigmodel'], which is not below it"]
 
 
 def test_third_party_follows_dependencies_and_leaves_out_extras(wheel):

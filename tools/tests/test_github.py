@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +22,7 @@ def _script(name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up there
     spec.loader.exec_module(module)
     return module
 
@@ -101,3 +104,118 @@ def test_a_tag_before_the_changelog_is_collected(repository):
     (folder / "CHANGELOG.md").write_text("")
     with pytest.raises(ValueError, match=r"no section for 0\.1\.0"):
         _script("release_tag").parse("accel-ckpt-v0.1.0", repository)
+
+
+@pytest.fixture
+def branch(tmp_path):
+    """A repository with one commit; returns a function that commits files and returns the commit's name."""
+    source = "packages/accel-ckpt/src/accel_ckpt"
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
+
+    def commit(message, *paths):
+        for path in paths:
+            file = tmp_path / path.replace("SOURCE", source).replace(
+                "NOTES", "packages/accel-ckpt/changelog.d"
+            )
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(file.read_text() + "more\n" if file.exists() else "new\n")
+        git("add", ".")
+        git("commit", "--quiet", "--message", message)
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "--quiet", "--initial-branch=main")
+    commit("Begin", "SOURCE/old.py", "SOURCE/__init__.pyi", "NOTES/old.added.md")
+    git("switch", "--quiet", "--create", "work")
+    commit.git = git
+    return commit
+
+
+def _commit_problems(root):
+    script = _script("check_commits")
+    return script.problems(*script.read("main", root))
+
+
+def test_a_change_of_source_without_a_fragment_is_a_problem(branch, tmp_path):
+    first = branch("Change", "SOURCE/old.py")
+    second = branch("Add", "SOURCE/deep/new.py")
+    (problem,) = _commit_problems(tmp_path)
+    assert problem.startswith(
+        f"accel-ckpt: {first}, {second} changed its source without a changelog fragment"
+    )
+
+
+@pytest.mark.parametrize("fragment", ["NOTES/new.fixed.md", "NOTES/old.added.md"])
+def test_a_fragment_anywhere_in_the_branch_describes_the_package(branch, tmp_path, fragment):
+    branch("Change", "SOURCE/old.py")
+    branch("Describe", fragment)
+    assert _commit_problems(tmp_path) == []
+
+
+@pytest.mark.parametrize("fragment", ["NOTES/new.md", "packages/accel-train/changelog.d/new.fixed.md"])
+def test_a_fragment_of_no_kind_or_of_another_package_does_not_count(branch, tmp_path, fragment):
+    branch("Change", "SOURCE/old.py", fragment)
+    assert len(_commit_problems(tmp_path)) == 1
+
+
+def test_a_deleted_fragment_does_not_count(branch, tmp_path):
+    branch("Change", "SOURCE/old.py")
+    branch.git("rm", "--quiet", "packages/accel-ckpt/changelog.d/old.added.md")
+    branch("Delete")
+    assert len(_commit_problems(tmp_path)) == 1
+
+
+def test_the_trailer_with_a_reason_excuses_its_own_commit(branch, tmp_path):
+    branch("Move\n\nNo-changelog: only moved", "SOURCE/old.py")
+    assert _commit_problems(tmp_path) == []
+    other = branch("Change\n\nNo-changelog:", "SOURCE/old.py")
+    (problem,) = _commit_problems(tmp_path)
+    assert f"accel-ckpt: {other} changed" in problem
+
+
+def test_tests_versions_and_stubs_need_no_fragment(branch, tmp_path):
+    branch(
+        "Other",
+        "packages/accel-ckpt/tests/test_a.py",
+        "SOURCE/__about__.py",
+        "SOURCE/__init__.pyi",
+        "docs/a.md",
+    )
+    assert _commit_problems(tmp_path) == []
+
+
+def test_a_subject_of_73_characters_is_one_too_many(branch, tmp_path):
+    branch("x" * 72 + "\n\n" + "y" * 100, "a.md")
+    assert _commit_problems(tmp_path) == []
+    name = branch("x" * 73, "a.md")
+    (problem,) = _commit_problems(tmp_path)
+    assert problem.startswith(f"{name}: the subject has 73 characters, at most 72")
+
+
+def test_what_others_merged_meanwhile_is_not_checked(branch, tmp_path):
+    branch("Mine", "a.md")
+    branch.git("switch", "--quiet", "main")
+    branch("z" * 80, "SOURCE/old.py")
+    branch.git("switch", "--quiet", "work")
+    branch.git("merge", "--quiet", "--no-edit", "main")
+    assert _commit_problems(tmp_path) == []
+
+
+def test_a_base_that_is_not_there(branch, tmp_path):
+    with pytest.raises(
+        ValueError, match="'gone' is no commit with a history in common with HEAD: fetch it first"
+    ):
+        _script("check_commits").read("gone", tmp_path)
+
+
+def test_the_workflow_runs_the_check_on_the_whole_history_of_a_pull_request():
+    job = yaml.safe_load((ROOT / ".github" / "workflows" / "checks.yml").read_text(encoding="utf-8"))["jobs"][
+        "commits"
+    ]
+    checkout, run = job["steps"]
+    assert checkout["with"]["fetch-depth"] == 0
+    assert (ROOT / run["run"].split()[1]).is_file()
+    assert run["env"] == {"BASE": "${{ github.event.pull_request.base.sha }}"}

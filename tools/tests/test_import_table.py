@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import import_table
 
@@ -30,11 +34,46 @@ def test_the_table_read_from_source_is_all(package):
 def test_every_import_on_the_page_works_and_nothing_available_is_marked_missing():
     tops = [importlib.import_module(package.replace("-", "_")) for package in import_table.PACKAGES]
     for row in ROWS:
-        line = import_table.import_line(row.name, EXPORTED)
+        line = import_table.import_line(row, EXPORTED)
         if line == import_table.NOT_YET:
             assert not [top.__name__ for top in tops if hasattr(top, row.name)], row.name
         else:
             exec(line, {})
+
+
+def test_names_of_which_two_packages_have_a_version_are_the_listed_ones():
+    versions: dict[str, list[object]] = {}
+    for package in import_table.PACKAGES:
+        for name in EXPORTED[package]:
+            versions.setdefault(name, []).append(
+                getattr(importlib.import_module(package.replace("-", "_")), name)
+            )
+    several = {name for name, found in versions.items() if any(one != found[0] for one in found)}
+    assert several == set(import_table.TWO_VERSIONS)
+
+
+def test_the_version_that_is_shown_takes_what_accelerates_takes():
+    """A map of several devices and the disk, and a state dict that is offloaded."""
+    (line,) = {
+        import_table.import_line(row, EXPORTED) for row in ROWS if row.name == "load_checkpoint_in_model"
+    }
+    names: dict[str, Any] = {}
+    exec(line, names)
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(model.state_dict(), Path(folder) / "pytorch_model.bin")
+        again = copy.deepcopy(model)
+        torch.nn.init.zeros_(again[0].weight)
+        names["load_checkpoint_in_model"](
+            again,
+            folder,
+            device_map={"0": "cpu", "1": "disk"},
+            offload_folder=folder,
+            offload_state_dict=True,
+        )
+        assert torch.equal(again[0].weight, model[0].weight)
+    page = import_table.render(ROWS, EXPORTED)
+    assert f"| `{line}`; the one of `accel_train` and `accel_ckpt` loads onto one device" in page
 
 
 def test_names_are_at_home():

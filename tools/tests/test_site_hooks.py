@@ -45,7 +45,7 @@ def test_every_package_with_an_api_lists_all_of_it(hooks):
         module = __import__(package.replace("-", "_"))
         own = [name for name in module.__all__ if getattr(module, name, None) is not None]
         missing = [name for name in own if not _lists(page, name)]
-        # What a package passes on from below stands on the pages below.
+        # What a package re-exports from packages below is on their pages.
         assert [name for name in missing if not _lists(everywhere, name)] == []
         assert package in ("accel-bigmodel", "accel-train") or not missing, package
         assert page.rstrip().endswith("yet.") == (not module.__all__)

@@ -1,4 +1,4 @@
-"""Save the whole training state every few steps, and go on from the middle of an epoch.
+"""Save the whole training state every few steps, and continue from the middle of an epoch.
 
 accel launch --num_processes 2 --cpu checkpointing.py --stop_at 12
 accel launch --num_processes 2 --cpu checkpointing.py --resume

@@ -12,7 +12,7 @@ from accel_train import Accelerator, set_seed
 
 
 class Patience:
-    """Says stop when the loss has not fallen by ``least`` for ``patience`` calls."""
+    """Returns True when the loss has not fallen by ``least`` for ``patience`` calls."""
 
     def __init__(self, patience=5, least=1e-2):
         self.patience, self.least, self.best, self.calls = patience, least, float("inf"), 0

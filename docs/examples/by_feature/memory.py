@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_train import Accelerator, find_executable_batch_size, set_seed
 
-FITS = 40  # stands for the device's memory, so that the example shows something on any machine
+FITS = 40  # simulates the device's memory, so that the example works on any machine
 
 
 def main():
@@ -18,7 +18,7 @@ def main():
 
     @find_executable_batch_size(starting_batch_size=64)
     def train(batch_size):
-        # What an attempt makes is made in here, so that it is freed before the next.
+        # Create everything inside this function, so that it is freed before the next attempt.
         accelerator.free_memory()
         accelerator.print(f"trying batches of {batch_size}")
         set_seed(0)

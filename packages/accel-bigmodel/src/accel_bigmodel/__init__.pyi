@@ -1,17 +1,14 @@
+# Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_bigmodel.__about__ import __version__ as __version__
 from accel_bigmodel.device_maps.balance import get_balanced_memory as get_balanced_memory
 from accel_bigmodel.device_maps.budget import available_host_memory as available_host_memory
 from accel_bigmodel.device_maps.budget import get_max_memory as get_max_memory
 from accel_bigmodel.device_maps.checks import check_device_map as check_device_map
-from accel_bigmodel.device_maps.checks import (
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-)
+from accel_bigmodel.device_maps.checks import check_tied_parameters_on_same_device as check_tied_parameters_on_same_device
 from accel_bigmodel.device_maps.explain import DeviceMapExplanation as DeviceMapExplanation
 from accel_bigmodel.device_maps.explain import PlacedPart as PlacedPart
 from accel_bigmodel.device_maps.greedy import fallback_allocate as fallback_allocate
-from accel_bigmodel.device_maps.infer import (
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-)
+from accel_bigmodel.device_maps.infer import check_tied_parameters_in_config as check_tied_parameters_in_config
 from accel_bigmodel.device_maps.infer import clean_device_map as clean_device_map
 from accel_bigmodel.device_maps.infer import explain_device_map as explain_device_map
 from accel_bigmodel.device_maps.infer import infer_auto_device_map as infer_auto_device_map
@@ -45,9 +42,7 @@ from accel_bigmodel.hooks.alignment import get_state_dict_from_offload as get_st
 from accel_bigmodel.hooks.alignment import get_state_dict_offloaded_model as get_state_dict_offloaded_model
 from accel_bigmodel.hooks.alignment import has_offloaded_params as has_offloaded_params
 from accel_bigmodel.hooks.attach import attach_align_device_hook as attach_align_device_hook
-from accel_bigmodel.hooks.attach import (
-    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
-)
+from accel_bigmodel.hooks.attach import attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.attach import attach_execution_device_hook as attach_execution_device_hook
 from accel_bigmodel.hooks.base import ModelHook as ModelHook
 from accel_bigmodel.hooks.base import SequentialHook as SequentialHook
@@ -82,9 +77,7 @@ from accel_bigmodel.quantization.config import TorchAoQuantizationConfig as Torc
 from accel_bigmodel.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_bigmodel.quantization.layers import replace_with_bnb_layers as replace_with_bnb_layers
 from accel_bigmodel.quantization.loading import load_and_quantize_model as load_and_quantize_model
-from accel_bigmodel.quantization.places import (
-    get_quantized_model_device_map as get_quantized_model_device_map,
-)
+from accel_bigmodel.quantization.places import get_quantized_model_device_map as get_quantized_model_device_map
 from accel_bigmodel.quantization.selection import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_bigmodel.quantization.support import QUANTIZATION_SUPPORT as QUANTIZATION_SUPPORT
 from accel_bigmodel.quantization.support import QuantizationSupport as QuantizationSupport

@@ -1,3 +1,4 @@
+# Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_ckpt.__about__ import __version__ as __version__
 from accel_ckpt.checkpointer import Checkpointer as Checkpointer
 from accel_ckpt.checkpointer import RandomState as RandomState

@@ -1,3 +1,4 @@
+# Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_state.__about__ import __version__ as __version__
 from accel_state.communication.collectives import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
 from accel_state.communication.collectives import broadcast as broadcast
@@ -25,9 +26,7 @@ from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig
 from accel_state.constants import BETA_CP_AVAILABLE_PYTORCH_VERSION as BETA_CP_AVAILABLE_PYTORCH_VERSION
 from accel_state.constants import BETA_SP_AVAILABLE_DEEPSPEED_VERSION as BETA_SP_AVAILABLE_DEEPSPEED_VERSION
 from accel_state.constants import BETA_TP_AVAILABLE_PYTORCH_VERSION as BETA_TP_AVAILABLE_PYTORCH_VERSION
-from accel_state.constants import (
-    BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION,
-)
+from accel_state.constants import BETA_TP_AVAILABLE_TRANSFORMERS_VERSION as BETA_TP_AVAILABLE_TRANSFORMERS_VERSION
 from accel_state.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
 from accel_state.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
 from accel_state.constants import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
@@ -36,9 +35,7 @@ from accel_state.constants import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFET
 from accel_state.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME
 from accel_state.constants import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
 from accel_state.constants import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
-from accel_state.constants import (
-    MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION,
-)
+from accel_state.constants import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
 from accel_state.constants import MODEL_NAME as MODEL_NAME
 from accel_state.constants import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accel_state.constants import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
@@ -56,9 +53,7 @@ from accel_state.constants import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
 from accel_state.constants import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_state.constants import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_state.constants import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
-from accel_state.constants import (
-    XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
-)
+from accel_state.constants import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
 from accel_state.enums import BaseEnum as BaseEnum
 from accel_state.enums import ComputeEnvironment as ComputeEnvironment
 from accel_state.enums import DistributedType as DistributedType
@@ -96,9 +91,7 @@ from accel_state.host.available import is_8bit_bnb_available as is_8bit_bnb_avai
 from accel_state.host.available import is_aim_available as is_aim_available
 from accel_state.host.available import is_amdsmi_available as is_amdsmi_available
 from accel_state.host.available import is_bf16_available as is_bf16_available
-from accel_state.host.available import (
-    is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available,
-)
+from accel_state.host.available import is_bitsandbytes_multi_backend_available as is_bitsandbytes_multi_backend_available
 from accel_state.host.available import is_bnb_available as is_bnb_available
 from accel_state.host.available import is_boto3_available as is_boto3_available
 from accel_state.host.available import is_clearml_available as is_clearml_available
@@ -107,8 +100,8 @@ from accel_state.host.available import is_cuda_available as is_cuda_available
 from accel_state.host.available import is_datasets_available as is_datasets_available
 from accel_state.host.available import is_deepspeed_available as is_deepspeed_available
 from accel_state.host.available import is_dvclive_available as is_dvclive_available
-from accel_state.host.available import is_fp8_available as is_fp8_available
 from accel_state.host.available import is_fp16_available as is_fp16_available
+from accel_state.host.available import is_fp8_available as is_fp8_available
 from accel_state.host.available import is_habana_gaudi1 as is_habana_gaudi1
 from accel_state.host.available import is_hpu_available as is_hpu_available
 from accel_state.host.available import is_import_timer_available as is_import_timer_available
@@ -140,16 +133,12 @@ from accel_state.host.available import is_torch_distributed_available as is_torc
 from accel_state.host.available import is_torch_xla_available as is_torch_xla_available
 from accel_state.host.available import is_torchao_available as is_torchao_available
 from accel_state.host.available import is_torchdata_available as is_torchdata_available
-from accel_state.host.available import (
-    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-)
+from accel_state.host.available import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from accel_state.host.available import is_torchvision_available as is_torchvision_available
 from accel_state.host.available import is_tqdm_available as is_tqdm_available
 from accel_state.host.available import is_trackio_available as is_trackio_available
 from accel_state.host.available import is_transformer_engine_available as is_transformer_engine_available
-from accel_state.host.available import (
-    is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-)
+from accel_state.host.available import is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available
 from accel_state.host.available import is_transformers_available as is_transformers_available
 from accel_state.host.available import is_triton_available as is_triton_available
 from accel_state.host.available import is_wandb_available as is_wandb_available
@@ -181,9 +170,7 @@ from accel_state.launching.inline import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.log import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.log import get_logger as get_logger
-from accel_state.module_trees import (
-    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
-)
+from accel_state.module_trees import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_state.progress import tqdm as tqdm
 from accel_state.seeding import get_rng_state as get_rng_state

@@ -1,7 +1,7 @@
 """Lazy package tops: a name is imported from its home module when it is first used.
 
-A package top states its public names once, as a table ``home module → names``, and a stub ``__init__.pyi``
-beside it says the same to type checkers; ``tools/check_exports.py`` proves that the two agree.
+A package top lists its public names once, as a table ``home module → names``. ``tools/gen_stubs.py`` generates
+from it the stub ``__init__.pyi`` that type checkers read.
 """
 
 from __future__ import annotations

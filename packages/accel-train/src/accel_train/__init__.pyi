@@ -1,3 +1,4 @@
+# Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_ckpt import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt import compute_module_sizes as compute_module_sizes
 from accel_ckpt import compute_module_total_buffer_size as compute_module_total_buffer_size
@@ -14,15 +15,25 @@ from accel_ckpt import named_module_tensors as named_module_tensors
 from accel_ckpt import retie_parameters as retie_parameters
 from accel_ckpt import save as save
 from accel_ckpt import set_module_tensor_to_device as set_module_tensor_to_device
+from accel_state import ComputeEnvironment as ComputeEnvironment
+from accel_state import DistributedOperationException as DistributedOperationException
+from accel_state import DistributedType as DistributedType
+from accel_state import DynamoBackend as DynamoBackend
 from accel_state import FSDP2_STATE_DICT_TYPE as FSDP2_STATE_DICT_TYPE
 from accel_state import FSDP_AUTO_WRAP_POLICY as FSDP_AUTO_WRAP_POLICY
 from accel_state import FSDP_BACKWARD_PREFETCH as FSDP_BACKWARD_PREFETCH
 from accel_state import FSDP_SHARDING_STRATEGY as FSDP_SHARDING_STRATEGY
 from accel_state import FSDP_STATE_DICT_TYPE as FSDP_STATE_DICT_TYPE
+from accel_state import InitProcessGroupKwargs as InitProcessGroupKwargs
+from accel_state import KwargsHandler as KwargsHandler
+from accel_state import LoggerType as LoggerType
 from accel_state import MITA_PROFILING_AVAILABLE_PYTORCH_VERSION as MITA_PROFILING_AVAILABLE_PYTORCH_VERSION
 from accel_state import MODEL_NAME as MODEL_NAME
 from accel_state import OPTIMIZER_NAME as OPTIMIZER_NAME
 from accel_state import PROFILE_PATTERN_NAME as PROFILE_PATTERN_NAME
+from accel_state import PartialState as PartialState
+from accel_state import PrecisionType as PrecisionType
+from accel_state import RNGType as RNGType
 from accel_state import RNG_STATE_NAME as RNG_STATE_NAME
 from accel_state import SAFE_MODEL_NAME as SAFE_MODEL_NAME
 from accel_state import SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME
@@ -31,24 +42,14 @@ from accel_state import SAFE_WEIGHTS_PATTERN_NAME as SAFE_WEIGHTS_PATTERN_NAME
 from accel_state import SAMPLER_NAME as SAMPLER_NAME
 from accel_state import SCALER_NAME as SCALER_NAME
 from accel_state import SCHEDULER_NAME as SCHEDULER_NAME
+from accel_state import SageMakerDistributedType as SageMakerDistributedType
 from accel_state import TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES
 from accel_state import TORCH_LAUNCH_PARAMS as TORCH_LAUNCH_PARAMS
+from accel_state import TensorInformation as TensorInformation
 from accel_state import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_state import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_state import WEIGHTS_PATTERN_NAME as WEIGHTS_PATTERN_NAME
 from accel_state import XPU_PROFILING_AVAILABLE_PYTORCH_VERSION as XPU_PROFILING_AVAILABLE_PYTORCH_VERSION
-from accel_state import ComputeEnvironment as ComputeEnvironment
-from accel_state import DistributedOperationException as DistributedOperationException
-from accel_state import DistributedType as DistributedType
-from accel_state import DynamoBackend as DynamoBackend
-from accel_state import InitProcessGroupKwargs as InitProcessGroupKwargs
-from accel_state import KwargsHandler as KwargsHandler
-from accel_state import LoggerType as LoggerType
-from accel_state import PartialState as PartialState
-from accel_state import PrecisionType as PrecisionType
-from accel_state import RNGType as RNGType
-from accel_state import SageMakerDistributedType as SageMakerDistributedType
-from accel_state import TensorInformation as TensorInformation
 from accel_state import are_libraries_initialized as are_libraries_initialized
 from accel_state import check_cuda_fp8_capability as check_cuda_fp8_capability
 from accel_state import check_os_kernel as check_os_kernel
@@ -82,8 +83,8 @@ from accel_state import is_cuda_available as is_cuda_available
 from accel_state import is_datasets_available as is_datasets_available
 from accel_state import is_deepspeed_available as is_deepspeed_available
 from accel_state import is_dvclive_available as is_dvclive_available
-from accel_state import is_fp8_available as is_fp8_available
 from accel_state import is_fp16_available as is_fp16_available
+from accel_state import is_fp8_available as is_fp8_available
 from accel_state import is_habana_gaudi1 as is_habana_gaudi1
 from accel_state import is_hpu_available as is_hpu_available
 from accel_state import is_import_timer_available as is_import_timer_available
@@ -117,9 +118,7 @@ from accel_state import is_torch_version as is_torch_version
 from accel_state import is_torch_xla_available as is_torch_xla_available
 from accel_state import is_torchao_available as is_torchao_available
 from accel_state import is_torchdata_available as is_torchdata_available
-from accel_state import (
-    is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available,
-)
+from accel_state import is_torchdata_stateful_dataloader_available as is_torchdata_stateful_dataloader_available
 from accel_state import is_torchvision_available as is_torchvision_available
 from accel_state import is_trackio_available as is_trackio_available
 from accel_state import is_transformer_engine_available as is_transformer_engine_available
@@ -197,19 +196,17 @@ from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
-from accel_train.loop.manual_amp import (
-    get_mixed_precision_context_manager as get_mixed_precision_context_manager,
-)
+from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_train.loop.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
 from accel_train.loop.optimizer import move_to_device as move_to_device
 from accel_train.loop.preemption import PreemptionConfig as PreemptionConfig
 from accel_train.loop.scheduler import AcceleratedScheduler as AcceleratedScheduler
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
-from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType
+from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_train.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
+from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import TorchDynamoPlugin as TorchDynamoPlugin

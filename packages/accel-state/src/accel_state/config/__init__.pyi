@@ -1,3 +1,4 @@
+# Generated from __init__.py by tools/gen_stubs.py; do not edit.
 from accel_state.config.codec import PUBLISHED as PUBLISHED
 from accel_state.config.codec import decode as decode
 from accel_state.config.codec import encode as encode
@@ -28,9 +29,7 @@ from accel_state.config.sagemaker import SageMakerConfig as SageMakerConfig
 from accel_state.config.schema import BoundOption as BoundOption
 from accel_state.config.schema import Schema as Schema
 from accel_state.config.schema import schema_of as schema_of
-from accel_state.config.sections.accumulation import (
-    GradientAccumulationSection as GradientAccumulationSection,
-)
+from accel_state.config.sections.accumulation import GradientAccumulationSection as GradientAccumulationSection
 from accel_state.config.sections.deepspeed import DeepSpeedLaunchSection as DeepSpeedLaunchSection
 from accel_state.config.sections.deepspeed import DeepSpeedSection as DeepSpeedSection
 from accel_state.config.sections.dynamo import DynamoSection as DynamoSection
