@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state import environment
 from accel_state.communication import collectives
+from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
@@ -142,7 +143,6 @@ class Accelerator:
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
         launched = environment.decode()
-        precision = mixed_precision_name(mixed_precision, launched)
         plugin = arguments.accumulation_plugin(
             gradient_accumulation_steps, gradient_accumulation_plugin, launched
         )
@@ -163,29 +163,31 @@ class Accelerator:
             adjust_scheduler=plugin.adjust_scheduler,
             dynamo=dynamo,
         )
-        init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
-        self._process = PartialState(cpu, **init_kwargs)
-        self._plan = resolve(
-            self._process,
-            launched,
-            Given(
-                mixed_precision=precision,
-                strategy=selecting,
-                autocast=self.autocast_handler,
-                scaler=self.scaler_handler,
-                ddp=self.ddp_handler,
-                sync_each_batch=plugin.sync_each_batch,
-            ),
+        given = Given(
+            mixed_precision=mixed_precision_name(mixed_precision, launched),
+            strategy=selecting,
+            autocast=self.autocast_handler,
+            scaler=self.scaler_handler,
+            ddp=self.ddp_handler,
+            sync_each_batch=plugin.sync_each_batch,
         )
-        self.state = AcceleratorState(
-            self._process, mixed_precision=precision, dynamo_plugin=dynamo, strategy=self._plan.strategy
-        )
-        self._begin(plugin)
+        self._begin(cpu, launched, given, plugin)
         self._prepared.preemption = start_preemption(preemption, self._process, self._accumulator, self)
         register_newest(self)
 
-    def _begin(self, plugin: GradientAccumulationPlugin) -> None:
-        """Start with nothing prepared and no window open."""
+    def _begin(
+        self, cpu: bool, launched: LaunchConfig, given: Given, plugin: GradientAccumulationPlugin
+    ) -> None:
+        """Join the other processes, decide what to do, and start with nothing prepared and no window open."""
+        init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
+        self._process = PartialState(cpu, **init_kwargs)
+        self._plan = resolve(self._process, launched, given)
+        self.state = AcceleratorState(
+            self._process,
+            mixed_precision=given.mixed_precision,
+            dynamo_plugin=self._options.dynamo,
+            strategy=self._plan.strategy,
+        )
         models: list[nn.Module] = []
         optimizers: list[AcceleratedOptimizer] = []
         ledger = LoaderLedger()

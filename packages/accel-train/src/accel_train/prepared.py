@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_train.plugins import DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
     from accel_train.setup.resolve import Plan
 
-__all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook"]
+__all__ = ["Hooks", "LoadHook", "Options", "Prepared", "Registered", "SaveHook", "mark_prepared"]
 
 SaveHook: TypeAlias = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook: TypeAlias = Callable[[list[nn.Module], str], Any]
@@ -147,3 +147,8 @@ class Prepared:
         index = next(i for i, known in enumerate(self.prepared_models) if known is prepared)
         del self.models[index], self.prepared_models[index]
         self.accumulator.forget_model(prepared)
+
+
+def mark_prepared(item: Any) -> None:
+    """Set the attribute by which other libraries recognise what `prepare()` returned."""
+    item._is_accelerate_prepared = True

@@ -17,7 +17,7 @@ from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
-from accel_train.prepared import Prepared
+from accel_train.prepared import Prepared, mark_prepared
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
 from accel_train.strategies.relink import followed
@@ -142,7 +142,7 @@ class _Objects:
         return done
 
     def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+        mark_prepared(prepared)
         plain = self._strategy.plain(prepared)
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
         own = model if getattr(model, "_orig_mod", model) is plain else plain
@@ -159,7 +159,7 @@ class _Objects:
             wrapped = AcceleratedOptimizer(
                 inner, device_placement=placed, accumulator=here.accumulator, strategy=self._strategy
             )
-            wrapped._is_accelerate_prepared = True
+            mark_prepared(wrapped)
         here.optimizers.append(wrapped)
         return wrapped
 
@@ -188,7 +188,7 @@ def prepare_for_evaluation(here: Prepared, model: nn.Module, placed: bool) -> nn
     _check_device_map(here, model)
     steps = Steps(here.plan.precision, here.plan.device, here.options.dynamo, () if placed else {id(model)})
     prepared = steps.compile(steps.place(steps.convert(model)))
-    prepared._is_accelerate_prepared = True  # type: ignore[assignment]
+    mark_prepared(prepared)
     here.add_model(model, prepared)
     return prepared
 
@@ -235,7 +235,7 @@ def prepare_loader(
         slice_fn=slice_fn,
         ledger=here.ledger,
     )
-    prepared._is_accelerate_prepared = True
+    mark_prepared(prepared)
     if here.preemption is not None:
         here.preemption.protect_workers(prepared)
     here.loaders.append(prepared)
@@ -285,6 +285,6 @@ def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
         advance_while_accumulating=options.adjust_scheduler,
         accumulator=here.accumulator,
     )
-    wrapped._is_accelerate_prepared = True
+    mark_prepared(wrapped)
     here.schedulers.append(wrapped)
     return wrapped

@@ -258,7 +258,7 @@ class Strategy:
             factor: a number, or a 0-d tensor on the gradients' device.
         """
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
-        _scale([_local(gradient) for gradient in gradients.values()], factor)
+        _multiply([_local(gradient) for gradient in gradients.values()], factor)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale of fp16 in an optimizer's gradients, once per step however often it is asked."""
@@ -347,7 +347,7 @@ def _local(gradient: Tensor) -> Tensor:
     return gradient if to_local is None else to_local()
 
 
-def _scale(gradients: list[Tensor], factor: float | Tensor) -> None:
+def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     sparse = [gradient for gradient in gradients if gradient.is_sparse]
     for gradient in sparse:
         gradient.mul_(factor)
