@@ -13,7 +13,22 @@ import torch
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.registry import STRATEGIES
 from testkit import worlds
-from testkit.conformance import Case, Record, oracle, train, use_installed
+from testkit.conformance import (
+    Case,
+    Record,
+    Samples,
+    cloned,
+    gather,
+    make_model,
+    make_optimizer,
+    oracle,
+    prepare_apart,
+    train,
+    train_two,
+    uneven,
+    unwrapped,
+    use_installed,
+)
 
 use_installed()
 MEMBERS = STRATEGIES.names()
@@ -129,3 +144,89 @@ def test_shuffling(name, ranks):
         first_epoch = [micro for window in alike[0].windows for micro in window][: case.rounds]
         seen += [sample for micro in first_epoch for sample in micro]
     assert sorted(seen) == list(range(case.rounds * case.batch * len(readers)))
+
+
+@smallest
+def test_two_models(name, ranks):
+    case = Case(name, accumulation=2, rounds=4)
+    found = worlds.run(train_two, ranks, case)
+    for number in range(2):
+        records = [pair[number] for pair in found]
+        check(case, records, oracle(case, records, seed=number))
+
+
+@smallest
+@pytest.mark.parametrize("order", ["model first", "optimizer first", "with state"])
+def test_t45_optimizers_follow_replaced_parameters(name, ranks, order):
+    case = Case(name)
+    if order == "with state" and name == "fake":
+        with pytest.raises(worlds.RankError, match=r"PrepareError.*already has state of shape"):
+            worlds.run(prepare_apart, ranks, case, order)
+        return
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    data = Samples(4, case.dtype)
+    expected = []
+    if order == "with state":
+        model(data.x).sum().backward()
+        optimizer.step()
+    for _ in range(2):
+        optimizer.zero_grad()
+        ((model(data.x) - data.y) ** 2).mean().backward()
+        optimizer.step()
+        expected.append(cloned(model.state_dict()))
+    for weights in worlds.run(prepare_apart, ranks, case, order):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+
+
+@cells
+@pytest.mark.parametrize("use_objects", [False, True])
+def test_gather_for_metrics(name, ranks, use_objects):
+    """Every sample once, on every rank, although the last round is padded."""
+    case = Case(name)
+    for seen, readers in worlds.run(gather, ranks, case, 11, use_objects):
+        assert sorted(seen) == list(range(11)), readers
+
+
+@smallest
+def test_uneven(name, ranks):
+    """A rank without data counts as a gradient of zero, or the strategy refuses."""
+    case = Case(name, optimizer="SGD", rounds=3)
+    if ranks > 1 and not hasattr(STRATEGIES.get(name), "join"):
+        with pytest.raises(worlds.RankError, match=f"IncompatibleOptionsError.*{name}.*even_batches=True"):
+            worlds.run(uneven, ranks, case)
+        return
+    found = worlds.run(uneven, ranks, case)
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    data = Samples(case.rounds * case.batch * ranks - case.batch, case.dtype)
+    batches = [range(start, start + case.batch) for start in range(0, len(data), case.batch)]
+    for first in range(0, len(batches), ranks):
+        losses = [
+            ((model(data.x[rows]) - data.y[rows]) ** 2).mean() for rows in batches[first : first + ranks]
+        ]
+        optimizer.zero_grad()
+        (sum(losses) / ranks).backward()
+        optimizer.step()
+    assert len({len(losses) for losses, _, _ in found}) == min(ranks, 2), (
+        "ranks had different numbers of batches"
+    )
+    for _, weights, _ in found:
+        torch.testing.assert_close(weights, cloned(model.state_dict()), rtol=1e-12, atol=1e-12)
+
+
+@smallest
+def test_unwrap(name, ranks):
+    for same, names, gathered in worlds.run(unwrapped, ranks, Case(name)):
+        assert same
+        assert gathered == names
+
+
+@smallest
+def test_undeclared_precisions_are_refused(name, ranks):
+    refused = set(PRECISIONS.names()) - set(precisions_of(name))
+    for precision in sorted(refused):
+        pattern = f"IncompatibleOptionsError.*{name}.*cannot compute with mixed_precision='{precision}'"
+        with pytest.raises(worlds.RankError, match=pattern):
+            worlds.run(train, ranks, Case(name, precision))
+    assert refused or STRATEGIES.get(name).capabilities.precisions is None

@@ -207,15 +207,120 @@ def cloned(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in state.items()}
 
 
+def train_two(case: Case) -> tuple[Record, Record]:
+    """Two models with an optimizer each, of which the second steps in every other window only."""
+    accelerator = make_accelerator(case)
+    batch = accelerator.strategy.batch
+    records = Record((batch.index, batch.size)), Record((batch.index, batch.size))
+    models = [make_model(case, seed) for seed in (0, 1)]
+    optimizers = [make_optimizer(case, model) for model in models]
+    loader = DataLoader(
+        Samples(case.rounds * case.batch * batch.size, case.dtype),
+        batch_size=case.batch,
+        shuffle=case.shuffle,
+    )
+    *prepared, loader = accelerator.prepare(*models, *optimizers, loader)
+    models, optimizers = prepared[:2], prepared[2:]
+    torch.manual_seed(3)
+    for epoch in range(case.epochs):
+        window: list[list[int]] = []
+        trained = slice(0, 2) if epoch == 0 else slice(0, 1)  # later only the first
+        for row in loader:
+            with accelerator.accumulate(*models[trained]):
+                for model, record in zip(models[trained], records, strict=False):
+                    index = micro_batch(case, accelerator, model, row, record)
+                window.append(index.tolist())
+                for optimizer in optimizers[trained]:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                for model, record in zip(models[trained], records, strict=False):
+                    record.windows.append(window)
+                    record.weights.append(cloned(accelerator.get_state_dict(model)))
+                window = []
+    return records
+
+
+def prepare_apart(case: Case, order: str) -> list[dict[str, Tensor]]:
+    """Weights after two steps, with a model and its optimizer prepared in calls of their own."""
+    accelerator = make_accelerator(case)
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    row = next(iter(DataLoader(Samples(4, case.dtype), batch_size=4)))
+    if order == "with state":
+        model(row[1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if order == "optimizer first":
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    else:
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    weights = []
+    for _ in range(2):
+        micro_batch(case, accelerator, model, row, Record())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(cloned(accelerator.get_state_dict(model)))
+    return weights
+
+
+def gather(case: Case, size: int, use_objects: bool) -> tuple[list[int], int]:
+    """Indexes that `gather_for_metrics` returns for one pass over `size` samples, and the number of readers."""
+    accelerator = make_accelerator(case)
+    model, loader = accelerator.prepare(
+        make_model(case), DataLoader(Samples(size, case.dtype), batch_size=case.batch, shuffle=True)
+    )
+    model.eval()
+    seen: list[int] = []
+    with torch.no_grad():
+        for index, x, _, _ in loader:
+            model(x)
+            found = accelerator.gather_for_metrics(index.tolist() if use_objects else index)
+            seen += found if use_objects else found.tolist()
+    return seen, accelerator.strategy.batch.size
+
+
+def uneven(case: Case) -> tuple[list[float], dict[str, Tensor], int]:
+    """Losses and final weights of an epoch in which ranks have different numbers of batches."""
+    from accel_train import DataLoaderConfiguration
+
+    accelerator = make_accelerator(case, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    batch = accelerator.strategy.batch
+    model = make_model(case)
+    optimizer = make_optimizer(case, model)
+    data = Samples(case.rounds * case.batch * batch.size - case.batch, case.dtype)
+    loader = DataLoader(data, batch_size=case.batch)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    record = Record()
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for row in loader:
+            micro_batch(case, accelerator, model, row, record)
+            optimizer.step()
+            optimizer.zero_grad()
+    return record.losses, cloned(accelerator.get_state_dict(model)), batch.index
+
+
+def unwrapped(case: Case) -> tuple[bool, list[str], list[str]]:
+    """Whether unwrapping gives the script's own model; its names, and those of the gathered state."""
+    accelerator = make_accelerator(case)
+    model = make_model(case)
+    names = list(model.state_dict())
+    prepared, _ = accelerator.prepare(model, make_optimizer(case, model))
+    return accelerator.unwrap_model(prepared) is model, names, list(accelerator.get_state_dict(prepared))
+
+
 # The oracle
 
 
-def oracle(case: Case, records: Sequence[Record]) -> Record:
+def oracle(case: Case, records: Sequence[Record], seed: int = 0) -> Record:
     """The same training on one process: every update from all samples of all ranks.
 
     Args:
         case: what was trained.
         records: what the ranks read, of which those with one batch index must have read the same.
+        seed: of the model's first weights.
 
     Returns:
         losses in the order of micro-batch, then batch index.
@@ -225,7 +330,7 @@ def oracle(case: Case, records: Sequence[Record]) -> Record:
         by_index.setdefault(record.batch[0], record)
     readers = [by_index[index] for index in sorted(by_index)]
     assert len(readers) == readers[0].batch[1], "every batch index is read by some rank"
-    model = make_model(case)
+    model = make_model(case, seed)
     optimizer = make_optimizer(case, model)
     data = Samples(case.rounds * case.batch * len(readers), case.dtype)
     made = Record()

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, NoReturn, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,14 @@ from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.unwrap import unwrap
 
 __all__ = ["Accelerator"]
+
+# Types of prepared objects: models, optimizers, loaders and schedulers come back as instances of what they were.
+T1 = TypeVar("T1")
+T2 = TypeVar("T2")
+T3 = TypeVar("T3")
+T4 = TypeVar("T4")
+T5 = TypeVar("T5")
+T6 = TypeVar("T6")
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast",
@@ -471,6 +479,28 @@ class Accelerator:
 
     # Preparing
 
+    @overload
+    def prepare(self, item: T1, /, *, device_placement: list[bool] | None = None) -> T1: ...
+    @overload
+    def prepare(self, a: T1, b: T2, /, *, device_placement: list[bool] | None = None) -> tuple[T1, T2]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, e: T5, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5]: ...
+    @overload
+    def prepare(
+        self, a: T1, b: T2, c: T3, d: T4, e: T5, f: T6, /, *, device_placement: list[bool] | None = None
+    ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any order; other objects come back unchanged.
 
@@ -636,10 +666,11 @@ class Accelerator:
 
         Raises:
             AccumulationError: `num_items` is given for a part of a window only.
+            OptionError: automatic checkpoints of another run are in the project's folder, and were not loaded.
         """
         if not self._folder_is_checked:
             self._folder_is_checked = True
-            checkpoint.warn_of_used_folder(self._prepared)
+            checkpoint.refuse_used_folder(self._prepared)
         try:
             self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):
@@ -705,9 +736,10 @@ class Accelerator:
 
     # Talking to other ranks
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T1) -> T1:
         """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
-        return collectives.gather(tensor)
+        gathered: T1 = collectives.gather(tensor)
+        return gathered
 
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, dataloader: DataLoader[Any] | None = None
@@ -739,9 +771,10 @@ class Accelerator:
             use_gather_object=use_gather_object,
         )
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: T1, reduction: str = "sum", scale: float = 1.0) -> T1:
         """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
-        return collectives.reduce(tensor, reduction=reduction, scale=scale)
+        reduced: T1 = collectives.reduce(tensor, reduction=reduction, scale=scale)
+        return reduced
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False

@@ -511,26 +511,27 @@ def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, 
     assert optimizer.state_dict() == before[1]
 
 
-def test_a_used_folder_is_reported_when_training_begins(tmp_path, caplog):
+def test_a_used_folder_is_refused_when_training_begins(tmp_path):
     def begin(load=False):
         accelerator = Accelerator(
             project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
         )
-        parts = build(accelerator)
+        model, *parts = build(accelerator)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         if load:
             accelerator.load_state()
-        caplog.clear()
         for _ in range(2):
-            train(accelerator, *parts)
-        return accelerator, [r.getMessage() for r in caplog.records if "save_state" in r.getMessage()]
+            try:
+                train(accelerator, model, *parts)
+            except OptionError:
+                assert all(map(torch.equal, before, model.parameters())), "nothing was trained"
+                raise
+        return accelerator
 
-    accelerator, warnings = begin()
-    assert warnings == []
-    accelerator.save_state()
-    _, [warning] = begin()
-    assert "The first save_state() of this training will fail" in warning
-    assert "already holds checkpoint_0" in warning
-    assert begin(load=True)[1] == []
+    begin().save_state()
+    with pytest.raises(OptionError, match=r"already holds checkpoint_0.*resume\(\) in a script started with"):
+        begin()
+    begin(load=True).save_state()
 
 
 @pytest.mark.parametrize(

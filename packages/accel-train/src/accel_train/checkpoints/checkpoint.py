@@ -9,7 +9,6 @@ from torch import nn
 
 import accel_ckpt
 from accel_ckpt.optimizers import steps_only
-from accel_state.log import get_logger
 from accel_train.checkpoints import accelerate_checkpoints
 from accel_train.checkpoints.training_state import Saved, apply, collect, fit, read
 from accel_train.errors import OptionError
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
 __all__ = [
     "automatic_folder",
     "load_state",
+    "refuse_used_folder",
     "register",
     "save_model",
     "save_object",
     "save_state",
-    "warn_of_used_folder",
 ]
-
-_logger = get_logger(__name__)
 
 
 def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bool) -> None:
@@ -149,15 +146,16 @@ def save_state(
     return saved
 
 
-def warn_of_used_folder(here: Prepared) -> None:
-    """Say when training begins what the first save would fail with, perhaps hours later."""
-    if here.project.project_dir is None or not _writes(here):
-        return
-    problem = _why_taken(here, automatic_folder(here.project))
-    if problem is not None:
-        _logger.warning(
-            f"The first save_state() of this training will fail: {problem}", main_process_only=False
-        )
+def refuse_used_folder(here: Prepared) -> None:
+    """Raise when training begins what the first save would fail with, perhaps hours later.
+
+    Raises:
+        OptionError: checkpoints of another run would be mixed with this one's.
+    """
+    if here.project.project_dir is not None:
+        problem = _why_taken(here, automatic_folder(here.project))
+        if problem is not None:
+            raise OptionError(problem)
 
 
 def _why_taken(here: Prepared, folder: Path) -> str | None:
@@ -166,9 +164,10 @@ def _why_taken(here: Prepared, folder: Path) -> str | None:
     if not taken:
         return None
     return (
-        f"{folder} already holds {', '.join(path.name for path in taken)}, and this save would be "
-        f"checkpoint_{iteration}: two runs would mix. load_state() first, to go on after the newest; or "
-        "set ProjectConfiguration(iteration=…) to the number to go on with, or another project_dir."
+        f"{folder} already holds {', '.join(path.name for path in taken)}, and the next save would be "
+        f"checkpoint_{iteration}: two runs would mix. To continue that run call load_state() first, or resume() in a "
+        "script started with `accel launch --resume`; for a new run give another project_dir, or set "
+        "ProjectConfiguration(iteration=…)."
     )
 
 

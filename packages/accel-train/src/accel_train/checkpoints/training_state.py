@@ -127,7 +127,7 @@ def _rank_trees(here: Prepared) -> dict[str, Any]:
     trees: dict[str, Any] = {"rng": get_rng_state()}
     for index, loader in enumerate(here.loaders):
         trees[f"loader_{index}"] = loader.state_dict()
-    trees["windows"] = window_state.dump(here.accumulator, _trained(here))
+    trees["windows"] = window_state.dump(here.accumulator, _trained(here), here.plan.strategy)
     strategy = here.plan.strategy
     trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
     return trees
@@ -242,14 +242,16 @@ def _read_windows(
             f"{here.process.process_index}, whose gradients it would need. Load a checkpoint that is complete, or one "
             "that was saved between two steps."
         )
-    if ranks != checkpoint.manifest.world_size:
+    same = ranks == checkpoint.manifest.world_size
+    window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=same)
+    if not same:
         trees = []
         for rank in range(checkpoint.manifest.world_size):
             saved = checkpoint.per_rank(rank)
             assert saved is not None, "a missing rank raises"
             trees.append(saved["windows"])
         windows = window_state.for_other_ranks(trees, ranks, here.process.process_index)
-    window_state.check(_trained(here), windows)
+        window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=False)
     return windows
 
 

@@ -19,8 +19,9 @@ import accel_ckpt
 from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.strategies.base import Strategy
 
-__all__ = ["Trained", "check", "dump", "for_other_ranks", "load"]
+__all__ = ["Trained", "check", "dump", "for_other_ranks", "is_open", "load"]
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,37 @@ class Trained:
 # Saving
 
 
-def dump(accumulator: Accumulator, trained: Trained) -> dict[str, Any]:
+def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict[str, Any]:
     """The unfinished windows of this rank as a tree; tensors in it are the gradients themselves.
 
     Inside `accumulate()` they are as they will be when the block ends.
 
     Raises:
-        AccumulationError: a window belongs to a model that has no name in the state.
+        AccumulationError: a window belongs to a model that has no name in the state, or its gradients are where only
+            the strategy's engine can reach them.
     """
     windows = accumulator.unfinished()
     counting = any(window.backwards for window in [*windows, accumulator.manual])
+    gradients = _gradients(trained, counting)
+    if (counting or gradients) and not strategy.capabilities.saves_windows:
+        raise AccumulationError(
+            f"The state cannot be saved here: gradients wait for a step, and the strategy {strategy.name!r} cannot "
+            "save them. Save after optimizer.step(), outside of an unfinished accumulation window."
+        )
     return {
+        "engine": _engine(strategy),
         "averaged_over": accumulator.averaged_over,
         "sync_gradients": accumulator.sync_gradients,
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],
         "manual": _dump_window(accumulator.manual, trained),
-        "gradients": {name: _pack(tensor) for name, tensor in _gradients(trained, counting)},
+        "gradients": {name: _pack(tensor) for name, tensor in gradients},
     }
+
+
+def _engine(strategy: Strategy) -> str | None:
+    """Whose form the gradients have; None: that of plain PyTorch."""
+    return strategy.name if strategy.capabilities.hides_gradients else None
 
 
 def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
@@ -172,12 +186,34 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) ->
     accumulator.sync_gradients = tree["sync_gradients"]
 
 
-def check(trained: Trained, tree: Mapping[str, Any]) -> None:
+def is_open(tree: Mapping[str, Any]) -> bool:
+    """Whether a tree holds gradients that wait for a step."""
+    return bool(tree["gradients"]) or any(
+        window["backwards"] for window in [*tree["windows"], tree["manual"]]
+    )
+
+
+def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same_ranks: bool) -> None:
     """Whether a tree fits what is prepared.
 
+    Args:
+        trained: what is prepared.
+        tree: what `dump` returned.
+        strategy: the one that continues.
+        same_ranks: as many ranks continue as saved.
+
     Raises:
-        StateMismatchError: it has gradients for parameters that are not here.
+        StateMismatchError: it has gradients for parameters that are not here, or in the form of another engine.
     """
+    saved, here = tree.get("engine"), _engine(strategy)
+    if is_open(tree) and (saved != here or (here is not None and not same_ranks)):
+        raise accel_ckpt.StateMismatchError(
+            "the checkpoint was saved inside an accumulation window, whose gradients have the form of "
+            + (f"the strategy {saved!r}" if saved is not None else "plain tensors")
+            + f"; the strategy {strategy.name!r} cannot continue with them"
+            + ("" if same_ranks else " on another number of ranks")
+            + ". Continue with the same strategy and number of ranks, or from a checkpoint saved after a step"
+        )
     unknown = sorted(set(tree["gradients"]) - set(trained.parameters()))
     if unknown:
         raise accel_ckpt.StateMismatchError(
