@@ -22,7 +22,6 @@ from accel_train import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_train.errors import ArgumentTypeError
 from accel_train.state import AcceleratorState, GradientState
 
 
@@ -379,15 +378,6 @@ def test_bad_arguments_say_what_to_do(arguments, error, message):
         Accelerator(**arguments)
 
 
-def test_options_of_a_communication_hook_need_one():
-    with pytest.raises(ValueError, match=r"comm_wrapper='fp16'.*use comm_hook='fp16'"):
-        DistributedDataParallelKwargs(comm_wrapper="fp16")
-    with pytest.raises(ValueError, match=r"comm_state_option.*comm_hook is 'fp16'"):
-        DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"matrix_approximation_rank": 1})
-    with pytest.raises(ValueError, match="one of no, fp16, bf16, power_sgd"):
-        DistributedDataParallelKwargs(comm_hook="sgd")
-
-
 def test_a_number_of_numpy_may_say_how_many_steps():
     numpy = pytest.importorskip("numpy")
     assert Accelerator(gradient_accumulation_steps=numpy.int64(3)).gradient_accumulation_steps == 3
@@ -485,16 +475,6 @@ def test_t27_a_step_probes_nothing_and_adds_nothing_to_the_graph(monkeypatch):
         loss = step(x)
         assert differentiated[-1] is loss
     assert len(differentiated) == 8
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"split_batches": "yes"}, {"dispatch_batches": "auto"}, {"even_batches": None}, {"data_seed": "7"}],
-)
-def test_options_of_loaders_are_of_their_types(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ArgumentTypeError, match=rf"DataLoaderConfiguration\({name}={value!r}\) must be"):
-        DataLoaderConfiguration(**wrong)
 
 
 def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():

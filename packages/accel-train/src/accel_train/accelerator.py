@@ -93,8 +93,9 @@ class Accelerator:
         preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
             same step. A `PreemptionConfig` says which signals.
 
-    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin`,
-    `parallelism_config` and `log_with` are not available yet; anything but None raises.
+    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin` and
+    `parallelism_config` take a `StrategyPlugin`, whose type selects the strategy; this version has none of its own.
+    `log_with` is not available yet; anything but None raises.
 
     Raises:
         OptionError: a value that cannot be used, or two that exclude each other.
@@ -349,8 +350,16 @@ class Accelerator:
 
     @property
     def native_amp(self) -> bool:
-        """Whether autocast is in use."""
-        return self._plan.precision.dtype is not None
+        """Whether autocast is in use.
+
+        Assigning False switches it off for `autocast()` and for models that are prepared afterwards; those prepared
+        before, and the gradient scaler, do not change. Assigning True switches it on again.
+        """
+        return self._plan.precision.uses_autocast
+
+    @native_amp.setter
+    def native_amp(self, native_amp: bool) -> None:
+        self._plan.precision.use_autocast(native_amp)
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

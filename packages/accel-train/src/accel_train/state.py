@@ -7,11 +7,14 @@ the state of the newest `Accelerator` that is alive.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from accel_state.enums import DistributedType
 from accel_state.errors import StateError
 from accel_state.world.process import PartialState
+from accel_train.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
     from accel_train.data.active_loaders import LoaderLedger
@@ -184,9 +187,15 @@ class GradientState:
         return True
 
     @property
-    def plugin_kwargs(self) -> dict[str, Any]:
-        """The accumulation options that differ from their defaults."""
-        return self._plugin.to_kwargs()
+    def plugin_kwargs(self) -> Mapping[str, Any]:
+        """The accumulation options that differ from their defaults, as they are now; read-only.
+
+        The number of steps is changed by `Accelerator.gradient_accumulation_steps`.
+        """
+        current = self._plugin.to_kwargs()
+        if self.num_steps != (self._plugin.num_steps or 1):
+            current["num_steps"] = self.num_steps
+        return MappingProxyType(current)
 
     @property
     def num_steps(self) -> int:
@@ -215,6 +224,25 @@ class GradientState:
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
         self._accumulator.sync_gradients = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """Set `sync_gradients`; the name under which loops that accumulate by themselves do so, such as transformers'.
+
+        It decides whether clipping, the step of a prepared optimizer and that of a prepared scheduler take effect. It
+        scales no loss, and it does not hold back the reduction of gradients, which `Accelerator.no_sync` does.
+
+        Args:
+            sync_gradients: whether gradients are complete after the next backward.
+
+        Raises:
+            ArgumentTypeError: it is neither True nor False.
+        """
+        if not isinstance(cast(object, sync_gradients), bool):
+            raise ArgumentTypeError(
+                f"_set_sync_gradients() takes True or False, got {type(sync_gradients).__name__}: "
+                f"{sync_gradients!r:.80}."
+            )
+        self._accumulator.sync_gradients = sync_gradients
 
     @property
     def is_xla_gradients_synced(self) -> bool:

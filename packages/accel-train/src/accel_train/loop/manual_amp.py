@@ -1,4 +1,4 @@
-"""Mixed precision in loops that do without prepared models; a prepared model does all of it by itself."""
+"""Mixed precision for loops without prepared models; a prepared model applies it by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["convert_outputs_to_fp32", "get_grad_scaler", "get_mixed_precision_co
 
 
 class _Float32Outputs:
-    """A function whose outputs in float16 or bfloat16 come back in float32; an object, so that it pickles."""
+    """A function whose float16 and bfloat16 outputs are converted to float32; an object, so that it can be pickled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -36,7 +36,7 @@ class _Float32Outputs:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function so that tensors in float16 and bfloat16, nested in what it returns, are float32."""
+    """Wrap a function so that float16 and bfloat16 tensors in its nested outputs are converted to float32."""
     return _Float32Outputs(model_forward)
 
 
@@ -44,18 +44,16 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     """A `torch.amp.GradScaler` for this process's device.
 
     Args:
-        distributed_type: how processes cooperate; for all that this version has the scaler is the same.
+        distributed_type: how processes cooperate; all types that this version supports use the same scaler.
         kwargs: arguments of the scaler.
 
     Raises:
         NotAvailableError: `distributed_type` is one that this version does not have.
     """
-    if (
-        distributed_type is not None
-        and missing_engine("distributed_type", distributed_type.value) is not None
-    ):
+    kind = None if distributed_type is None else distributed_type.value
+    if missing_engine("distributed_type", kind) is not None:
         raise NotAvailableError(
-            f"get_grad_scaler() got distributed_type {distributed_type.value}, which needs a scaler that this version "
+            f"get_grad_scaler() got distributed_type {kind}, which needs a scaler that this version "
             "does not have; leave it out for processes that hold whole models."
         )
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
@@ -64,10 +62,10 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Autocast in the precision of the newest `Accelerator`; `Accelerator.autocast` is the same for a given one.
+    """Autocast in the precision of the newest `Accelerator`; see `Accelerator.autocast` for that of a given one.
 
     Args:
-        native_amp: False gives a context that does nothing.
+        native_amp: False returns a context that does nothing.
         autocast_kwargs: options of `torch.autocast`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -62,14 +63,20 @@ class AutocastPrecision(Precision):
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[object]:
-        """`torch.autocast` in this precision's dtype."""
+        """`torch.autocast` in this precision's dtype; a context that does nothing while autocast is off."""
+        if not self.uses_autocast:
+            return contextlib.nullcontext()
         return torch.autocast(
             self.options.device_type, self._low, enabled=enabled, cache_enabled=cache_enabled
         )
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Put `AutocastForward` around `model.forward`; the original stays in `model._original_forward`."""
-        if not self.options.autocast_enabled or isinstance(model.forward, AutocastForward):
+        if (
+            not self.uses_autocast
+            or not self.options.autocast_enabled
+            or isinstance(model.forward, AutocastForward)
+        ):
             return model
         cache_enabled = self.options.cache_enabled
         if cache_enabled is None:

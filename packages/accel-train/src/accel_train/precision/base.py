@@ -9,10 +9,12 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+
+from accel_train.errors import ArgumentTypeError, OptionError
 
 __all__ = ["DTypePolicy", "Precision", "PrecisionOptions"]
 
@@ -63,6 +65,7 @@ class Precision:
 
     def __init__(self, options: PrecisionOptions) -> None:
         self.options = options
+        self._uses_autocast = self.dtype is not None
 
     @property
     def dtypes(self) -> DTypePolicy:
@@ -77,6 +80,31 @@ class Precision:
     ) -> AbstractContextManager[object]:
         """Context for code outside a prepared model, such as a loss function."""
         return contextlib.nullcontext()
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether `autocast()`, and models prepared from now on, compute in `dtype`."""
+        return self._uses_autocast
+
+    def use_autocast(self, enabled: bool) -> None:
+        """Switch autocast on or off, for `autocast()` and for models that are prepared from now on.
+
+        Models that are prepared already, and the gradient scaler, do not change.
+
+        Raises:
+            ArgumentTypeError: `enabled` is neither True nor False.
+            OptionError: it is to be switched on, and this precision has none.
+        """
+        if not isinstance(cast(object, enabled), bool):
+            raise ArgumentTypeError(
+                f"native_amp takes True or False, got {type(enabled).__name__}: {enabled!r:.80}."
+            )
+        if enabled and self.dtype is None:
+            raise OptionError(
+                f"native_amp=True needs autocast, which mixed_precision={self.name!r} does not have. Create "
+                "Accelerator(mixed_precision='bf16') or 'fp16'."
+            )
+        self._uses_autocast = enabled
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Make a model compute in this precision; `restore` undoes it.

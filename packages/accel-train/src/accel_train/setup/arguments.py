@@ -1,4 +1,4 @@
-"""What the arguments of `Accelerator` come to: checked, and merged with what the launcher asks for."""
+"""Check the arguments of `Accelerator`, and merge them with what the launcher asks for."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
     "strategy_plugin",
 ]
 
-#: Where an option goes that is no argument of `Accelerator` itself.
+#: Classes that hold options which are no arguments of `Accelerator`, and the argument that takes the object.
 _CONFIGURATIONS: dict[Any, str] = {
     DataLoaderConfiguration: "dataloader_config={}",
     ProjectConfiguration: "project_config={}",
@@ -48,7 +48,7 @@ _CONFIGURATIONS: dict[Any, str] = {
 
 
 def refuse_unknown(unknown: Iterable[str], known: Iterable[str]) -> None:
-    """Say what was meant by arguments that `Accelerator` does not have.
+    """Refuse arguments that `Accelerator` does not have; the error says where the option is, or which name is nearest.
 
     Args:
         unknown: names of the arguments given.
@@ -217,7 +217,7 @@ def loader_config(
 def project_configuration(
     config: ProjectConfiguration | None, project_dir: str | Path | None
 ) -> ProjectConfiguration:
-    """The configuration that was given, or a new one, with the folder that was given beside it."""
+    """The given configuration or a new one; `project_dir` is used if the configuration names no folder."""
     config = config or ProjectConfiguration()
     if project_dir is not None and config.project_dir is None:
         config.set_directories(project_dir)
@@ -228,18 +228,18 @@ def rng_type_names(rng_types: Sequence[str | RNGType] | None) -> list[str]:
     """The names of the random states that ranks share; by default the sampler's generator alone.
 
     Raises:
-        OptionError: not a list, or a name in it that is not known.
+        OptionError: it is not a list, or it contains an unknown name.
     """
     if rng_types is None:
         return [RNGType.GENERATOR.value]
     known = ", ".join(kind.value for kind in RNGType)
     if isinstance(rng_types, str):
         raise OptionError(
-            f"rng_types takes a list of names out of {known}, got {rng_types!r}. Write [{rng_types!r}]."
+            f"rng_types takes a list of names from {known}, got {rng_types!r}. Write [{rng_types!r}]."
         )
     wrong = [kind for kind in rng_types if kind not in RNGType]
     if wrong:
-        raise OptionError(f"rng_types holds {wrong[0]!r}; known: {known}.")
+        raise OptionError(f"rng_types contains {wrong[0]!r}; known: {known}.")
     return [RNGType(kind).value for kind in rng_types]
 
 
@@ -250,10 +250,10 @@ def collect_handlers(
 
     Args:
         handlers: what the user passed.
-        known: accepted classes and the name each is filed under.
+        known: accepted classes, and the key of each in the result.
 
     Raises:
-        OptionError: an object that is no handler, of an unknown class, or the second of its class.
+        OptionError: an object is of another class, or the second of its class.
     """
     found: dict[str, KwargsHandler] = {}
     for handler in handlers or []:
@@ -261,9 +261,9 @@ def collect_handlers(
         if kind is None:
             names = ", ".join(sorted(cls.__name__ for cls in known))
             raise OptionError(
-                f"kwargs_handlers holds {handler!r}, which is not one of the accepted kinds: {names}."
+                f"kwargs_handlers contains {handler!r}, which is not one of the accepted kinds: {names}."
             )
         if kind in found:
-            raise OptionError(f"kwargs_handlers holds two {type(handler).__name__}; pass one.")
+            raise OptionError(f"kwargs_handlers contains two {type(handler).__name__}; pass one.")
         found[kind] = handler
     return found

@@ -1,0 +1,95 @@
+"""From what was asked for to a plan."""
+
+import sys
+import types
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from accel_state.config.option import Section
+from accel_state.environment import patch_environment
+from accel_state.errors import NotAvailableError
+from accel_state.launching.engines import MISSING_ENGINES, MISSING_SECTIONS, variable_of
+from accel_train import Accelerator
+from accel_train.errors import OptionError
+from accel_train.plugins import SectionPlugin, StrategyPlugin
+from accel_train.precision.registry import PRECISIONS
+from accel_train.strategies.base import Strategy
+
+
+class Outside(Strategy):
+    """A strategy as another package would write it."""
+
+    name: ClassVar[str] = "outside"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class OutsidePlugin(StrategyPlugin, Section):
+    """Its options, whose type selects it."""
+
+    strategy: ClassVar[str] = "outside"
+    size: int = 2
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """An installed package whose entry point is the strategy."""
+    module = types.ModuleType("outside_package")
+    module.Outside = Outside
+    monkeypatch.setitem(sys.modules, "outside_package", module)
+    metadata = tmp_path / "outside_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(
+        "[accel_train.strategies]\noutside = outside_package:Outside\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_strategy_of_an_outside_package_is_selected_by_its_plugin_and_trains():
+    plugin = OutsidePlugin(size=3)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    assert "strategy='outside'" in repr(accelerator)
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    before = model.weight.detach().clone()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.5)
+    assert accelerator._plan.strategy.options.plugin is plugin
+
+
+def test_a_strategy_that_is_not_installed_is_named():
+    with pytest.raises(OptionError, match="Unknown strategy 'outside'; known: ddp, single"):
+        Accelerator(fsdp_plugin=OutsidePlugin())
+
+
+@pytest.mark.parametrize("engine", MISSING_ENGINES, ids=lambda engine: engine.name)
+def test_a_missing_engine_that_the_launcher_asks_for_is_refused(engine):
+    variable = variable_of(engine)
+    value = "true" if "_USE_" in variable else engine.value
+    named = "mixed_precision='fp8'" if engine.option == "mixed_precision" else variable
+    with patch_environment(**{variable: value}), pytest.raises(NotAvailableError, match=named):
+        Accelerator()
+
+
+def test_a_script_that_chooses_another_precision_than_a_missing_one_trains():
+    with patch_environment(accelerate_mixed_precision="fp8"):
+        assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+
+
+def test_nothing_that_exists_is_called_missing():
+    # To add an engine is to remove its row from the table: its plugin extends a section, its precision is registered.
+    def plugins(base):
+        for plugin in base.__subclasses__():
+            yield plugin
+            yield from plugins(plugin)
+
+    assert not {plugin.section for plugin in plugins(SectionPlugin)} & MISSING_SECTIONS.keys()
+    registered = {"mixed_precision": PRECISIONS.names()}
+    for engine in MISSING_ENGINES:
+        assert engine.value not in registered.get(engine.option, [])

@@ -1,0 +1,50 @@
+"""What scripts read from, and write to, the gradient state."""
+
+import pytest
+import torch
+
+from accel_train import Accelerator, ArgumentTypeError, GradientAccumulationPlugin
+
+
+def test_the_accumulation_options_are_shown_as_they_are_now():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    assert accelerator.gradient_state.plugin_kwargs == {"num_steps": 2, "sync_each_batch": True}
+    assert accelerator.gradient_state.plugin_kwargs.get("sync_each_batch") is True
+    accelerator.gradient_accumulation_steps = 4
+    assert accelerator.gradient_state.plugin_kwargs["num_steps"] == 4
+    assert Accelerator().gradient_state.plugin_kwargs.get("sync_each_batch") is None
+
+
+def test_writing_to_the_shown_options_is_not_lost_silently():
+    with pytest.raises(TypeError):
+        Accelerator().gradient_state.plugin_kwargs["num_steps"] = 4
+
+
+def test_gradients_that_are_declared_incomplete_are_not_stepped_with():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    before = model.weight.detach().clone()
+
+    accelerator.gradient_state._set_sync_gradients(False)
+    assert accelerator.sync_gradients is False
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))  # nothing is scaled
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.testing.assert_close(model.weight.grad, torch.ones(1, 2))
+    assert torch.equal(model.weight, before)
+
+    accelerator.gradient_state._set_sync_gradients(True)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    torch.testing.assert_close(model.weight.grad, torch.full((1, 2), 2.0))
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - 1.0)
+
+
+@pytest.mark.parametrize("value", [None, 1, "no"])
+def test_only_a_truth_value_declares_it(value):
+    with pytest.raises(ArgumentTypeError, match=r"_set_sync_gradients\(\) takes True or False"):
+        Accelerator().gradient_state._set_sync_gradients(value)
