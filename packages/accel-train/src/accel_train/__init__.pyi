@@ -181,12 +181,12 @@ from accel_train.config import GradScalerKwargs as GradScalerKwargs
 from accel_train.config import ProfileKwargs as ProfileKwargs
 from accel_train.config import ProjectConfiguration as ProjectConfiguration
 from accel_train.config import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_train.data import ActiveLoaders as ActiveLoaders
 from accel_train.data import BatchSamplerShard as BatchSamplerShard
 from accel_train.data import DataLoaderDispatcher as DataLoaderDispatcher
 from accel_train.data import DataLoaderShard as DataLoaderShard
 from accel_train.data import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data import IterableDatasetShard as IterableDatasetShard
-from accel_train.data import LoaderLedger as LoaderLedger
 from accel_train.data import PreparedLoader as PreparedLoader
 from accel_train.data import SeedableRandomSampler as SeedableRandomSampler
 from accel_train.data import ShardedBatchSampler as ShardedBatchSampler

@@ -35,7 +35,7 @@ from accel_train.config import (
     project_configuration,
     rng_type_names,
 )
-from accel_train.data import LoaderLedger, skip_first_batches
+from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, PrepareError
 from accel_train.loop import metrics, profiling
 from accel_train.loop.accumulation import Accumulator
@@ -181,7 +181,7 @@ class Accelerator:
         self._folder_is_checked = not self.project_configuration.automatic_checkpoint_naming
         self._saver = BackgroundSaver()
         self._custom_objects: list[Registered] = []
-        self._ledger = LoaderLedger()
+        self._ledger = ActiveLoaders()
         self._accumulator = Accumulator(
             self._plan.strategy,
             self._plan.precision,

@@ -16,7 +16,7 @@ from accel_state.world.process import PartialState
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
     from accel_train.config import GradientAccumulationPlugin, TorchDynamoPlugin
-    from accel_train.data.active_loaders import LoaderLedger
+    from accel_train.data.active_loaders import ActiveLoaders
     from accel_train.loop.accumulation import Accumulator
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized"]
@@ -122,7 +122,7 @@ class GradientState:
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         *,
         accumulator: Accumulator | None = None,
-        ledger: LoaderLedger | None = None,
+        ledger: ActiveLoaders | None = None,
     ) -> None:
         if accumulator is None or ledger is None:
             newest = _newest_alive()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.world.stop_consensus import Boundaries
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.precision.base import Precision
 from accel_train.strategies.base import Strategy
@@ -95,7 +95,7 @@ class Accumulator:
         self,
         strategy: Strategy,
         precision: Precision,
-        ledger: LoaderLedger,
+        ledger: ActiveLoaders,
         *,
         sum_over_ranks: Callable[[Tensor], Tensor],
         all_models: Sequence[nn.Module],
