@@ -215,7 +215,7 @@ __getattr__, __dir__, __all__ = attach(
             "DataLoaderShard",
             "DataLoaderStateMixin",
             "IterableDatasetShard",
-            "LoaderLedger",
+            "ActiveLoaders",
             "PreparedLoader",
             "SeedableRandomSampler",
             "ShardedBatchSampler",

@@ -171,12 +171,12 @@ from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_train.__about__ import __version__ as __version__
 from accel_train.accelerator import Accelerator as Accelerator
+from accel_train.data import ActiveLoaders as ActiveLoaders
 from accel_train.data import BatchSamplerShard as BatchSamplerShard
 from accel_train.data import DataLoaderDispatcher as DataLoaderDispatcher
 from accel_train.data import DataLoaderShard as DataLoaderShard
 from accel_train.data import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data import IterableDatasetShard as IterableDatasetShard
-from accel_train.data import LoaderLedger as LoaderLedger
 from accel_train.data import PreparedLoader as PreparedLoader
 from accel_train.data import SeedableRandomSampler as SeedableRandomSampler
 from accel_train.data import ShardedBatchSampler as ShardedBatchSampler

@@ -25,7 +25,7 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
-from accel_train.data import LoaderLedger, skip_first_batches
+from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
 from accel_train.loop import clipping, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
@@ -199,7 +199,7 @@ class Accelerator:
         )
         models: list[nn.Module] = []
         optimizers: list[AcceleratedOptimizer] = []
-        ledger = LoaderLedger()
+        ledger = ActiveLoaders()
         self._accumulator = Accumulator(
             self._plan.strategy,
             ledger,

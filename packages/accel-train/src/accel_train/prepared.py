@@ -15,7 +15,7 @@ from accel_train.strategies.relink import Replaced
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import BackgroundSaver
     from accel_state.world.process import PartialState
-    from accel_train.data import LoaderLedger
+    from accel_train.data import ActiveLoaders
     from accel_train.loop.accumulation import Accumulator
     from accel_train.loop.optimizer import AcceleratedOptimizer
     from accel_train.loop.preemption import Preemption
@@ -116,7 +116,7 @@ class Prepared:
     options: Options
     project: ProjectConfiguration
     accumulator: Accumulator
-    ledger: LoaderLedger
+    ledger: ActiveLoaders
     saver: BackgroundSaver
     models: list[nn.Module]
     prepared_models: list[nn.Module]

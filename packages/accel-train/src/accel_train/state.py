@@ -17,7 +17,7 @@ from accel_state.world.process import PartialState
 from accel_train.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
-    from accel_train.data.active_loaders import LoaderLedger
+    from accel_train.data.active_loaders import ActiveLoaders
     from accel_train.loop.accumulation import Accumulator
     from accel_train.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
     from accel_train.strategies.base import Strategy
@@ -165,7 +165,7 @@ class GradientState:
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         *,
         accumulator: Accumulator | None = None,
-        ledger: LoaderLedger | None = None,
+        ledger: ActiveLoaders | None = None,
     ) -> None:
         if accumulator is None or ledger is None:
             newest = _newest_alive()

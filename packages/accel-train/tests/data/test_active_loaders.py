@@ -1,7 +1,7 @@
 import gc
 import pickle
 
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 
 
 class Loader:
@@ -9,7 +9,7 @@ class Loader:
 
 
 def test_active_is_the_live_loader_that_yielded_last():
-    ledger, outer, inner = LoaderLedger(), Loader(), Loader()
+    ledger, outer, inner = ActiveLoaders(), Loader(), Loader()
     assert ledger.active is None
     ledger.begin(outer)
     assert ledger.active is None
@@ -27,7 +27,7 @@ def test_active_is_the_live_loader_that_yielded_last():
 
 
 def test_zipped_loaders_are_interleaved_and_nested_ones_are_not():
-    ledger, a, b = LoaderLedger(), Loader(), Loader()
+    ledger, a, b = ActiveLoaders(), Loader(), Loader()
     ledger.begin(a)
     ledger.begin(b)
     ledger.yielded(a)
@@ -37,7 +37,7 @@ def test_zipped_loaders_are_interleaved_and_nested_ones_are_not():
     ledger.yielded(a)
     assert ledger.interleaved() == [b]
 
-    ledger, outer, inner = LoaderLedger(), Loader(), Loader()
+    ledger, outer, inner = ActiveLoaders(), Loader(), Loader()
     ledger.begin(outer)
     for _ in range(3):
         ledger.yielded(outer)
@@ -50,7 +50,7 @@ def test_zipped_loaders_are_interleaved_and_nested_ones_are_not():
 
 
 def test_a_loader_stays_live_until_its_last_iterator_ends():
-    ledger, loader = LoaderLedger(), Loader()
+    ledger, loader = ActiveLoaders(), Loader()
     ledger.begin(loader)
     ledger.yielded(loader)
     ledger.begin(loader)  # the first iterator is still held
@@ -63,7 +63,7 @@ def test_a_loader_stays_live_until_its_last_iterator_ends():
 
 
 def test_yielded_since():
-    ledger, loader = LoaderLedger(), Loader()
+    ledger, loader = ActiveLoaders(), Loader()
     ledger.begin(loader)
     tick = ledger.clock
     assert not ledger.yielded_since(loader, tick)
@@ -72,7 +72,7 @@ def test_yielded_since():
 
 
 def test_references_are_weak_and_do_not_travel():
-    ledger, loader = LoaderLedger(), Loader()
+    ledger, loader = ActiveLoaders(), Loader()
     ledger.begin(loader)
     ledger.yielded(loader)
     assert pickle.loads(pickle.dumps(ledger)).live == []

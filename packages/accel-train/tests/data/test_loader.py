@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accel_train.data import DataLoaderShard, LoaderLedger, prepare_data_loader
+from accel_train.data import ActiveLoaders, DataLoaderShard, prepare_data_loader
 from accel_train.data.sampling.batches import ShardedBatchSampler
 from accel_train.errors import DataError
 
@@ -94,7 +94,7 @@ def test_iterations_are_counted(make):
 
 
 def test_ledger_hears_of_every_iteration(make):
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = make(ledger=ledger)
     assert ledger.active is None
     for _ in loader:
@@ -104,7 +104,7 @@ def test_ledger_hears_of_every_iteration(make):
 
 
 def test_t4_a_loop_left_early_releases_its_loader(make):
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     train, evaluation = make(ledger=ledger), make(ledger=ledger)
     ends = []
     for step, _ in enumerate(train):
@@ -120,7 +120,7 @@ def test_t4_a_loop_left_early_releases_its_loader(make):
 
 
 def test_t4_a_loop_left_by_an_exception_releases_its_loader(make):
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = make(ledger=ledger)
 
     def loop():
@@ -134,7 +134,7 @@ def test_t4_a_loop_left_by_an_exception_releases_its_loader(make):
 
 
 def test_zip_begins_both_before_either_yields(make):
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     one, two = make(ledger=ledger), make(ledger=ledger)
     for _ in zip(one, two, strict=True):
         assert ledger.active is two
@@ -143,7 +143,7 @@ def test_zip_begins_both_before_either_yields(make):
 
 
 def test_held_iterators():
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = prepare(DataLoader(range(6), batch_size=2), ledger=ledger)
     first = iter(loader)
     assert next(first).tolist() == [0, 1]
@@ -160,7 +160,7 @@ def test_held_iterators():
 
 
 def test_an_iterator_can_be_closed():
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = prepare(DataLoader(range(6), batch_size=2), ledger=ledger)
     iterator = iter(loader)
     next(iterator)
@@ -170,7 +170,7 @@ def test_an_iterator_can_be_closed():
 
 
 def test_a_failing_dataset_ends_the_iteration_with_its_own_error():
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = prepare(DataLoader(Failing(), batch_size=2), ledger=ledger)
     seen = []
     with pytest.raises(ValueError, match="sample 5 is broken"):
@@ -206,7 +206,7 @@ def test_empty_loaders_yield_nothing():
 
 
 def test_loaders_are_collected(make):
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = make(ledger=ledger)
     for _ in loader:
         break

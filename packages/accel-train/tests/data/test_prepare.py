@@ -17,9 +17,9 @@ from torch.utils.data import (
 )
 
 from accel_train.data import (
+    ActiveLoaders,
     DataLoaderDispatcher,
     DataLoaderShard,
-    LoaderLedger,
     SeedableRandomSampler,
     ShardedBatchSampler,
     get_sampler,
@@ -89,7 +89,7 @@ def test_one_process_keeps_the_sampler_and_the_batch_size():
 
 def test_a_prepared_loader_is_returned_and_joins_the_ledger():
     prepared = prepare(DataLoader(range(4)))
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     assert prepare(prepared, ledger=ledger) is prepared
     assert prepared.ledger is ledger
 

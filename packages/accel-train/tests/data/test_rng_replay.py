@@ -451,9 +451,10 @@ def test_t9_a_stream_goes_on_where_batches_divide():
     pair = make("stream", 2, 1)
     pair.load_state_dict(after(1, 4))
     assert next(iter(pair)).tolist() == [10, 11]
-    pair.load_state_dict(after(1, 3))
-    with pytest.raises(NotAvailableError, match="3 batches on each of 1 ranks; 2 ranks cannot"):
-        iter(pair)
+    with pytest.raises(
+        NotAvailableError, match="3 batches on each of 1 ranks, of 2 samples together; 2 ranks cannot"
+    ):
+        pair.load_state_dict(after(1, 3))
 
 
 def test_states_are_plain_data():
@@ -462,11 +463,11 @@ def test_states_are_plain_data():
     next(iterator)
     state = loader.state_dict()
     assert set(state) == {
-        "version", "ranks", "epoch", "finished", "batches_yielded", "position",
-        "draw", "begun_with", "ahead", "source", "generators", "samplers", "workers", "workers_run",
+        "version", "ranks", "index", "options", "reading", "epoch", "finished", "batches_yielded", "position",
+        "draw", "rng_at_start", "ahead", "source", "generators", "samplers", "workers", "workers_run",
     }  # fmt: skip
     assert isinstance(state["draw"]["seed"], int)
-    assert state["begun_with"]["torch"].dtype == torch.uint8
+    assert state["rng_at_start"]["torch"].dtype == torch.uint8
     assert state["finished"] is False
     fresh = make("shuffle", 1, 0)
     assert fresh.state_dict()["finished"] is True
@@ -483,9 +484,8 @@ def test_a_foreign_state_is_refused():
     stream = make("stream", 1, 0)
     iterator = iter(stream)
     next(iterator)
-    loader.load_state_dict(stream.state_dict())
     with pytest.raises(DataError, match=r"local_batches.*samples"):
-        iter(loader)
+        loader.load_state_dict(stream.state_dict())
 
 
 class SamplerOfItsOwn(Sampler):
@@ -616,8 +616,8 @@ def test_t5_property_of_the_index_stream_alone(kind, size, epoch, batches, ahead
     iterator = iter(loader)
     length = len(loader)
     taken = [next(iterator) for _ in range(min(batches, length))]
-    if loader._run.stream is not None and taken and ahead:
-        loader._run.stream.ends_at(len(taken))  # what workers and gradient accumulation make it do
+    if loader.current.stream is not None and taken and ahead:
+        loader.current.stream.ends_at(len(taken))  # what workers and gradient accumulation make it do
     saved, rng = loader.state_dict(), get_rng_state()
     rest = [tuple(batch) for batch in iterator]
     after = epochs(loader, 1)

@@ -165,4 +165,4 @@ def test_shuffled_epochs_are_those_of_torchs_permutation():
         DataLoader(range(21), batch_size=4, shuffle=True), num_processes=1, process_index=0
     )
     assert torch.cat(list(loader)).tolist() == order.tolist()
-    assert loader.epoch_state.dump(1, False)["finished"]
+    assert loader.state_dict()["finished"]

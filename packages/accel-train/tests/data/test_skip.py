@@ -3,9 +3,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accel_train.data import (
+    ActiveLoaders,
     DataLoaderDispatcher,
     DataLoaderShard,
-    LoaderLedger,
     SeedableRandomSampler,
     SkipBatchSampler,
     SkipDataLoader,
@@ -92,7 +92,7 @@ def test_prepared_loaders_stay_what_they_are(kind, ranks):
     if "dispatch" in kind and ranks > 1:
         return  # needs a world: see test_resume
     for rank in range(ranks):
-        ledger = LoaderLedger()
+        ledger = ActiveLoaders()
         generator = torch.Generator()
         loader = prepare(
             build(), ranks, rank, ledger=ledger, rng_types=["torch"], non_blocking=True,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_train.data import LoaderLedger, prepare_data_loader
+from accel_train.data import ActiveLoaders, prepare_data_loader
 from accel_train.data.iterators import AheadIterator
 from accel_train.data.transfer import DirectTransfer, StreamTransfer, choose_transfer
 
@@ -55,7 +55,7 @@ def test_the_next_batch_is_on_its_way_before_the_current_one_is_used(dataset):
     for count, batch in enumerate(loader):
         events.append(("use", batch.tolist()))
         assert loader.end_of_dataloader is (count == 2)
-        assert loader.epoch_state.run.yielded == count + 1
+        assert loader.current.yielded == count + 1
     assert events == [
         ("start", [0, 1]), ("finish", [0, 1]), ("start", [2, 3]), ("use", [0, 10]),
         ("finish", [2, 3]), ("start", [4, 5]), ("use", [20, 30]),
@@ -70,7 +70,7 @@ def test_padding_of_a_stream_stays_with_its_batch():
 
 
 def test_a_failure_ahead_is_raised_in_its_turn():
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = recorded(DataLoader(Numbers(9, fail_at=5), batch_size=2), ledger=ledger)
     seen = []
     with pytest.raises(ValueError, match="sample 5 is broken"):
@@ -80,7 +80,7 @@ def test_a_failure_ahead_is_raised_in_its_turn():
 
 
 def test_t4_leaving_early_with_a_batch_ahead():
-    ledger = LoaderLedger()
+    ledger = ActiveLoaders()
     loader = recorded(DataLoader(range(8), batch_size=2), ledger=ledger)
     for _ in loader:
         break

@@ -40,7 +40,7 @@ def prepare(stateful, persistent):
 
 
 def workers_of(loader):
-    kept = loader if loader._stateful is None else loader._stateful
+    kept = loader if loader.stateful_reader is None else loader.stateful_reader.loader
     return list(kept._iterator._workers)
 
 

@@ -175,28 +175,8 @@ def _with_ties(here: Prepared, model: nn.Module, weights: Mapping[str, Any]) -> 
 def _loader_state(saved: Any, loader: Any, ranks: int) -> tuple[dict[str, Any], str]:
     """The position of a loader of torchdata as one of ours, and what has to be said about it."""
     batches, finished = _batches(saved)
-    split = bool(getattr(loader.batch_sampler, "split_batches", False))
-    size = getattr(loader.batch_sampler, "batch_size", None) or 1
-    rounds = 1 if split else ranks
     begun = not finished and batches > 0
-    randomness = loader._randomness()
-    state = {
-        "version": 1,
-        "ranks": ranks,
-        "epoch": loader.iteration,
-        "finished": not begun,
-        "batches_yielded": batches if begun else 0,
-        # Whichever way this loader goes through its data, it reads the entries that are its own.
-        "position": {
-            "samples": batches * size * rounds,
-            "base_batches": batches * rounds,
-            "local_batches": batches,
-            "samples_per_batch": size,
-        },
-        "draw": {},
-        # The run that goes on has its iterator already, so making one must not move the restored generators.
-        "begun_with": randomness.tree(randomness.now()),
-    }
+    state = loader.state_after(batches if begun else 0, ranks)
     sampler = loader.get_sampler()
     if not begun or sampler is None or isinstance(sampler, SeedableRandomSampler | SequentialSampler):
         return state, ""

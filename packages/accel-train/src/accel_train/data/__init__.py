@@ -1,6 +1,6 @@
 """Data loaders for many processes: sharding by arithmetic, dispatch, device transfer, resume."""
 
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
@@ -11,12 +11,12 @@ from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader, skip_first_batches
 
 __all__ = [
+    "ActiveLoaders",
     "BatchSamplerShard",
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
-    "LoaderLedger",
     "PreparedLoader",
     "SeedableRandomSampler",
     "ShardedBatchSampler",

@@ -1,6 +1,6 @@
 """Which data loaders are being iterated, and which of them yielded last.
 
-One ledger belongs to one `Accelerator`. Loaders report to it; gradient accumulation and metrics read it.
+One record belongs to one `Accelerator`. Loaders report to it; gradient accumulation and metrics read it.
 It holds weak references only, so a loader that its owner forgets is collected, live or not.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-__all__ = ["LoaderLedger"]
+__all__ = ["ActiveLoaders"]
 
 
 class _Entry:
@@ -22,7 +22,7 @@ class _Entry:
         self.iterators = 1
 
 
-class LoaderLedger:
+class ActiveLoaders:
     """The live loaders of one `Accelerator`, in the order of their yields.
 
     A loader is *live* from the call of ``iter()`` until its iterator is exhausted, dropped (``break``), or
@@ -60,7 +60,7 @@ class LoaderLedger:
 
     @property
     def live(self) -> list[Any]:
-        """Live loaders, the one that began first first."""
+        """Live loaders, oldest first."""
         entries = sorted(self._entries.values(), key=lambda entry: entry.began)
         return [loader for entry in entries if (loader := entry.loader()) is not None]
 
@@ -108,7 +108,7 @@ class LoaderLedger:
                 best = entry
         return best
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LoaderLedger:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ActiveLoaders:
         return self  # a copied loader still reports to its accelerator
 
     def __getstate__(self) -> dict[str, Any]:

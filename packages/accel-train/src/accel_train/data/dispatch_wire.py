@@ -34,6 +34,7 @@ class Envelope:
         real: real rows over all ranks; None when not counted.
         valid: per rank, how many leading rows are real; None when all are.
         rows: rows of this part; None when not counted.
+        steps: steps of the whole iteration; None when not known.
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class Envelope:
     real: int | None = None
     valid: tuple[int, ...] | None = None
     rows: int | None = None
+    steps: int | None = None
 
 
 def send(scatterer: Scatterer, envelopes: list[Envelope]) -> None:
@@ -65,8 +67,10 @@ def send_error(scatterer: Scatterer, ranks: int, error: Exception) -> None:
 
 def receive(scatterer: Scatterer) -> Envelope:
     """The next message of rank 0."""
-    kind, last, real, valid, rows, batch = scatterer(None)
-    return Envelope(Kind(kind), unpack_error(batch) if kind == Kind.ERROR else batch, last, real, valid, rows)
+    kind, last, real, valid, rows, steps, batch = scatterer(None)
+    if kind == Kind.ERROR:
+        batch = unpack_error(batch)
+    return Envelope(Kind(kind), batch, last, real, valid, rows, steps)
 
 
 def _message(envelope: Envelope) -> tuple[Any, ...]:
@@ -77,6 +81,7 @@ def _message(envelope: Envelope) -> tuple[Any, ...]:
         envelope.real,
         envelope.valid,
         envelope.rows,
+        envelope.steps,
         envelope.batch,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,16 +11,45 @@ from accel_state.communication.scatter import Scatterer
 from accel_state.world.process import PartialState
 from accel_train.data.dispatch_cut import Round, cut_round
 from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
-from accel_train.data.epoch import Restored, Run
+from accel_train.data.epoch import Restored
+from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
+from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.iterators import LoaderIterator, early_end
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.rng_replay import Randomness
-from accel_train.data.sampling.batches import Opening, arithmetic_source
+from accel_train.data.sampling.batches import Opening, Plan
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
+from accel_train.data.sampling.permutations import OrderSource
 from accel_train.data.sampling.shared_seed import Alone
 from accel_train.ranks import Ranks
 
 __all__ = ["DataLoaderDispatcher"]
+
+
+class DispatchIteration(Iteration):
+    """One iteration over a dispatcher, on any rank."""
+
+    __slots__ = ("part", "several")
+
+    def __init__(self, randomness: Randomness, rng_at_start: dict[str, Any]) -> None:
+        super().__init__(randomness, rng_at_start)
+        self.part: Envelope | None = None
+        """What rank 0 sent with the batch handed out last, without the batch."""
+        self.several = False
+        """Whether other ranks take part, so that each batch comes with whether it is the last."""
+
+    def known_to_end(self) -> bool:
+        """Whether the batch handed out last is known to be the last one, without reading ahead."""
+        if self.several:
+            return self.part is not None and self.part.last
+        return super().known_to_end()
+
+    def _is_last(self) -> bool:
+        if self.several:
+            return self.known_to_end()
+        assert isinstance(self.source, _Reader), "one rank alone reads"
+        self.found_end = not self.source.follows()
+        return self.found_end
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -40,6 +69,7 @@ class DataLoaderDispatcher(PreparedLoader):
         **kwargs: as for `PreparedLoader`.
     """
 
+    make_iteration = DispatchIteration
     skips_steps = True
 
     def __init__(
@@ -71,22 +101,30 @@ class DataLoaderDispatcher(PreparedLoader):
             ranks=ranks,
             **kwargs,
         )
+        self.drops_last_round = _drop_last
         self.split_batches = split_batches
         self.slice_fn = slice_fn
 
     @property
-    def base_batches_per_step(self) -> int:
+    def sampler_batches_per_step(self) -> int:
         """Batches of the underlying loader that one step takes."""
         return 1 if self.split_batches else self.ranks.size
 
-    def _base_batches_per_step(self) -> int:
-        return self.base_batches_per_step
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a batch of the sampler, or stream, is cut into one part per rank."""
+        return self.split_batches
+
+    @property
+    def position_unit(self) -> str:
+        """Rank 0 counts batches of its sampler."""
+        return "base_batches"
 
     def __iter__(self) -> Any:
         return DispatchIterator(self)
 
     def _steps(self) -> int:
-        base, each = super()._steps(), self.base_batches_per_step
+        base, each = super()._steps(), self.sampler_batches_per_step
         return base // each if self._drop_last else -(-base // each)
 
     # Answers
@@ -111,13 +149,36 @@ class DataLoaderDispatcher(PreparedLoader):
         return part.real
 
     def _part(self) -> Envelope | None:
-        run = self._run
-        return run.part if run is not None and run.yielded else None
+        current = self.current
+        return current.part if isinstance(current, DispatchIteration) and current.yielded else None
 
-    def _left_at_end(self, run: Run) -> bool:
-        if self.ranks.world_size > 1:
-            return run.part is not None and run.part.last
-        return super()._left_at_end(run)
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches follow the batch handed out last in the running iteration; see `PreparedLoader`.
+
+        Rank 0 counts, and sends the number with each batch.
+        """
+        current = self.current
+        if not isinstance(current, DispatchIteration) or not current.several or current.closed:
+            return super().batches_left
+        part = current.part
+        if part is None or part.last:
+            return None if part is None else 0
+        if part.steps is None or part.steps < current.yielded:
+            return None
+        return part.steps - current.yielded
+
+    def count_batches(self, iteration: Iteration) -> int | None:
+        """How many steps an iteration has in all, by rank 0's data; None when that is not known."""
+        if iteration.stream is not None:
+            batches = iteration.stream.count()
+        else:
+            batches = self._stream_length()
+            batches = None if batches is None else max(batches - iteration.first_base, 0)
+        if batches is None:
+            return None
+        each = self.sampler_batches_per_step
+        return batches // each if self._drop_last else -(-batches // each)
 
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
@@ -130,92 +191,84 @@ class DataLoaderDispatcher(PreparedLoader):
         size = self.batch_size
         if size is None:
             size = getattr(self._batch_sampler(), "batch_size", None)
-        return None if size is None else int(size) * self.base_batches_per_step
+        return None if size is None else int(size) * self.sampler_batches_per_step
 
     # Beginning an iteration
 
-    def _open(self, run: Run) -> Any:
-        restored = self.epoch_state.take()
+    def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
+        """Open what rank 0 reads, or what comes from there."""
+        assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
+        iteration.several = self.ranks.world_size > 1
         resume = restored if self.use_stateful_dataloader else None
-        run.per_batch = self.base_batches_per_step
-        begun_with = None if restored is None else restored.begun_with
-        randomness = self._randomness()
-        self._count_skipped(run, resume)
-        with randomness.as_of(begun_with):
-            self._begin_with(run, randomness, begun_with)
-            if self.ranks.rank == 0:
-                try:
-                    return self._read(run, restored, randomness)
-                except Exception as error:
-                    if self.ranks.world_size == 1:
-                        raise
-                    # The other ranks will wait for the first batch, so they are told in its place.
-                    run.stream = None
-                    return _Reader(self, run, _Unreadable(error), randomness, None)
-            # Rank 0's iterator draws a base seed here; all ranks draw alike.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
-        drawn = restored is not None and bool(restored.draw)
-        run.drew_along = drawn
-        return _Follower(Scatterer(), run, None if drawn else self._draw_along)
-
-    def _draw_along(self) -> None:
-        """Make the draws of the order that rank 0 makes."""
-        if self.indexes is None:
+        self._count_skipped(iteration, resume)
+        if self.ranks.rank == 0:
+            try:
+                iteration.source = self._read(iteration, plan, restored)
+            except Exception as error:
+                if self.ranks.world_size == 1:
+                    raise
+                # The other ranks will wait for the first batch, so they get the error in its place.
+                iteration.stream = None
+                iteration.source = _Reader(self, iteration, _Unreadable(error), None)
             return
-        source = arithmetic_source(self.indexes.sampler)
-        if source is not None:
-            source.draw(Alone(), None)
+        # Rank 0's iterator draws a base seed here; all ranks draw alike.
+        torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+        iteration.drew_along = drawn = restored is not None and bool(restored.draw)
+        source = None if drawn or plan is None else plan.source
+        iteration.source = _Follower(Scatterer(), iteration, source)
 
-    def _count_skipped(self, run: Run, resume: Restored | None) -> None:
+    def _count_skipped(self, iteration: Iteration, resume: Restored | None) -> None:
         """Set how many batches of the underlying loader, and how many steps, are left out."""
-        each = self.base_batches_per_step
+        each = self.sampler_batches_per_step
         base = self.skip_batches * each
         if resume is not None:
             base = max(base, resume.position.get("base_batches", 0))
-        run.first_base = base
-        run.skipped = -(-base // each)
+        iteration.per_batch = each
+        iteration.first_base = base
+        iteration.skipped = -(-base // each)
 
-    def _read(self, run: Run, restored: Restored | None, randomness: Randomness) -> _Reader:
-        indexes, base = self.indexes, run.first_base
+    def _read(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> _Reader:
+        indexes, base = self.indexes, iteration.first_base
+        state = source_to_load(self, restored if self.use_stateful_dataloader else None)
         passed: list[Any] = []
-        if indexes is None:
-            placed = self._place_source(restored if self.use_stateful_dataloader else None)
-            source = self._torch_iterator()
-            if not placed:
-                self._skip(source, base, passed)
+        if indexes is None or plan is None:
+            source = make_source(self, iteration, state)
+            if state is None:
+                skip_batches(source, base, passed)
         else:
             opening = Opening(
                 recorded=None if restored is None else restored.draw,
                 reached=None if restored is None else restored.position,
-                in_flight=self.num_workers * (self.prefetch_factor or 0) + self.base_batches_per_step,
+                in_flight=self.num_workers * (self.prefetch_factor or 0) + self.sampler_batches_per_step,
                 skip=base,
             )
-            indexes.begin(opening)
-            self._place_source(restored if self.use_stateful_dataloader else None)
+            iteration.stream = indexes.stream = plan.open(opening)
             there = restored is not None and restored.position.get("base_batches") == base
-            source = self._with_workers(run, restored if there else None)
-            run.stream = indexes.take_stream()
-        run.source = self._source_state()
+            try:
+                source = open_with_workers(self, iteration, restored if there else None, state)
+            finally:
+                indexes.stream = None
         if base and restored is not None and "first" in restored.ahead:
             passed = [restored.ahead["first"]]
-        reader = _Reader(self, run, source, randomness, passed[0] if passed else None)
+        reader = _Reader(self, iteration, source, passed[0] if passed else None)
         if restored is not None and restored.batches:
             self._read_again(reader, restored)
         return reader
 
     def _read_again(self, reader: _Reader, restored: Restored) -> None:
         """Draw and read as far ahead as the interrupted run had."""
-        base = reader.run.first_base
-        reader.run.first_with = restored.ahead.get("first_with")
-        if reader.run.stream is not None:
-            reader.run.stream.prime()
+        iteration = reader.iteration
+        base = iteration.first_base
+        iteration.first_rng = restored.ahead.get("first_rng")
+        if iteration.stream is not None:
+            iteration.stream.prime()
         elif not base:
             reader.fetch()  # a stream may draw its order no earlier than it is read
-        if "with" in restored.ahead and base == restored.position.get("base_batches"):
-            with reader.reading.as_of(restored.ahead["with"]):
+        if "rng" in restored.ahead and base == restored.position.get("base_batches"):
+            with reader.reading.as_of(restored.ahead["rng"]):
                 reader.fetch(restored.ahead["batches"])
 
-    def _read_first(self, stream: IndexStream | None) -> Any:
+    def read_first(self, stream: IndexStream | None) -> Any:
         """Read the first batch of an epoch that was begun after it."""
         assert stream is not None, "a stream of samples keeps its first batch when it passes over it"
         indices = stream.first_batch()
@@ -227,18 +280,27 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Follower:
-    """Another rank than 0: takes what comes."""
+    """Another rank than 0: takes what comes.
 
-    def __init__(self, scatterer: Scatterer, run: Run, draw_along: Callable[[], None] | None) -> None:
+    Args:
+        scatterer: brings it.
+        iteration: the iteration.
+        source: the order that rank 0 draws, where its random draws are to be repeated so that generators stay in step.
+    """
+
+    def __init__(self, scatterer: Scatterer, iteration: Iteration, source: OrderSource | None) -> None:
         self._scatterer = scatterer
-        self._run = run
-        self._draw_along = draw_along
+        self._iteration = iteration
+        self._order = source
+
+    def __iter__(self) -> _Follower:
+        return self
 
     def __next__(self) -> Envelope:
-        if self._draw_along is not None:
-            self._draw_along()
-            self._draw_along = None
-            self._run.drew_along = True
+        if not self._iteration.drew_along:
+            self._iteration.drew_along = True
+            if self._order is not None:
+                self._order.draw(Alone(), None)
         envelope = receive(self._scatterer)
         if envelope.kind is Kind.STOP:
             raise StopIteration
@@ -246,15 +308,15 @@ class _Follower:
             raise envelope.batch
         return envelope
 
-    def follows(self) -> bool:
-        raise AssertionError("other ranks know the end from what rank 0 sends")
-
 
 class _Unreadable:
     """A source that could not be opened: its first item is the error."""
 
     def __init__(self, error: Exception) -> None:
         self._error: Exception | None = error
+
+    def __iter__(self) -> _Unreadable:
+        return self
 
     def __next__(self) -> Any:
         error, self._error = self._error, None
@@ -270,36 +332,35 @@ class _Reader:
     """Rank 0: reads, cuts and sends."""
 
     def __init__(
-        self,
-        loader: DataLoaderDispatcher,
-        run: Run,
-        source: Any,
-        randomness: Randomness,
-        first: Any,
+        self, loader: DataLoaderDispatcher, iteration: Iteration, source: Iterator[Any], first: Any
     ) -> None:
-        self.run = run
+        self.iteration = iteration
         self._source = source
-        self._stream = stream = run.stream
-        self._scatterer = Scatterer() if loader.ranks.world_size > 1 else None
+        self._stream = stream = iteration.stream
+        self._ranks = ranks = loader.ranks
+        self._scatterer = Scatterer() if ranks.world_size > 1 else None
+        randomness = iteration.randomness
         self.reading = randomness if randomness.everything else Randomness(randomness.own, True)
-        self._reads_here = (
-            loader.num_workers == 0
-        )  # so that reading ahead draws from this process's generators
+        # Reading ahead draws from this process's generators only when this process reads.
+        self._reads_here = loader.num_workers == 0
         # For padding, the first batch cannot be read again as it was by workers, or once the dataset went on.
-        may_pad = loader.may_pad
-        self._keeps_first = may_pad and (run.source is not None or not self._reads_here)
-        self._ranks = loader.ranks
-        self._per_step = loader.base_batches_per_step
+        self._keeps_first = loader.may_pad and (iteration.source_state is not None or not self._reads_here)
+        self._per_step = loader.sampler_batches_per_step
         self._split = loader.split_batches
-        self._drop_last = loader._drop_last
+        self._drop_last = loader.drops_last_round
         self._slice_fn = loader.slice_fn
         self._first = first
         self._passed = stream.first if stream is not None else 0
-        self._read_first = loader._read_first
+        self._read_first = loader.read_first
+        self._count_batches = loader.count_batches
+        self._steps: int | None = NOT_COUNTED
         self._taken = 0
         self._ahead: list[Any] = []
         self._failure: Exception | None = None
         self._over = False
+
+    def __iter__(self) -> _Reader:
+        return self
 
     def __next__(self) -> Envelope:
         scatterer = self._scatterer
@@ -320,21 +381,23 @@ class _Reader:
 
     def _round(self) -> list[Envelope] | None:
         batches: list[Any] = []
-        if self.run.first_with is None and self._stream is not None and self._reads_here:
+        if self.iteration.first_rng is None and self._stream is not None and self._reads_here:
             self._stream.begin()
-            self.run.first_with = self.reading.tree(self.reading.now())
+            self.iteration.first_rng = self.reading.tree(self.reading.now())
         while len(batches) < self._per_step and self.fetch():
             batches.append(self._ahead.pop(0))
             self._taken += 1
         if not self._ahead:
-            self.run.read_ahead(None, 0)
+            self.iteration.read_ahead(None, 0)
         if not batches or (self._drop_last and len(batches) < self._per_step):
             return None
         if self._first is None and not self._passed:
             self._first = batches[0]
         if self._keeps_first:
-            self.run.first_batch = self._first
-        # One rank alone looks ahead only when asked; the others must be told with the batch.
+            self.iteration.first_batch = self._first
+        if self._scatterer is not None and self._steps == NOT_COUNTED:
+            self._steps = self._count_batches(self.iteration)
+        # One rank alone looks ahead only when asked; other ranks need the answer with the batch.
         last = self._scatterer is not None and not self.follows()
         cut: Round = cut_round(
             batches,
@@ -345,7 +408,7 @@ class _Reader:
             slice_fn=self._slice_fn,
         )
         return [
-            Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows)
+            Envelope(Kind.BATCH, part, last, cut.real, cut.valid, rows, self._steps)
             for part, rows in zip(cut.parts, cut.rows, strict=True)
         ]
 
@@ -353,7 +416,7 @@ class _Reader:
         if self._first is None:
             # Read for a second time, for padding: with the same draws, and without any for what comes later.
             reading = self.reading
-            with reading.as_of(self.run.first_with or reading.tree(reading.now())):
+            with reading.as_of(self.iteration.first_rng or reading.tree(reading.now())):
                 self._first = self._read_first(self._stream)
         return self._first
 
@@ -373,13 +436,13 @@ class _Reader:
 
     def _read_ahead(self, wanted: int) -> bool:
         """Have `wanted` batches ready, and note with which draws they were read."""
-        noted = self.run.looked_ahead
+        noted = self.iteration.looked_ahead
         if noted is None and self._reads_here:
             noted = (self.reading.now(), 0)
-        if not self._ahead and self.run.source is not None:
-            self.run.source_before = self.run.source()
+        if not self._ahead and self.iteration.source_state is not None:
+            self.iteration.source_before = self.iteration.source_state()
         enough = self.fetch(wanted)
-        self.run.read_ahead(None if noted is None else noted[0], len(self._ahead))
+        self.iteration.read_ahead(None if noted is None else noted[0], len(self._ahead))
         return enough
 
     def fetch(self, wanted: int = 1) -> bool:
@@ -405,27 +468,16 @@ class DispatchIterator(LoaderIterator):
     __slots__ = ()
 
     def __next__(self) -> Any:
+        iteration = self._iteration
+        assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
         try:
-            if self._failure is not None:
-                self._raise_failure()
-            envelope = self._held.pop() if self._held else next(self._source)
+            envelope = next(self._source)
         except BaseException as error:
             self._close(exhausted=isinstance(error, StopIteration))
             raise
         batch, envelope.batch = envelope.batch, None
         if self._finish is not None:
             batch = self._finish(batch)
-        run, loader = self._run, self._loader
-        run.part = envelope
-        run.yielded += 1
-        if loader._run is not run:  # another iterator has begun, or yielded, in between
-            loader._run = loader.epoch_state.run = run
-        self._ledger.yielded(loader)
+        iteration.part = envelope
+        self._yielded(iteration)
         return batch
-
-    def at_end(self) -> bool:
-        """Whether nothing follows the batch handed out last."""
-        if self._loader.ranks.world_size > 1:
-            return self._run.part is not None and self._run.part.last
-        self._run.found_end = not self._source.follows()
-        return self._run.found_end

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from accel_train.data.epoch import Run
+from accel_train.data.epoch_start import begin_epoch
+from accel_train.data.iteration import Iteration
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.errors import DataError
 
-__all__ = ["AheadIterator", "LoaderIterator"]
+__all__ = ["AheadIterator", "LoaderIterator", "early_end"]
 
 
 class LoaderIterator:
@@ -24,54 +24,48 @@ class LoaderIterator:
     __slots__ = (
         "__weakref__",
         "_around",
-        "_closed",
-        "_failure",
         "_finish",
-        "_held",
+        "_iteration",
         "_ledger",
+        "_live",
         "_loader",
-        "_notes_draws",
-        "_run",
         "_source",
         "_tagged",
     )
 
     def __init__(self, loader: PreparedLoader) -> None:
-        self._closed = True
+        self._live = False
         self._loader = loader
         self._ledger = loader.ledger
-        self._held: list[Any] = []
-        self._failure: BaseException | None = None
         self._finish: Callable[[Any], Any] | None = None
         if loader.transfer is not None:
             self._finish = loader.transfer.finish
         self._tagged = loader.tagged
-        self._around = loader._run
-        self._run = run = Run()
-        run.iterator = weakref.ref(self)
-        loader._synchronize()
-        loader.begin()
-        self._closed = False
-        loader._run = loader.epoch_state.run = run
-        loader.set_epoch(loader.iteration)
-        self._source = loader._open(run)
-        # Reading ahead draws from this process's generators only when this process reads.
-        self._notes_draws = run.stream is None and loader.num_workers == 0
+        self._around = loader.current
+        self._iteration: Iteration | None = None
+        self._ledger.begin(loader)
+        self._live = True
+        epoch = loader.epoch_state
+        self._iteration = iteration = begin_epoch(loader, None if epoch.restored is None else epoch.take())
+        assert iteration.source is not None, "an iteration begins with a source"
+        self._source = iteration.source
 
     def __iter__(self) -> LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._held:
-            item = self._held.pop()
-            self._run.read_ahead(None, 0)
+        iteration = self._iteration
+        assert iteration is not None
+        if iteration.held:
+            item = iteration.held.pop()
+            iteration.read_ahead(None, 0)
         else:
             try:
-                if self._failure is not None:
-                    self._raise_failure()
-                item = self._fetch()
+                if iteration.failure is not None:
+                    iteration.raise_failure()
+                item = next(self._source)
             except StopIteration as stop:
-                early = early_end(self._run.stream, self._run.yielded, self._loader.ranks.world_size)
+                early = early_end(iteration.stream, iteration.yielded, self._loader.ranks.world_size)
                 self._close(exhausted=early is None)
                 if early is not None:
                     raise early from stop
@@ -80,70 +74,40 @@ class LoaderIterator:
                 self._close(exhausted=False)
                 raise
         if self._tagged:
-            self._run.real, item = item
+            iteration.real, item = item
         if self._finish is not None:
             item = self._finish(item)
-        run, loader = self._run, self._loader
-        run.yielded += 1
-        if loader._run is not run:  # another iterator has begun, or yielded, in between
-            loader._run = loader.epoch_state.run = run
-        self._ledger.yielded(loader)
+        self._yielded(iteration)
         return item
 
-    def _fetch(self) -> Any:
-        return next(self._source)
-
-    def at_end(self) -> bool:
-        """Whether nothing follows the batch handed out last."""
-        if self._held:
-            return False
-        stream = self._run.stream
-        if stream is not None:
-            return stream.ends_at(self._run.yielded)
-        return not self._look_ahead()
-
-    def _look_ahead(self) -> bool:
-        """Fetch the next item and keep it; False at the end. A failure is an item, raised by the next step."""
-        if self._failure is None:
-            run = self._run
-            now = self._loader._randomness().now() if self._notes_draws else None
-            run.source_before = None if run.source is None else run.source()
-            try:
-                self._held.append(self._fetch())
-                run.read_ahead(now, 1)
-            except StopIteration:
-                self._failure = StopIteration()  # without a traceback, which would keep this iterator alive
-                run.found_end = True
-            except BaseException as error:
-                self._failure = error
-        return not isinstance(self._failure, StopIteration)
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        assert failure is not None
-        try:
-            raise failure
-        finally:
-            del failure  # its traceback holds this frame, which must not hold it in turn
+    def _yielded(self, iteration: Iteration) -> None:
+        loader = self._loader
+        iteration.yielded += 1
+        if loader.current is not iteration:  # another iterator has begun, or yielded, in between
+            loader.current = loader.epoch_state.running = iteration
+        self._ledger.yielded(loader)
 
     def _close(self, exhausted: bool) -> None:
-        if self._closed:
+        if not self._live:
             return
-        self._closed = True
-        self._loader.end()
+        self._live = False
+        loader, iteration = self._loader, self._iteration
+        self._ledger.end(loader)
+        if iteration is None:  # it could not begin
+            return
+        iteration.close(exhausted)
         if exhausted:
-            self._run.ended = True
-            self._loader.epoch_state.iteration += 1
+            loader.epoch_state.iteration += 1
         around, self._around = self._around, None
-        if self._loader._run is self._run and around is not None and around.live:
-            self._loader._run = self._loader.epoch_state.run = around  # a loop within a loop over one loader
+        if loader.current is iteration and around is not None and not around.closed:
+            loader.current = loader.epoch_state.running = around  # a loop within a loop over one loader
 
     def close(self) -> None:
         """End the iteration without waiting for the iterator to be dropped."""
         self._close(exhausted=False)
 
     def __del__(self) -> None:
-        if not self._closed:
+        if self._live:
             self._close(exhausted=False)
 
 
@@ -165,21 +129,42 @@ def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError
 class AheadIterator(LoaderIterator):
     """Keeps the next batch on its way to the device while the current one is computed on."""
 
-    __slots__ = ("_start",)
+    __slots__ = ()
 
     def __init__(self, loader: PreparedLoader) -> None:
-        assert loader.transfer is not None
-        self._start = loader.transfer.start
         super().__init__(loader)
+        assert loader.transfer is not None, "there is a device to copy to"
+        assert self._iteration is not None
+        self._source = self._iteration.source = _Started(self._source, loader.transfer.start, self._tagged)
 
     def __next__(self) -> Any:
         batch = super().__next__()
-        stream = self._run.stream
-        if not self._held and (stream is None or not stream.ends_at(self._run.yielded)):
-            self._look_ahead()
+        iteration = self._iteration
+        assert iteration is not None
+        stream = iteration.stream
+        if not iteration.held and (stream is None or not stream.ends_at(iteration.yielded)):
+            iteration.look_ahead()
         return batch
 
-    def _fetch(self) -> Any:
+
+class _Started:
+    """Items on their way to the device.
+
+    Args:
+        source: what is read.
+        start: begins a copy.
+        tagged: whether items are `Tagged` batches.
+    """
+
+    def __init__(self, source: Iterator[Any], start: Callable[[Any], Any], tagged: bool) -> None:
+        self._source = source
+        self._start = start
+        self._tagged = tagged
+
+    def __iter__(self) -> _Started:
+        return self
+
+    def __next__(self) -> Any:
         item = next(self._source)
         if self._tagged:
             return item._replace(batch=self._start(item.batch))

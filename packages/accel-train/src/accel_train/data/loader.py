@@ -1,57 +1,46 @@
-"""What all prepared loaders have in common: their epochs, and what they answer about the last batch."""
+"""What all prepared loaders have in common: their options, and what they answer about the last batch."""
 
 from __future__ import annotations
 
-import copy
-import itertools
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader
 
-from accel_state.errors import NotAvailableError
-from accel_state.seeding import synchronize_rng_states
-from accel_train.data.active_loaders import LoaderLedger
-from accel_train.data.epoch import Epoch, Restored, Run
+from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.data.epoch import Epoch, Restored, read
+from accel_train.data.iterable import IterableDatasetShard
+from accel_train.data.iteration import NOT_COUNTED, Iteration
+from accel_train.data.position import check_fits
 from accel_train.data.rng_replay import Randomness, generators_of
-from accel_train.data.sampling.batches import (
-    Opening,
-    ShardedBatchSampler,
-    SkipBatchSampler,
-    arithmetic_source,
-    open_stream,
-)
+from accel_train.data.sampling.batches import Plan, ShardedBatchSampler, SkipBatchSampler, length_of, plan_of
 from accel_train.data.sampling.index_streams import IndexStream
-from accel_train.data.sampling.samplers import innermost_sampler, loader_options, samplers_of
+from accel_train.data.sampling.samplers import (
+    announce_epoch,
+    innermost_sampler,
+    samplers_of,
+    stateful_samplers,
+)
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
-from accel_train.data.stateful import loader_class, says_where_it_is
+from accel_train.data.stateful import StatefulReader, is_stateful
 from accel_train.data.transfer import DirectTransfer, Transfer
-from accel_train.data.workers import (
-    Denoting,
-    Ending,
-    NotingCollate,
-    TakeOver,
-    WorkerNotes,
-    end_workers_with,
-)
-from accel_train.errors import DataError
+from accel_train.data.workers import Ending
 from accel_train.ranks import Ranks
 
 __all__ = ["DataLoaderStateMixin", "Indexes", "PreparedLoader"]
 
 
 class DataLoaderStateMixin:
-    """Telling the ledger when an iteration begins and ends.
+    """Reports when an iteration begins and ends.
 
     Attributes:
-        ledger: the ledger of the `Accelerator` that the loader belongs to.
+        ledger: the active loaders of the `Accelerator` that the loader belongs to.
     """
 
-    ledger: LoaderLedger
+    ledger: ActiveLoaders
 
     def begin(self) -> None:
         """An iteration begins."""
@@ -63,20 +52,18 @@ class DataLoaderStateMixin:
 
 
 class Indexes:
-    """What torch's iterator iterates in place of the batch sampler: it remembers its stream."""
+    """What torch's iterator iterates in place of the batch sampler: the stream of the epoch that begins."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
-        self.opening = Opening()
-        self.opened = False
-        """Whether an epoch is being begun; one stream serves it, however often it is asked for."""
         self.stream: IndexStream | None = None
+        """Set while torch's iterator is made; torchdata's asks for it twice when it continues."""
 
     def __iter__(self) -> Iterator[Any]:
-        # torchdata's iterator begins twice when it continues.
-        if self.stream is None or not self.opened:
-            self.stream = open_stream(self.sampler, self.opening)
-        return self.stream
+        if self.stream is not None:
+            return self.stream
+        iterator: Iterator[Any] = iter(self.sampler)
+        return iterator
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -86,17 +73,7 @@ class Indexes:
         return Indexes(sampler)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"sampler": self.sampler, "opening": Opening(), "opened": False, "stream": None}
-
-    def begin(self, opening: Opening) -> None:
-        """An epoch begins so."""
-        self.opening, self.opened, self.stream = opening, True, None
-
-    def take_stream(self) -> IndexStream | None:
-        """The epoch's stream, which is its iterator's from now on."""
-        stream, self.stream = self.stream, None
-        self.opening, self.opened = Opening(), False
-        return stream
+        return {"sampler": self.sampler, "stream": None}
 
 
 class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
@@ -122,13 +99,15 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
     """The mark of everything that an `Accelerator` prepared, for other libraries' code that looks for it."""
     skips_steps: bool = False
     """Whether `skip_batches` counts for map-style datasets, too; otherwise their batch sampler skips."""
-    tagged: bool = False
-    """Whether torch's iterator yields `Tagged` batches."""
+    reads_own_part: bool = False
+    """Whether each rank reads for itself."""
     transfer: Transfer | None = None
     may_pad: bool = False
     """Whether rows can be padding."""
     may_be_uneven: bool = False
     """Whether ranks can hold different numbers of batches."""
+    make_iteration: type[Iteration] = Iteration
+    """The class of its iterations."""
 
     def __init__(
         self,
@@ -143,7 +122,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         torch_device_mesh: Any = None,
         iteration: int = 0,
         *,
-        ledger: LoaderLedger | None = None,
+        ledger: ActiveLoaders | None = None,
         ranks: Ranks | None = None,
         **kwargs: Any,
     ) -> None:
@@ -154,24 +133,24 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.skip_batches = skip_batches
         self.use_stateful_dataloader = use_stateful_dataloader
         self.torch_device_mesh = torch_device_mesh
-        self.ledger = LoaderLedger() if ledger is None else ledger
+        self.ledger = ActiveLoaders() if ledger is None else ledger
         self.ranks = Ranks() if ranks is None else ranks
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
+        self.tagged = self.reads_own_part and isinstance(dataset, IterableDatasetShard)
+        """Whether torch's iterator yields `Tagged` batches."""
         self.epoch_state = Epoch(iteration)
-        self._sharing: Sharing = sharing_for(self.ranks)
-        self._run: Run | None = None
+        self.current: Iteration | None = None
+        """The iteration that yielded last, or that began last if that was later."""
+        self.sharing: Sharing = sharing_for(self.ranks)
         self.transfer = self._make_transfer()
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
         self._find_generators()
-        self.asks_dataset = use_stateful_dataloader and says_where_it_is(dataset)
-        self._source_to_load: dict[str, Any] | None = None
-        self._stateful: Any = None
-        self._seedless = self._workers_ran = False
-        self._ending: Ending | None = None
-        if self.asks_dataset:
-            loader_class(dataset)  # says now if it is not installed
+        self.asks_dataset = use_stateful_dataloader and is_stateful(dataset)
+        self.stateful_reader = StatefulReader(dataset) if self.asks_dataset else None
+        self.seedless = self.workers_ran = False
+        self.ending: Ending | None = None
 
     # Torch's hooks
 
@@ -196,13 +175,43 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
 
         For an iterable dataset the next batch is fetched to find out, and kept for the next step.
         """
-        run = self._run
-        if run is None or run.yielded == 0:
-            return run is not None and run.ended
-        if run.ended:
-            return True
-        iterator = run.iterator() if run.iterator is not None else None
-        return self._left_at_end(run) if iterator is None else bool(iterator.at_end())
+        current = self.current
+        return current is not None and current.at_end()
+
+    @property
+    def batches_left(self) -> int | None:
+        """How many batches of this rank follow the batch handed out last in the running iteration.
+
+        Counted by arithmetic: nothing is fetched early. The same on all ranks unless `may_be_uneven`. None when nothing
+        is iterated, and when the number is not known: streams and samplers without a length, and streams that several
+        worker processes read. A length that a dataset or sampler gives is believed.
+        """
+        current = self.current
+        if current is None or current.closed:
+            return 0 if current is not None and current.ended else None
+        total = current.total
+        if total == NOT_COUNTED:
+            total = current.total = self.count_batches(current)
+        if total is None:
+            return None
+        left = total - current.yielded
+        return left if left >= 0 else None
+
+    def count_batches(self, iteration: Iteration) -> int | None:
+        """How many batches an iteration has in all; None when that is not known."""
+        if iteration.stream is not None:
+            return iteration.stream.count()
+        batches = self._stream_length()
+        return None if batches is None else max(batches - iteration.skipped, 0)
+
+    def _stream_length(self) -> int | None:
+        """Batches of a whole stream, by its length."""
+        if self.num_workers > 1:
+            return None  # each worker has an incomplete last batch, or a copy of the stream
+        samples = length_of(self.dataset)
+        if samples is None or self.batch_size is None:
+            return samples
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     @property
     def batches_left(self) -> int | None:
@@ -214,30 +223,38 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """Whether the batch handed out last is the last one of some rank; None when that is not known."""
         if not self.may_be_uneven:
             return self.end_of_dataloader
-        run = self._run
-        return None if run is None or run.stream is None else run.stream.ends_anywhere_at(run.yielded)
-
-    def _left_at_end(self, run: Run) -> bool:
-        """Whether the batch handed out last is known to be the last one, without looking ahead."""
-        return run.found_end or (run.stream is not None and run.stream.known_to_end(run.yielded))
+        current = self.current
+        if current is None or current.stream is None:
+            return None
+        return current.stream.ends_anywhere_at(current.yielded)
 
     @property
     def batch_rows(self) -> int | None:
         """Rows that this rank received in the batch handed out last; None when that is not known."""
-        run = self._run
-        if run is None or run.stream is None or not run.yielded or not self._auto_collation:
+        current = self.current
+        if current is None or current.stream is None or not current.yielded or not self._auto_collation:
             return None
-        return run.stream.rows(run.yielded - 1)
+        return current.stream.rows(current.yielded - 1)
 
     def valid_rows(self) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of the batch handed out last are real; None when all are.
 
         A number above the number of rows means all of them.
         """
-        run = self._run
-        if run is None or not run.yielded:
+        current = self.current
+        if current is None or current.stream is None or not current.yielded:
             return None
-        return None if run.stream is None else run.stream.valid_rows(run.yielded - 1)
+        return current.stream.valid_rows(current.yielded - 1)
+
+    @property
+    def real_rows(self) -> int | None:
+        """How many leading rows of this rank's batch are real; None when all are."""
+        valid = self.valid_rows()
+        return None if valid is None else valid[self._index_of_part()]
+
+    def _index_of_part(self) -> int:
+        """This rank's place among those that share samples out."""
+        return self.ranks.index
 
     @property
     def remainder(self) -> int:
@@ -289,15 +306,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         self.epoch_state.iteration = value
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, and tell every sampler that wants to know, or else the dataset."""
+        """Choose the next epoch, and call ``set_epoch`` of every sampler that has it, or else of the dataset."""
         self.epoch_state.choose(epoch)
-        told = False
-        for sampler in samplers_of(self):
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(epoch)
-                told = True
-        if not told and hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
+        announce_epoch(self, epoch)
 
     def get_sampler(self) -> Any:
         """The sampler that yields single indices, at the bottom of all batch samplers."""
@@ -325,26 +336,60 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         """Where the loader is: epoch, the epoch's draw, and position, as plain data and tensors.
 
         The state counts the batches that were handed out. An epoch whose last batch is known to be out counts as over.
-        Asking changes nothing: the loader goes on as if it had not been asked.
+        Asking changes nothing: the loader continues as if it had not been asked.
         """
-        run = self.epoch_state.run  # which may be that of a loader that skips
-        finished = run is not None and run.yielded > 0 and self._left_at_end(run)
-        state = self.epoch_state.dump(self.ranks.size, finished)
+        running = self.epoch_state.running  # which may be that of a loader that skips
+        finished = running is not None and running.yielded > 0 and running.known_to_end()
+        state = self.epoch_state.dump(self.ranks, self._position_options(), finished)
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler):
             state["sampler_seed"] = sampler.initial_seed
-        randomness = self._randomness()
-        if run is not None and not run.ended:
-            state["ahead"] = _dump_ahead(run, Randomness(self._own_generators, True))
-            if not _is_plain(run.first_batch):
-                state["source"] = None  # a state without it cannot be saved, so the stream will be read again
-        state["generators"] = self._generators_after(run if finished else None, randomness)
-        state["workers_run"] = self._workers_run() or self._workers_ran
-        state["samplers"] = [sampler.state_dict() for sampler in self._stateful_samplers()]
+        state["generators"] = self._generators_after(running if finished else None)
+        state["workers_run"] = (self.persistent_workers and self.keeps_workers) or self.workers_ran
+        state["samplers"] = [sampler.state_dict() for sampler in stateful_samplers(samplers_of(self))]
         return state
 
-    def _generators_after(self, over: Run | None, randomness: Randomness) -> list[Any]:
-        """The loader's own generators; with the draws that come with the end of an epoch whose last batch is out."""
+    def state_after(self, batches: int, ranks: int) -> dict[str, Any]:
+        """A state as another library may have saved it; the order of the epoch and the random states are those of now.
+
+        Args:
+            batches: how many each rank had received; 0: between two epochs.
+            ranks: how many read different samples.
+        """
+        rounds = 1 if self.splits_batches else ranks
+        stride = self.stream_stride
+        if stride is not None and not self.splits_batches:
+            stride = stride // self.ranks.size * ranks
+        randomness = self.randomness()
+        return self.epoch_state.between(self.ranks) | {
+            "ranks": ranks,
+            "finished": not batches,
+            "batches_yielded": batches,
+            # Whichever way this loader reads its data, it uses the entry of its own.
+            "position": {
+                "samples": batches * (self.sampler_batch_size or 1) * rounds,
+                "base_batches": batches * rounds,
+                "local_batches": batches,
+                "samples_per_batch": stride,
+            },
+            # The run that continues has its iterator already, so making one must not move the restored generators.
+            "rng_at_start": randomness.tree(randomness.now()),
+        }
+
+    def _position_options(self) -> dict[str, Any]:
+        return {
+            "num_workers": self.num_workers,
+            "batch_size": self.sampler_batch_size,
+            "drop_last": self.drop_last,
+        }
+
+    def _generators_after(self, over: Iteration | None) -> list[Any]:
+        """States of the loader's generators, including what torch draws at the end of an epoch.
+
+        Args:
+            over: an iteration whose last batch was already returned, if the end's draws are still to be made.
+        """
+        randomness = self.randomness()
         if over is None or over.ended or over.stream is None:
             return randomness.own_trees()
         now = randomness.now()
@@ -355,49 +400,71 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             randomness.put_back(now)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a saved state.
+        """Return to a saved state.
 
         The next iterator of the saved epoch uses the saved draw, so it has the order of the interrupted one. It also
         continues at the saved position if the loader was prepared with ``use_stateful_dataloader=True``;
-        otherwise it starts at the first batch, and `skip_first_batches` gets to the position.
+        otherwise it starts at the first batch, and `skip_first_batches` leads to the position.
 
-        `iteration` is then the number of the epoch to go on with: the next one, if the last batch of the saved epoch
-        was known to be out. `set_epoch` goes back to the saved one, of which then nothing is left.
+        `iteration` is then the number of the epoch to continue with: the next one, if the last batch of the saved epoch
+        was known to be out. ``set_epoch(saved)`` returns to that epoch, which then yields no batches.
 
         Raises:
             DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
+            NotAvailableError: see `check_state_dict`.
         """
+        self.check_state_dict(state_dict)
         self.epoch_state.load(state_dict)
-        self._run = None
-        self._workers_ran = bool(state_dict.get("workers_run", False))
+        self.current = None
+        self.workers_ran = bool(state_dict.get("workers_run", False))
         sampler = self.get_sampler()
         if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
             sampler.initial_seed = int(state_dict["sampler_seed"])
-        self._randomness().set_own(state_dict.get("generators", []))
-        for stateful, saved in zip(self._stateful_samplers(), state_dict.get("samplers", []), strict=False):
+        self.randomness().set_own(state_dict.get("generators", []))
+        samplers = stateful_samplers(samplers_of(self))
+        for stateful, saved in zip(samplers, state_dict.get("samplers", []), strict=False):
             stateful.load_state_dict(saved)
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Whether a loader prepared like this one can go on where `state_dict` was saved; changes nothing.
+        """Whether a loader prepared like this one can continue where `state_dict` was saved; changes nothing.
 
         Raises:
-            NotAvailableError: the position means nothing for this number of ranks.
+            DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
+            NotAvailableError: the position means nothing for this number of ranks or workers, or this batch size.
         """
-        if self.use_stateful_dataloader and "local_batches" in state_dict.get("position", {}):
-            self._steps_of_stream(state_dict["position"], int(state_dict["ranks"]))
+        restored = read(state_dict)
+        if restored is not None and self.use_stateful_dataloader and not state_dict["finished"]:
+            check_fits(self, restored)
 
-    def steps_to(self, position: dict[str, Any]) -> float | None:
-        """How many batches of this rank lead to a saved position; None where that cannot be told."""
-        if "samples" in position:
-            return None if self.total_batch_size is None else position["samples"] / self.total_batch_size
-        if "local_batches" in position:
-            before, now = position["samples_per_batch"], self._stream_stride()
-            return None if before is None or now is None else position["local_batches"] * before / now
-        return position["base_batches"] / self._base_batches_per_step() if position else None
+    # What positions are counted in
 
-    def _base_batches_per_step(self) -> int:
+    @property
+    def position_unit(self) -> str:
+        """What a saved position of this loader counts: samples, base_batches or local_batches."""
+        return "local_batches" if self.indexes is None else plan_of(self.indexes.sampler).unit
+
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a batch of the sampler, or stream, is cut into one part per rank."""
+        return False
+
+    @property
+    def sampler_batches_per_step(self) -> int:
         """Batches of the sampler that one step of all ranks takes."""
         return 1
+
+    @property
+    def sampler_batch_size(self) -> int | None:
+        """Samples in a batch of the sampler; None when batches vary."""
+        size = getattr(self._batch_sampler(), "batch_size", None)
+        return None if size is None else int(size)
+
+    @property
+    def stream_stride(self) -> int | None:
+        """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
+        return self.batch_size or 1
+
+    # Random states, and what serves an iteration
 
     def _find_generators(self) -> None:
         """Note the generators that belong to the loader: its own, its samplers' and its dataset's."""
@@ -407,266 +474,45 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         while dataset is not None:
             datasets.append(dataset)
             dataset = getattr(dataset, "dataset", None)
-        self._own_generators: list[Any] = generators_of(
+        self.own_generators: list[Any] = generators_of(
             [self.generator, self.synchronized_generator], [*chosen, *datasets]
         )
 
-    def _randomness(self) -> Randomness:
+    def randomness(self) -> Randomness:
+        """The generators that reading can draw from."""
         indexes = self.indexes
-        return Randomness(self._own_generators, indexes is None or arithmetic_source(indexes.sampler) is None)
+        return Randomness(self.own_generators, indexes is None or plan_of(indexes.sampler).source is None)
 
-    def _stateful_samplers(self) -> list[Any]:
-        """Samplers of the user that say where they are."""
-        return [
-            sampler
-            for sampler in samplers_of(self)
-            if callable(getattr(sampler, "state_dict", None))
-            and callable(getattr(sampler, "load_state_dict", None))
-        ]
+    @property
+    def keeps_workers(self) -> bool:
+        """Whether there are worker processes from an earlier epoch."""
+        reader = self.stateful_reader
+        return self._iterator is not None if reader is None else reader.keeps_workers
+
+    def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
+        """Open what an iteration reads from, and fill it in; called by `begin_epoch`.
+
+        Args:
+            iteration: the iteration that begins.
+            plan: what the sampler is made of; None for a stream.
+            restored: a loaded state of this epoch.
+        """
+        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state["_iterator"] = None
-        state["_stateful"] = state["_ending"] = None
-        state["_run"] = None
-        state["transfer"] = None
-        state["_sharing"] = None
+        state.update(
+            _iterator=None, ending=None, current=None, transfer=None, sharing=None, stateful_reader=None
+        )
         state["ranks"] = replace(self.ranks, group=None)  # a process group belongs to its process
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["_sharing"] = sharing_for(self.ranks)
+        self.__dict__["sharing"] = sharing_for(self.ranks)
         self.__dict__["transfer"] = self._make_transfer()
+        self.__dict__["stateful_reader"] = StatefulReader(self.dataset) if self.asks_dataset else None
         self._find_generators()
 
     def _make_transfer(self) -> Transfer | None:
         return None if self.device is None else DirectTransfer(self.device, self._non_blocking)
-
-    # Beginning an iteration
-
-    def _synchronize(self) -> None:
-        waiting = self.epoch_state.waiting()
-        if waiting is not None and waiting.ranks == self.ranks.size:
-            return  # the interrupted run did, when it began the epoch
-        if self.ranks.world_size > 1 and self.rng_types and not self._sharing.alone:
-            synchronize_rng_states(self.rng_types, self.synchronized_generator)
-
-    def _open(self, run: Run) -> Any:
-        """Torch's iterator for a new epoch; fills in `run`."""
-        restored = self.epoch_state.take()
-        resume = restored if self.use_stateful_dataloader else None
-        begun_with = None if restored is None else restored.begun_with
-        randomness = self._randomness()
-        with randomness.as_of(begun_with):
-            self._begin_with(run, randomness, begun_with)
-            if self.indexes is None:
-                source = self._open_stream(run, restored, resume, randomness)
-            else:
-                source = self._open_indexes(self.indexes, run, restored, resume)
-        return source
-
-    def _begin_with(self, run: Run, randomness: Randomness, begun_with: dict[str, Any] | None) -> None:
-        """Note with what the epoch begins, or begin with what was noted."""
-        samplers = self._stateful_samplers()
-        for sampler, saved in zip(samplers, (begun_with or {}).get("samplers", []), strict=False):
-            sampler.load_state_dict(saved)
-        run.begun_with = randomness.tree(randomness.now())
-        running = self._workers_run()
-        run.begun_with["workers_run"] = running
-        # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
-        ran = self._workers_ran if begun_with is None else begun_with.get("workers_run", False)
-        self._seedless, self._workers_ran = ran and not running, False
-        run.begun_with["samplers"] = [sampler.state_dict() for sampler in samplers]
-
-    def _open_indexes(
-        self, indexes: Indexes, run: Run, restored: Restored | None, resume: Restored | None
-    ) -> Any:
-        opening = Opening(
-            recorded=None if restored is None else restored.draw,
-            position=None if resume is None else resume.position,
-            reached=None if restored is None else restored.position,
-            sharing=self._sharing,
-            in_flight=self.num_workers * (self.prefetch_factor or 0),
-            skip=self.skip_batches,
-        )
-        indexes.begin(opening)
-        self._place_source(resume)
-        there = resume is not None or (restored is not None and restored.batches == self._skipped_batches())
-        source = self._with_workers(run, restored if there else None)
-        run.stream, run.source = indexes.take_stream(), self._source_state()
-        if restored is not None and restored.batches and run.stream is not None:
-            run.stream.prime()
-        return source
-
-    def _open_stream(
-        self, run: Run, restored: Restored | None, resume: Restored | None, randomness: Randomness
-    ) -> Any:
-        batches = self._batches_to_skip(resume)
-        placed = self._place_source(resume)
-        source = self._torch_iterator()
-        run.source = self._source_state()
-        run.stride = self._stream_stride()
-        run.skipped = batches if placed else self._skip(source, batches)
-        if restored is None or not restored.batches:
-            return source
-        if not run.skipped:
-            # A stream may draw its order no earlier than it is read, so one item is read now and kept.
-            return itertools.chain(list(itertools.islice(source, 1)), source)
-        if "with" in restored.ahead and restored.ranks == self.ranks.size and run.skipped == restored.batches:
-            with randomness.as_of(restored.ahead["with"]):
-                return itertools.chain(list(itertools.islice(source, restored.ahead["batches"])), source)
-        return source
-
-    def _skipped_batches(self) -> int:
-        """Batches that samplers leave out of this loader."""
-        sampler, skipped = self._batch_sampler() or self.sampler, self.skip_batches
-        while isinstance(sampler, SkipBatchSampler):
-            sampler, skipped = sampler.batch_sampler, skipped + sampler.skip_batches
-        return skipped
-
-    def _with_workers(self, run: Run, restored: Restored | None) -> Any:
-        """Torch's iterator over a map-style dataset, whose workers report their generators and go on with them."""
-        count = self.num_workers
-        if not count or self.asks_dataset or self.persistent_workers:
-            return self._torch_iterator()
-        saved = None if restored is None or restored.ranks != self.ranks.size else restored.workers
-        if saved is not None and saved["count"] != count:
-            if saved["states"]:
-                warnings.warn(
-                    f"The state was saved with {saved['count']} workers, this loader has {count}: the random numbers "
-                    "that the dataset draws in workers start anew.",
-                    stacklevel=5,
-                )
-            saved = None
-        turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])
-        run.workers = WorkerNotes(count, 2 * (run.per_batch or 1) + 2, turn, states)
-        collate, initialise = self.collate_fn, self.worker_init_fn
-        self.collate_fn = NotingCollate(collate)
-        if saved is not None:
-            self.worker_init_fn = TakeOver(turn, count, states, initialise)
-        try:
-            return Denoting(self._torch_iterator(), run.workers)
-        finally:
-            self.collate_fn, self.worker_init_fn = collate, initialise
-
-    def _workers_run(self) -> bool:
-        """Whether there are workers that were kept from an earlier epoch."""
-        kept = self._stateful if self.asks_dataset else self
-        return self.persistent_workers and kept is not None and kept._iterator is not None
-
-    def _torch_iterator(self) -> Any:
-        if not self._seedless:
-            return self._make_iterator()
-        generator, self.generator = self.generator, torch.Generator()
-        try:
-            return self._make_iterator()
-        finally:
-            self.generator, self._seedless = generator, False
-
-    def _make_iterator(self) -> Any:
-        iterator = self._make_stateful_iterator() if self.asks_dataset else super().__iter__()
-        if self.asks_dataset or self.persistent_workers:
-            self._ending = end_workers_with(self, iterator, self._ending)
-        return iterator
-
-    def _make_stateful_iterator(self) -> Any:
-        if self._stateful is None or not self.persistent_workers:
-            kind = loader_class(self.dataset)
-            self._stateful = kind(self.dataset, snapshot_every_n_steps=1, **self._stateful_options())
-        if self._source_to_load is not None:
-            self._stateful.load_state_dict(self._source_to_load)
-            self._source_to_load = None
-        return iter(self._stateful)
-
-    def _stateful_options(self) -> dict[str, Any]:
-        """What torchdata's loader is built with, to read what this one would."""
-        options = loader_options(self)
-        if self.indexes is None:
-            return options | {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        if self._auto_collation:
-            return options | {"batch_sampler": self.indexes}
-        return options | {"batch_size": None, "sampler": self.indexes}
-
-    def _place_source(self, resume: Restored | None) -> bool:
-        """Let the next iterator begin where the dataset said it was; False if it has to be read up to there."""
-        fits = resume is not None and resume.source is not None and resume.ranks == self.ranks.size
-        self._source_to_load = resume.source if resume is not None and fits and self.asks_dataset else None
-        return self._source_to_load is not None
-
-    def _source_state(self) -> Callable[[], dict[str, Any]] | None:
-        stateful = self._stateful
-        return None if stateful is None else lambda: copy.deepcopy(stateful.state_dict())
-
-    def _stream_stride(self) -> int | None:
-        """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
-        return self.batch_size or 1
-
-    def _batches_to_skip(self, resume: Restored | None) -> int:
-        """How many batches of an iterable dataset are read and left out."""
-        if resume is None:
-            return self.skip_batches
-        if "local_batches" not in resume.position:
-            raise DataError(
-                f"The saved position counts {', '.join(sorted(resume.position)) or 'nothing'}, but this loader's "
-                "stream counts local_batches: it is not the kind of loader that the state was saved with. Prepare "
-                "the same loader, or do not load its state."
-            )
-        return max(self._steps_of_stream(resume.position, resume.ranks), self.skip_batches)
-
-    def _steps_of_stream(self, position: dict[str, Any], ranks: int) -> int:
-        """A position in a stream, in batches of this number of ranks.
-
-        Raises:
-            NotAvailableError: it is between two of them.
-        """
-        batches: int = position["local_batches"]
-        if ranks == self.ranks.size or not batches:
-            return batches
-        before, now = position["samples_per_batch"], self._stream_stride()
-        advice = f"Continue with {ranks} ranks, or without use_stateful_dataloader."
-        if before is None or now is None:
-            raise NotAvailableError(
-                f"This stream was left after {batches} batches on each of {ranks} ranks, each of which read a part of "
-                f"its own; {self.ranks.size} ranks would read other parts. {advice}"
-            )
-        steps, rest = divmod(batches * int(before), now)
-        workers = max(self.num_workers, 1)
-        if rest or batches % workers or steps % workers:
-            raise NotAvailableError(
-                f"This stream was left after {batches} batches on each of {ranks} ranks; {self.ranks.size} ranks "
-                f"cannot continue there, because {batches * before} samples, read by {workers} worker(s) in turn, do "
-                f"not divide among them. {advice}"
-            )
-        return steps
-
-    @staticmethod
-    def _skip(source: Any, batches: int, first: list[Any] | None = None) -> int:
-        """Read and leave out up to `batches` batches; the first goes to `first`. Says how many there were."""
-        for done in range(batches):
-            try:
-                batch = next(source)
-            except StopIteration:
-                return done
-            if first is not None and done == 0:
-                first.append(batch)
-        return batches
-
-
-def _dump_ahead(run: Run, randomness: Randomness) -> dict[str, Any]:
-    ahead: dict[str, Any] = {} if run.first_with is None else {"first_with": run.first_with}
-    if run.looked_ahead is not None:
-        raw, batches = run.looked_ahead
-        ahead |= {"batches": batches, "with": randomness.tree(raw)}
-    if run.first_batch is not None and _is_plain(run.first_batch):
-        ahead["first"] = run.first_batch
-    return ahead
-
-
-def _is_plain(batch: Any) -> bool:
-    """Whether a batch consists of tensors and plain data only."""
-    if type(batch) is dict:
-        return all(isinstance(key, str) and _is_plain(value) for key, value in batch.items())
-    if type(batch) in (list, tuple):
-        return all(_is_plain(item) for item in batch)
-    return batch is None or type(batch) in (torch.Tensor, bool, int, float, str, bytes)

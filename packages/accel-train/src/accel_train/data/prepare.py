@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from accel_state.world.process import PartialState
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.loader import PreparedLoader
@@ -28,7 +28,7 @@ from accel_train.data.sampling.samplers import innermost_sampler, loader_options
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader
-from accel_train.data.stateful import StatefulShard, says_where_it_is
+from accel_train.data.stateful import StatefulShard, is_stateful
 from accel_train.errors import ArgumentTypeError, DataError
 from accel_train.mesh import batch_ranks
 from accel_train.plugins import DataLoaderConfiguration
@@ -75,7 +75,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     *,
-    ledger: LoaderLedger | None = None,
+    ledger: ActiveLoaders | None = None,
     pre_sharded: bool | None = None,
 ) -> PreparedLoader:
     """Make a loader yield one rank's part of the data, on its device.
@@ -152,7 +152,7 @@ def prepare_for_ranks(
     device: torch.device | str | int | None = None,
     rng_types: list[Any] | None = None,
     slice_fn: Callable[..., Any] | None = None,
-    ledger: LoaderLedger | None = None,
+    ledger: ActiveLoaders | None = None,
 ) -> PreparedLoader:
     """Make a loader yield the part of the data of one batch index, on its device; see `prepare_data_loader`.
 
@@ -377,7 +377,7 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
             generator = getattr(dataset, "generator", None)
             if isinstance(generator, torch.Generator):
                 options["synchronized_generator"] = generator
-            stateful = options["use_stateful_dataloader"] and says_where_it_is(dataset)
+            stateful = options["use_stateful_dataloader"] and is_stateful(dataset)
             dataset = (StatefulShard if stateful else IterableDatasetShard)(
                 dataset,
                 batch_size=1 if batch_size is None else batch_size,

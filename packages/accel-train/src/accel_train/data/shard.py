@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_train.data.iterable import IterableDatasetShard, TaggingCollate, valid_rows_of_round
+from accel_train.data.epoch_start import open_own_part
+from accel_train.data.iterable import IterableDatasetShard, valid_rows_of_round
 from accel_train.data.iterators import AheadIterator, LoaderIterator
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.batches import (
     ShardedBatchSampler,
     SkipBatchSampler,
-    arithmetic_source,
     padded_rows,
+    plan_of,
 )
 from accel_train.data.transfer import Transfer, choose_transfer
 
@@ -24,17 +25,14 @@ class DataLoaderShard(PreparedLoader):
     Its arguments are those of `PreparedLoader`.
     """
 
+    reads_own_part = True
+    open_source = open_own_part
     pre_sharded: bool = False
     """Whether the dataset brought its own sharding, so that ranks may hold different numbers of batches."""
 
     @property
     def _shard(self) -> IterableDatasetShard | None:
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
-
-    @property
-    def tagged(self) -> bool:  # type: ignore[override]
-        """Whether torch's iterator yields `Tagged` batches."""
-        return self._shard is not None
 
     def _make_transfer(self) -> Transfer | None:
         return choose_transfer(
@@ -44,38 +42,31 @@ class DataLoaderShard(PreparedLoader):
     def __iter__(self) -> Any:
         # Fetching ahead asks the sampler for indices earlier; only one that is drawn at once does not mind.
         ahead = self.transfer is not None and self.transfer.ahead
-        if ahead and (self.indexes is None or arithmetic_source(self._batch_sampler()) is not None):
+        if ahead and (self.indexes is None or plan_of(self._batch_sampler()).source is not None):
             return AheadIterator(self)
         return LoaderIterator(self)
-
-    def _torch_iterator(self) -> Any:
-        shard = self._shard
-        if shard is None:
-            return super()._torch_iterator()
-        # Torch's iterator takes the function over when it is created; users keep seeing their own.
-        collate, self.collate_fn = self.collate_fn, TaggingCollate(shard, self.collate_fn)
-        try:
-            return super()._torch_iterator()
-        finally:
-            self.collate_fn = collate
 
     @property
     def batch_rows(self) -> int | None:
         """Rows that this rank received in the batch handed out last; None when that is not known."""
-        run, shard = self._run, self._shard
+        current, shard = self.current, self._shard
         if shard is None:
             return super().batch_rows
-        return shard.local_batch if run is not None and run.yielded and self._auto_collation else None
+        return shard.local_batch if current is not None and current.yielded and self._auto_collation else None
 
     def valid_rows(self) -> tuple[int, ...] | None:
         """Per rank, how many leading rows of the batch handed out last are real; None when all are.
 
         A number above the number of rows means all of them.
         """
-        run, shard = self._run, self._shard
-        if shard is None or run is None or run.real is None:
+        current, shard = self.current, self._shard
+        if shard is None or current is None or current.real is None:
             return super().valid_rows()
-        return valid_rows_of_round(shard, run.real, batches=not self._auto_collation)
+        return valid_rows_of_round(shard, current.real, batches=not self._auto_collation)
+
+    def _index_of_part(self) -> int:
+        share = self.share()
+        return super()._index_of_part() if share is None else share.process_index
 
     @property
     def may_pad(self) -> bool:  # type: ignore[override]
@@ -92,19 +83,29 @@ class DataLoaderShard(PreparedLoader):
     def may_be_uneven(self) -> bool:  # type: ignore[override]
         """Whether ranks can hold different numbers of batches."""
         share = self.share()
-        if share is None:
-            return self.pre_sharded
+        if share is None or share.num_processes != self.ranks.size:  # a sampler that takes its own part
+            return self.pre_sharded or share is not None
         return not share.even_batches and not share.drop_last
 
-    def _stream_stride(self) -> int | None:
+    @property
+    def stream_stride(self) -> int | None:
+        """Samples of a shared-out stream in one batch over all ranks; None where ranks have streams of their own."""
         shard = self._shard
         if shard is not None:
             return shard.global_batch
-        return None if self.pre_sharded else super()._stream_stride()
+        return None if self.pre_sharded else super().stream_stride
 
-    def _base_batches_per_step(self) -> int:
+    @property
+    def splits_batches(self) -> bool:
+        """Whether a batch of the sampler, or stream, is cut into one part per rank."""
+        part = self._shard or self.share()
+        return part is not None and part.split_batches
+
+    @property
+    def sampler_batches_per_step(self) -> int:
+        """Batches of the sampler that one step of all ranks takes."""
         share = self.share()
-        return 1 if share is None or share.split_batches else self.ranks.size
+        return 1 if share is None or share.split_batches else share.num_processes
 
     def share(self) -> ShardedBatchSampler | None:
         """What gives this rank its batches of a map-style dataset; None where nothing is shared out."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.data.loader import PreparedLoader
+from accel_train.data.position import check_workers, steps_to
 from accel_train.data.sampling.batches import SkipBatchSampler
 from accel_train.data.sampling.samplers import loader_options
 from accel_train.errors import ArgumentTypeError, DataError
@@ -107,7 +108,8 @@ def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
         )
     if num_batches != restored.batches:
         return
-    steps = loader.steps_to(restored.position)
+    check_workers(loader, restored)
+    steps = steps_to(loader, restored.position)
     if restored.ranks != loader.ranks.size and steps not in (None, num_batches):
         raise DataError(
             f"The state was saved after {num_batches} batches on each of {restored.ranks} ranks; for "

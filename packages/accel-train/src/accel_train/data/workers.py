@@ -1,7 +1,7 @@
 """Worker processes: the random numbers that they draw, over a restart; and their end.
 
 A worker reports the states of its generators with a batch when they have changed. After a restart each new worker takes
-the place of an old one: batches are dealt out in turn, and the turn goes on where it was.
+the place of an old one: workers return batches in turn, and the turn continues where it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
 
-__all__ = ["Denoting", "Ending", "NotingCollate", "TakeOver", "WorkerNotes", "end_workers_with"]
+__all__ = [
+    "Ending",
+    "RecordRngState",
+    "RestoreWorkerRng",
+    "StripRngState",
+    "WorkerStates",
+    "end_workers_with",
+]
 
 Ending: TypeAlias = "weakref.finalize[[Any, int], Any]"
 
@@ -52,32 +59,32 @@ class _States:
         }
 
 
-class Noted(NamedTuple):
+class BatchWithState(NamedTuple):
     """A batch, and the states after it; None: as after the worker's batch before."""
 
     batch: Any
     states: _States | None
 
 
-class NotingCollate:
+class RecordRngState:
     """A collate function that reports the generators; runs in workers."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
         self._last: _States | None = None
 
-    def __call__(self, samples: Any) -> Noted:
+    def __call__(self, samples: Any) -> BatchWithState:
         """Collate, and add the states if they have changed."""
         batch = self._collate(samples)
         states = _States()
         if states.same(self._last):
-            return Noted(batch, None)
+            return BatchWithState(batch, None)
         self._last = states
-        return Noted(batch, states)
+        return BatchWithState(batch, states)
 
 
-class WorkerNotes:
-    """What the workers of one iteration reported.
+class WorkerStates:
+    """The generators of the workers of one iteration, as they reported them.
 
     Args:
         count: number of workers.
@@ -94,8 +101,8 @@ class WorkerNotes:
         self._read = 0
         self._recent: deque[tuple[int, int, _States | None]] = deque()
 
-    def note(self, states: _States | None) -> None:
-        """The next batch was read."""
+    def record(self, states: _States | None) -> None:
+        """The next batch was read, with these states after it."""
         self._recent.append((self._read, (self._turn + self._read) % self.count, states))
         self._read += 1
         self._settle(self._read - self._ahead, self._states)
@@ -116,24 +123,24 @@ class WorkerNotes:
         return {"count": self.count, "turn": (self._turn + handed_out) % self.count, "states": trees}
 
 
-class Denoting:
-    """Torch's iterator without the notes, which go to where they belong."""
+class StripRngState:
+    """Torch's iterator without the reported states, which `states` records."""
 
-    def __init__(self, source: Iterator[Any], notes: WorkerNotes) -> None:
+    def __init__(self, source: Iterator[Any], states: WorkerStates) -> None:
         self._source = source
-        self._notes = notes
+        self._states = states
 
-    def __iter__(self) -> Denoting:
+    def __iter__(self) -> StripRngState:
         return self
 
     def __next__(self) -> Any:
         batch, states = next(self._source)
-        self._notes.note(states)
+        self._states.record(states)
         return batch
 
 
-class TakeOver:
-    """A worker's initialisation: be the worker whose turn it is, with its generators.
+class RestoreWorkerRng:
+    """A worker's initialisation: take the place of the worker whose turn it is, with its generators.
 
     Args:
         turn: the worker whose turn it is.
@@ -170,14 +177,14 @@ class TakeOver:
 def end_workers_with(loader: Any, iterator: Any, last: Ending | None) -> Ending | None:
     """End the workers of the iterator that a loader keeps, once the loader is gone.
 
-    Torch's iterator does so itself, unless it is found by the garbage collector together with its queues, as in a
-    prepared loader that an `Accelerator` knows: the queues are closed first then, the workers are never told, and it
-    waits 5 seconds for each of them.
+    Torch's iterator does so itself, unless the garbage collector finds it together with its queues, as in a prepared
+    loader that an `Accelerator` knows: then the queues are closed first, the workers never get the message, and the
+    iterator waits 5 seconds for each of them.
 
     Args:
         loader: a data loader.
         iterator: torch's, which does not refer to the loader.
-        last: the answer for the iterator before, which is left to itself if it is another one.
+        last: the answer for the previous iterator, which ends its own workers if it is another one.
     """
     if last is not None:
         known = last.peek()

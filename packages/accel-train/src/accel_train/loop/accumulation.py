@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
 from accel_state.world.stop_consensus import Boundaries
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
 from accel_train.strategies.base import Strategy
 
@@ -88,7 +88,7 @@ class Accumulator:
     def __init__(
         self,
         strategy: Strategy,
-        ledger: LoaderLedger,
+        ledger: ActiveLoaders,
         *,
         all_models: Sequence[nn.Module],
         all_optimizers: Sequence[torch.optim.Optimizer],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from accel_state.communication.collectives import gather, gather_object
 from accel_state.trees import honor_type, is_namedtuple, recursively_apply
-from accel_train.data.active_loaders import LoaderLedger
+from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.loader import PreparedLoader
 from accel_train.errors import AmbiguousLoaderError, ArgumentTypeError, MetricsShapeError
 
@@ -19,7 +19,7 @@ __all__ = ["gather_for_metrics"]
 
 def gather_for_metrics(
     data: Any,
-    ledger: LoaderLedger,
+    ledger: ActiveLoaders,
     *,
     world_size: int,
     rank: int,
@@ -49,7 +49,7 @@ def gather_for_metrics(
     return build(gathered, gather_object([objects]) if objects else [])
 
 
-def _source(ledger: LoaderLedger) -> Any:
+def _source(ledger: ActiveLoaders) -> Any:
     active = ledger.active
     if active is None:
         return None

@@ -29,7 +29,15 @@ from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Alone, Sharing
 from accel_train.errors import DataError
 
-__all__ = ["BatchSamplerShard", "Opening", "ShardedBatchSampler", "SkipBatchSampler", "open_stream"]
+__all__ = [
+    "BatchSamplerShard",
+    "Opening",
+    "Plan",
+    "ShardedBatchSampler",
+    "SkipBatchSampler",
+    "open_stream",
+    "plan_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,24 +121,35 @@ class ShardedBatchSampler(BatchSampler):
             even=self.even_batches,
         )
 
-    def open(self, opening: Opening, skip: int = 0) -> IndexStream:
-        """Begin an epoch, leaving out `skip` batches of each rank."""
+    def open(self, opening: Opening, plan: Plan | None = None) -> IndexStream:
+        """Begin an epoch.
+
+        Args:
+            opening: how.
+            plan: what `plan_of` finds in this sampler, if that was asked already.
+        """
+        if plan is None:
+            plan = plan_of(self)
         position = opening.position or {}
-        base, passed = self.batch_sampler, 0
-        while isinstance(base, SkipBatchSampler):
-            base, passed = base.batch_sampler, passed + base.skip_batches
-        source = _source_of(base)
+        skip = opening.skip + plan.skip
+        source = plan.source
         if source is not None:
             size = 1 if self.batch_size is None else self.batch_size
-            start = max(_position(position, "samples"), skip * self.layout(0).stride + passed * size)
+            start = _position(position, "samples")
+            if skip or plan.skip_base:
+                start = max(start, skip * self.layout(0).stride + plan.skip_base * size)
             kind = SingleIndexStream if self.batch_size is None else ArithmeticStream
-            return kind(self.layout(source.length(), start), source, opening.sharing, opening.recorded)
+            return kind(self.layout(plan.samples, start), source, opening.sharing, opening.recorded)
         per_round = 1 if self.split_batches else self.num_processes
-        if self._drawing is None:
+        record: Record = {}
+        if (
+            self.num_processes == 1
+        ):  # so written after prepare(): the sampler takes its own part of the samples
+            items = iter(self.batch_sampler)
+        elif self._drawing is None:
             record = _share_sampler(self.batch_sampler, opening)
             items = iter(self.batch_sampler)
         else:
-            record = {}
             items = self._drawing_items(self._drawing, opening, record)
         first = max(_position(position, "base_batches"), skip * per_round)
         return RoundStream(
@@ -144,6 +163,7 @@ class ShardedBatchSampler(BatchSampler):
             record=record,
             skip_base=first,
             in_flight=opening.in_flight,
+            length=lambda: length_of(self),
         )
 
     def _drawing_items(self, sampler: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
@@ -159,7 +179,7 @@ class ShardedBatchSampler(BatchSampler):
         yield from self.batch_sampler
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return self.open(Opening())
+        return open_stream(self, Opening())
 
     def __len__(self) -> int:
         base = self.batch_sampler
@@ -206,35 +226,86 @@ class SkipBatchSampler(BatchSampler):
         return max(len(self.batch_sampler) - self.skip_batches, 0)
 
 
-def open_stream(sampler: Any, opening: Opening) -> IndexStream:
-    """Begin an epoch of whatever torch's loader iterates: a batch sampler, or a sampler of single indices."""
-    skip = opening.skip
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What torch's loader iterates, taken apart: a batch sampler, or a sampler of single indices.
+
+    Args:
+        sampler: below all that only skips.
+        skip: batches of this rank that are skipped at every iteration.
+        skip_base: batches of a shared sampler that are skipped before they are shared out.
+        source: how to draw the order at once; None if the sampler must be iterated.
+        samples: samples in an epoch, with `source`.
+    """
+
+    sampler: Any
+    skip: int = 0
+    skip_base: int = 0
+    source: OrderSource | None = None
+    samples: int = 0
+
+    @property
+    def unit(self) -> str:
+        """What the positions of its streams count."""
+        at_once = self.source is not None and isinstance(self.sampler, BatchSampler)
+        return "samples" if at_once else "base_batches"
+
+    def open(self, opening: Opening) -> IndexStream:
+        """Begin an epoch."""
+        sampler, source = self.sampler, self.source
+        if isinstance(sampler, ShardedBatchSampler):
+            return sampler.open(opening, self)
+        skip = opening.skip + self.skip
+        position = opening.position or {}
+        if source is not None and isinstance(sampler, BatchSampler):
+            size = sampler.batch_size
+            layout = Layout(
+                total=self.samples,
+                batch=size,
+                ranks=1,
+                rank=0,
+                start=max(_position(position, "samples"), skip * size),
+                drop_last=sampler.drop_last,
+                even=False,
+            )
+            return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
+        first = max(_position(position, "base_batches"), skip)
+        return SingleStream(
+            _reader(iter(sampler), opening, first, 3),
+            skip=first,
+            real_rows=padded_rows(sampler),
+            in_flight=opening.in_flight,
+            length=lambda: length_of(sampler),
+        )
+
+
+def plan_of(sampler: Any) -> Plan:
+    """Take apart what torch's loader iterates."""
+    skip = skip_base = 0
     while isinstance(sampler, SkipBatchSampler):
         skip += sampler.skip_batches
         sampler = sampler.batch_sampler
+    base = sampler
     if isinstance(sampler, ShardedBatchSampler):
-        return sampler.open(opening, skip)
-    position = opening.position or {}
-    source = arithmetic_source(sampler)
-    if source is not None and isinstance(sampler, BatchSampler):
-        size = sampler.batch_size
-        layout = Layout(
-            total=source.length(),
-            batch=size,
-            ranks=1,
-            rank=0,
-            start=max(_position(position, "samples"), skip * size),
-            drop_last=sampler.drop_last,
-            even=False,
-        )
-        return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
-    first = max(_position(position, "base_batches"), skip)
-    return SingleStream(
-        _reader(iter(sampler), opening, first, 3),
-        skip=first,
-        real_rows=padded_rows(sampler),
-        in_flight=opening.in_flight,
-    )
+        base = sampler.batch_sampler
+        while isinstance(base, SkipBatchSampler):
+            skip_base += base.skip_batches
+            base = base.batch_sampler
+    source = _source_of(base)
+    return Plan(sampler, skip, skip_base, source, 0 if source is None else source.length())
+
+
+def open_stream(sampler: Any, opening: Opening) -> IndexStream:
+    """Begin an epoch of whatever torch's loader iterates: a batch sampler, or a sampler of single indices."""
+    return plan_of(sampler).open(opening)
+
+
+def length_of(sampler: Any) -> int | None:
+    """The length of a sampler or dataset; None if it has none."""
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def arithmetic_source(sampler: Any) -> OrderSource | None:
@@ -286,13 +357,15 @@ def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> Sa
 
 
 def _position(position: dict[str, Any], unit: str) -> int:
-    if position and unit not in position:
+    if not position:
+        return 0
+    if unit not in position:
         raise DataError(
             f"The saved position counts {', '.join(sorted(position))}, but this loader's sampler counts "
             f"{unit}: it is not the kind of sampler that the state was saved with. Prepare the same "
             "loader, or do not load its state."
         )
-    return int(position.get(unit, 0))
+    return int(position[unit])
 
 
 def padded_rows(sampler: Any) -> Callable[[int], tuple[int, ...] | None] | None:

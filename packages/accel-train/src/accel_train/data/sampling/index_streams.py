@@ -72,6 +72,10 @@ class IndexStream(ABC):
         return None
 
     @abstractmethod
+    def count(self) -> int | None:
+        """How many batches this stream has in all; None when the sampler has no length. Draws nothing."""
+
+    @abstractmethod
     def rows(self, batch_index: int) -> int | None:
         """Rows of a batch that was handed out already; None when not known any more."""
 
@@ -201,6 +205,10 @@ class ArithmeticStream(IndexStream):
         """Whether there are exactly `yielded` batches."""
         return yielded >= self._batches
 
+    def count(self) -> int:
+        """How many batches this stream has in all."""
+        return self._batches
+
     def ends_anywhere_at(self, yielded: int) -> bool:
         """Whether any rank has no more than `yielded` batches: the last rank has the fewest."""
         return yielded >= replace(self.layout, rank=self.layout.ranks - 1).batches
@@ -305,9 +313,11 @@ class _Iterated(IndexStream):
     Args:
         base: the sampler.
         in_flight: how many batches can be drawn and not yet handed to the user (worker prefetch).
+        length: how many batches an epoch has by the sampler's length; None if it has none.
     """
 
-    def __init__(self, base: SamplerReader, in_flight: int) -> None:
+    def __init__(self, base: SamplerReader, in_flight: int, length: Callable[[], int | None]) -> None:
+        self._length = length
         self.record = {}
         self._reader = base
         self._remembered = in_flight + 3  # … the user's own, the one held back, and the one being drawn
@@ -349,6 +359,11 @@ class _Iterated(IndexStream):
                 self._exhausted = True
         return yielded >= self._drawn
 
+    def count(self) -> int | None:
+        """How many batches this stream has, by the sampler's length."""
+        length = self._length()
+        return None if length is None else max(length - self.first, 0)
+
     def known_to_end(self, yielded: int) -> bool:
         """Whether the sampler was found to have no more."""
         return self._exhausted and yielded >= self._drawn
@@ -384,6 +399,7 @@ class SingleStream(_Iterated):
         skip: batches to leave out first.
         real_rows: ``real_rows(batch_index)`` for a sharded sampler that is known to pad.
         in_flight: as in `_Iterated`.
+        length: as in `_Iterated`.
     """
 
     def __init__(
@@ -393,8 +409,9 @@ class SingleStream(_Iterated):
         skip: int = 0,
         real_rows: Callable[[int], tuple[int, ...] | None] | None = None,
         in_flight: int = 0,
+        length: Callable[[], int | None] = lambda: None,
     ) -> None:
-        super().__init__(base, in_flight)
+        super().__init__(base, in_flight, length)
         self._skip = self.first = skip
         self._first_batch: Any = None
         self._real_rows = real_rows
@@ -439,6 +456,7 @@ class RoundStream(_Iterated):
         skip_base: base batches to leave out before the first round; the first of them still provide the
             padding.
         in_flight: as in `_Iterated`.
+        length: as in `_Iterated`.
     """
 
     def __init__(
@@ -454,8 +472,9 @@ class RoundStream(_Iterated):
         record: Record,
         skip_base: int = 0,
         in_flight: int = 0,
+        length: Callable[[], int | None] = lambda: None,
     ) -> None:
-        super().__init__(base, in_flight)
+        super().__init__(base, in_flight, length)
         self.record = record
         self._ranks = ranks
         self._rank = rank

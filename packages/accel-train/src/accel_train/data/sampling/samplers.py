@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_train.data.sampling.batches import ShardedBatchSampler, SkipBatchSampler
 
-__all__ = ["innermost_sampler", "loader_options", "samplers_of"]
+__all__ = ["announce_epoch", "innermost_sampler", "loader_options", "samplers_of", "stateful_samplers"]
 
 _OPTIONS = (
     "num_workers",
@@ -36,6 +36,30 @@ def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
         seen.add(id(sampler))
         yield sampler
         waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+
+
+def announce_epoch(loader: DataLoader[Any], epoch: int) -> list[Any]:
+    """Call ``set_epoch`` of every sampler that has it, or else of the dataset; returns the stateful samplers."""
+    samplers = list(samplers_of(loader))
+    announced = False
+    for sampler in samplers:
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+            announced = True
+    if not announced and hasattr(loader.dataset, "set_epoch"):
+        loader.dataset.set_epoch(epoch)
+    return stateful_samplers(samplers)
+
+
+def stateful_samplers(samplers: Iterable[Any]) -> list[Any]:
+    """Those that have ``state_dict()`` and ``load_state_dict()``."""
+    return [
+        sampler
+        for sampler in samplers
+        if hasattr(sampler, "state_dict")
+        and callable(sampler.state_dict)
+        and callable(getattr(sampler, "load_state_dict", None))
+    ]
 
 
 def _holder(batch_sampler: Any, sampler: Any) -> Any:

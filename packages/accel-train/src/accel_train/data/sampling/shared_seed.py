@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ class Sharing(Protocol):
     def state(self, value: Tensor) -> Tensor:
         """Rank 0's generator state, a uint8 CPU tensor of the same length on all ranks."""
 
+    def of_index(self, value: Any, ranks: Ranks) -> Any:
+        """The `value` of the first rank that has this rank's index."""
+
 
 class Alone:
     """One rank, or several ranks that are only simulated: what is drawn here holds."""
@@ -37,6 +40,10 @@ class Alone:
 
     def state(self, value: Tensor) -> Tensor:
         """The state itself."""
+        return value
+
+    def of_index(self, value: Any, ranks: Ranks) -> Any:
+        """The value itself."""
         return value
 
 
@@ -63,6 +70,11 @@ class FromMain:
         tensor = value.to(self._device, copy=True)
         collectives.broadcast(tensor)
         return tensor.cpu()
+
+    def of_index(self, value: Any, ranks: Ranks) -> Any:
+        """The value of the first rank of the index."""
+        told = collectives.gather_object([value if ranks.is_first else None])
+        return told[ranks.index_of.index(ranks.index)]
 
 
 def communication_device() -> torch.device:

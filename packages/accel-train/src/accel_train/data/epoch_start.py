@@ -1,0 +1,256 @@
+"""Beginning an epoch: one function builds the iteration, with all that it reads from."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_state.seeding import synchronize_rng_states
+from accel_train.data.epoch import Restored
+from accel_train.data.iterable import IterableDatasetShard, TaggingCollate
+from accel_train.data.iteration import Iteration
+from accel_train.data.loader import Indexes, PreparedLoader
+from accel_train.data.position import batches_of_stream, check_fits
+from accel_train.data.rng_replay import Randomness
+from accel_train.data.sampling.batches import Opening, Plan, plan_of
+from accel_train.data.sampling.index_streams import ArithmeticStream
+from accel_train.data.sampling.samplers import announce_epoch
+from accel_train.data.shared_reading import ReadingSource, begin_shared_reading
+from accel_train.data.workers import (
+    RecordRngState,
+    RestoreWorkerRng,
+    StripRngState,
+    WorkerStates,
+    end_workers_with,
+)
+
+__all__ = [
+    "begin_epoch",
+    "make_source",
+    "open_own_part",
+    "open_with_workers",
+    "skip_batches",
+    "source_to_load",
+]
+
+_AS_IT_IS: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
+    """Begin an iteration over a prepared loader. Collective if the loader synchronizes generators or shares draws.
+
+    Args:
+        loader: the loader.
+        restored: a loaded state of this epoch, or None.
+
+    Raises:
+        DataError: `restored` is of another kind of loader.
+        NotAvailableError: this loader cannot continue where `restored` was saved.
+    """
+    resume = restored if loader.use_stateful_dataloader else None
+    if resume is not None:
+        check_fits(loader, resume)
+    if loader.rng_types:
+        _synchronize(loader, restored)
+    samplers = announce_epoch(loader, loader.epoch_state.iteration)
+    plan = None if loader.indexes is None else plan_of(loader.indexes.sampler)
+    randomness = Randomness(loader.own_generators, plan is None or plan.source is None)
+    start = None if restored is None else restored.rng_at_start
+    with _AS_IT_IS if start is None else randomness.as_of(start):
+        for sampler, saved in zip(samplers, (start or {}).get("samplers", ()), strict=False):
+            sampler.load_state_dict(saved)
+        rng = randomness.tree(randomness.now())
+        rng["samplers"] = [sampler.state_dict() for sampler in samplers]
+        rng["workers_run"] = running = loader.persistent_workers and loader.keeps_workers
+        # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
+        ran = loader.workers_ran if start is None else start.get("workers_run", False)
+        loader.seedless, loader.workers_ran = ran and not running, False
+        iteration = loader.make_iteration(randomness, rng)
+        loader.current = loader.epoch_state.running = iteration
+        loader.open_source(iteration, plan, restored)
+    return iteration
+
+
+def _synchronize(loader: PreparedLoader, restored: Restored | None) -> None:
+    if restored is not None and restored.ranks == loader.ranks.size:
+        return  # the interrupted run did, when it began the epoch
+    if loader.ranks.world_size > 1 and loader.rng_types and not loader.sharing.alone:
+        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+
+
+def open_own_part(
+    loader: PreparedLoader, iteration: Iteration, plan: Plan | None, restored: Restored | None
+) -> None:
+    """Open what a rank reads that reads for itself."""
+    if loader.ranks.repeats:
+        iteration.reading = begin_shared_reading(
+            iteration.randomness, loader.generator, loader.sharing, loader.ranks
+        )
+    if loader.indexes is None or plan is None:
+        there = _open_stream(loader, iteration, restored)
+    else:
+        there = _open_indexes(loader, loader.indexes, plan, iteration, restored)
+    reading = iteration.reading
+    if reading is not None:
+        assert iteration.source is not None
+        iteration.source = ReadingSource(iteration.source, reading)
+        if there and restored is not None and restored.reading is not None and restored.is_of(loader.ranks):
+            reading.load(restored.reading)
+
+
+def _open_indexes(
+    loader: PreparedLoader, indexes: Indexes, plan: Plan, iteration: Iteration, restored: Restored | None
+) -> bool:
+    """Open a map-style dataset; whether the iteration begins at the saved position."""
+    resume = restored if loader.use_stateful_dataloader else None
+    in_flight = loader.num_workers * (loader.prefetch_factor or 0)
+    if restored is None:
+        opening = Opening(sharing=loader.sharing, in_flight=in_flight, skip=loader.skip_batches)
+    else:
+        opening = Opening(
+            recorded=restored.draw,
+            position=None if resume is None else resume.position,
+            reached=restored.position,
+            sharing=loader.sharing,
+            in_flight=in_flight,
+            skip=loader.skip_batches,
+        )
+    reading = iteration.reading
+    with reading or _AS_IT_IS:
+        stream = plan.open(opening)
+    if reading is not None and isinstance(stream, ArithmeticStream):
+        stream.begin()  # the order's seed comes from where it comes from on one process
+    there = resume is not None or (
+        restored is not None and restored.batches == plan.skip + loader.skip_batches
+    )
+    iteration.stream = indexes.stream = stream
+    try:
+        with reading or _AS_IT_IS:
+            iteration.source = open_with_workers(
+                loader, iteration, restored if there else None, source_to_load(loader, resume)
+            )
+    finally:
+        indexes.stream = None
+    if restored is not None and restored.batches:
+        with reading or _AS_IT_IS:
+            stream.prime()
+    return there
+
+
+def _open_stream(loader: PreparedLoader, iteration: Iteration, restored: Restored | None) -> bool:
+    """Open an iterable dataset; whether the iteration begins at the saved position."""
+    resume = restored if loader.use_stateful_dataloader else None
+    batches = loader.skip_batches
+    if resume is not None and resume.batches:
+        batches = max(batches_of_stream(loader, resume), batches)
+    state = source_to_load(loader, resume)
+    iteration.notes_rng = loader.num_workers == 0
+    iteration.stride = loader.stream_stride
+    with iteration.reading or _AS_IT_IS:
+        source = make_source(loader, iteration, state)
+        iteration.skipped = batches if state is not None else skip_batches(source, batches)
+        if restored is not None and restored.batches:
+            if not iteration.skipped:
+                # A stream may draw its order no earlier than it is read, so one item is read now and kept.
+                source = itertools.chain(list(itertools.islice(source, 1)), source)
+            elif (
+                "rng" in restored.ahead
+                and restored.is_of(loader.ranks)
+                and iteration.skipped == restored.batches
+            ):
+                with iteration.randomness.as_of(restored.ahead["rng"]):
+                    source = itertools.chain(
+                        list(itertools.islice(source, restored.ahead["batches"])), source
+                    )
+    iteration.source = source
+    return restored is not None and iteration.skipped == restored.batches
+
+
+def source_to_load(loader: PreparedLoader, resume: Restored | None) -> dict[str, Any] | None:
+    """The saved position of a dataset that keeps its own; None if the dataset has to be read up to there."""
+    if resume is None or not loader.asks_dataset or not resume.is_of(loader.ranks):
+        return None
+    return resume.source
+
+
+def open_with_workers(
+    loader: PreparedLoader, iteration: Iteration, restored: Restored | None, state: dict[str, Any] | None
+) -> Iterator[Any]:
+    """An iterator over a map-style dataset, whose workers report their generators and continue with saved ones."""
+    count = loader.num_workers
+    if not count or loader.asks_dataset or loader.persistent_workers:
+        return make_source(loader, iteration, state)
+    saved = None if restored is None or not restored.is_of(loader.ranks) else restored.workers
+    if saved is not None and saved["count"] != count:
+        if saved["states"]:
+            warnings.warn(
+                f"The state was saved with {saved['count']} workers, this loader has {count}: the random numbers that "
+                "the dataset draws in workers do not continue but start from new seeds.",
+                stacklevel=6,
+            )
+        saved = None
+    turn, states = (0, {}) if saved is None else (saved["turn"], saved["states"])
+    iteration.workers = WorkerStates(count, 2 * (iteration.per_batch or 1) + 2, turn, states)
+    collate, initialise = loader.collate_fn, loader.worker_init_fn
+    loader.collate_fn = RecordRngState(collate)
+    if saved is not None:
+        loader.worker_init_fn = RestoreWorkerRng(turn, count, states, initialise)
+    try:
+        return StripRngState(make_source(loader, iteration, state), iteration.workers)
+    finally:
+        loader.collate_fn, loader.worker_init_fn = collate, initialise
+
+
+def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None) -> Iterator[Any]:
+    """Torch's iterator over a loader's dataset, or torchdata's.
+
+    Args:
+        loader: the loader.
+        iteration: what the iterator is for.
+        state: the position of a dataset that keeps its own, where to begin.
+    """
+    generator, collate = loader.generator, loader.collate_fn
+    # Torch's iterator takes function and generator over when it is created; users keep seeing their own.
+    if loader.tagged:
+        assert isinstance(loader.dataset, IterableDatasetShard)
+        loader.collate_fn = TaggingCollate(loader.dataset, collate)
+    if iteration.reading is not None:
+        loader.generator = iteration.reading.worker_generator()
+    elif loader.seedless:
+        loader.generator = torch.Generator()
+    try:
+        return _torch_iterator(loader, iteration, state)
+    finally:
+        loader.collate_fn, loader.generator, loader.seedless = collate, generator, False
+
+
+def _torch_iterator(
+    loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None
+) -> Iterator[Any]:
+    reader = loader.stateful_reader
+    if reader is None:
+        iterator: Iterator[Any] = DataLoader.__iter__(loader)
+    else:
+        iterator = reader.iterate(loader, loader.indexes, state)
+        iteration.source_state = reader.asker()
+    if reader is not None or loader.persistent_workers:
+        loader.ending = end_workers_with(loader, iterator, loader.ending)
+    return iterator
+
+
+def skip_batches(source: Iterator[Any], batches: int, first: list[Any] | None = None) -> int:
+    """Read and leave out up to `batches` batches; the first goes to `first`. Returns how many there were."""
+    for done in range(batches):
+        try:
+            batch = next(source)
+        except StopIteration:
+            return done
+        if first is not None and done == 0:
+            first.append(batch)
+    return batches

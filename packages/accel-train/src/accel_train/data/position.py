@@ -1,0 +1,122 @@
+"""Whether a loader can continue at a saved position, and how many of its batches lead there.
+
+A position counts samples where the order is drawn at once, batches of the sampler where one is iterated or rank 0 reads
+for all, and batches of each rank where a stream is read. The last two mean something else for a loader with another
+batch size or another number of worker processes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import NotAvailableError
+from accel_train.data.epoch import Restored
+from accel_train.errors import DataError
+
+if TYPE_CHECKING:
+    from accel_train.data.loader import PreparedLoader
+
+__all__ = ["batches_of_stream", "check_fits", "check_workers", "steps_to"]
+
+_ADVICE = (
+    "Use the same value, or load without use_stateful_dataloader and start the epoch from its beginning."
+)
+
+
+def check_fits(loader: PreparedLoader, restored: Restored) -> None:
+    """Whether the batches of `loader` lead to a saved position.
+
+    Raises:
+        DataError: another kind of loader saved the position.
+        NotAvailableError: the position means nothing for this number of ranks or workers, or this batch size.
+    """
+    position = restored.position
+    if not position or not restored.batches:
+        return
+    unit = loader.position_unit
+    if unit not in position:
+        raise DataError(
+            f"The saved position counts {', '.join(sorted(_units(position)))}, but this loader counts {unit}: it is "
+            "not the kind of loader, or of sampler, that the state was saved with. Prepare the same loader, or do not "
+            "load its state."
+        )
+    check_workers(loader, restored)
+    if unit == "local_batches":
+        batches_of_stream(loader, restored)
+    if unit == "base_batches" or (unit == "local_batches" and loader.stream_stride is None):
+        _check_batch_size(loader, restored)
+
+
+def _units(position: dict[str, Any]) -> list[str]:
+    return [unit for unit in ("samples", "base_batches", "local_batches") if unit in position]
+
+
+def check_workers(loader: PreparedLoader, restored: Restored) -> None:
+    """Whether the same number of workers read a stream: each has a part or a copy, and they return batches in turn.
+
+    Raises:
+        NotAvailableError: another number of workers saved the position.
+    """
+    before, now = restored.options.get("num_workers"), loader.num_workers
+    if before is None or not (loader.indexes is None or loader.asks_dataset):
+        return
+    if max(before, 1) != max(now, 1):
+        raise NotAvailableError(
+            f"This stream was left after {restored.batches} batches that {before} worker(s) had read "
+            f"(num_workers={before}), each its own part; {now} worker(s) (num_workers={now}) would read other parts, "
+            f"so samples would be lost or repeated. {_ADVICE}"
+        )
+    dropped = restored.options.get("drop_last")
+    if now > 1 and dropped is not None and dropped != loader.drop_last:
+        raise NotAvailableError(
+            f"This stream was left after {restored.batches} batches of {now} workers with drop_last={dropped}; with "
+            f"drop_last={loader.drop_last} the workers' last batches come in another order. {_ADVICE}"
+        )
+
+
+def _check_batch_size(loader: PreparedLoader, restored: Restored) -> None:
+    before, now = restored.options.get("batch_size"), loader.sampler_batch_size
+    if "batch_size" in restored.options and before != now:
+        raise NotAvailableError(
+            f"This loader was left after {restored.batches} batches with batch size {before}; the batch size is {now} "
+            f"now, and the same number of batches holds other samples. {_ADVICE}"
+        )
+
+
+def batches_of_stream(loader: PreparedLoader, restored: Restored) -> int:
+    """How many batches of each rank of a stream lead to a saved position.
+
+    Raises:
+        NotAvailableError: the position is between two of them.
+    """
+    batches: int = restored.position["local_batches"]
+    ranks, size = restored.ranks, loader.ranks.size
+    before, now = restored.position["samples_per_batch"], loader.stream_stride
+    if not batches or (ranks == size and (before == now or None in (before, now))):
+        return batches
+    if before is None or now is None:
+        raise NotAvailableError(
+            f"This stream was left after {batches} batches on each of {ranks} ranks, each of which read a part of "
+            f"its own; {size} ranks would read other parts. Continue with {ranks} ranks, or without "
+            "use_stateful_dataloader."
+        )
+    steps, rest = divmod(batches * int(before), now)
+    workers = max(loader.num_workers, 1)
+    if rest or batches % workers or steps % workers:
+        raise NotAvailableError(
+            f"This stream was left after {batches} batches on each of {ranks} ranks, of {before} samples together; "
+            f"{size} ranks cannot continue there with batches of {now} samples together, because "
+            f"{batches * int(before)} samples, read by {workers} worker(s) in turn, do not divide among them. Continue "
+            f"with {ranks} ranks and the same batch size, or without use_stateful_dataloader."
+        )
+    return steps
+
+
+def steps_to(loader: PreparedLoader, position: dict[str, Any]) -> float | None:
+    """How many batches of this rank lead to a saved position; None where that cannot be computed."""
+    if "samples" in position:
+        return None if loader.total_batch_size is None else position["samples"] / loader.total_batch_size
+    if "local_batches" in position:
+        before, now = position["samples_per_batch"], loader.stream_stride
+        return None if before is None or now is None else position["local_batches"] * before / now
+    return position["base_batches"] / loader.sampler_batches_per_step if position else None
