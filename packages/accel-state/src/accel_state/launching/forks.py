@@ -110,7 +110,7 @@ class ForkedRanks:
     def call(self) -> None:
         """Call the function in a process that torch's elastic agent has forked and told its place."""
         with patch_environment(**self.variables):
-            _use_one_thread()
+            _prepare_fork()
             self.function(*self.args)
 
     def _world(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
@@ -165,7 +165,7 @@ class ForkedRanks:
             os.close(writing)
             threading.Thread(target=_end_with, args=(reading,), daemon=True).start()
             with patch_environment(**environ):
-                _use_one_thread()
+                _prepare_fork()
                 code = _exit_code_of(self.function, self.args)
                 # Leaving the world takes the other ranks into account: rank 0 keeps the store they still read.
                 atexit._run_exitfuncs()
@@ -207,12 +207,15 @@ def _end_with(lifeline: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _use_one_thread() -> None:
-    """Keep torch from the thread pool of the parent.
+def _prepare_fork() -> None:
+    """Drop what a fork inherits and cannot use: the parent's process state, and torch's pool of threads.
 
     OpenMP's threads do not exist in a fork, and a computation that waits for them never ends; with one thread
     none are waited for. (A torch that is imported in the rank itself obeys OMP_NUM_THREADS.)
     """
+    process = sys.modules.get("accel_state.world.process")
+    if process is not None:
+        process.discard_inherited_state()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
