@@ -83,7 +83,7 @@ def test_t21_a_late_rank_is_reported_with_its_stack_and_then_all_goes_on():
     assert "collective #1, gather at " in text
     assert "arrived: rank 0: in gather (#1) at " in text
     assert "arrived: rank 2: in gather (#1) at " in text
-    assert "test_watch.py:" in text
+    assert "test_watchdog.py:" in text
     assert "not arrived: rank 1: in no collective so far" in text
     assert "stack of rank 1:" in text
     assert "in dawdle" in text
