@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state import environment
 from accel_state.communication.watchdog import REPORT_AFTER, Watch, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.trees import TreeSpec
@@ -72,23 +71,6 @@ class CheckSettings:
             )
         self.mode = mode
         self.report_after = report_after
-
-    @classmethod
-    def from_environment(cls, debug: bool = False) -> CheckSettings:
-        """Read ``ACCELERATE_COLLECTIVE_CHECKS`` and ``ACCELERATE_COLLECTIVE_TIMEOUT_REPORT``.
-
-        Args:
-            debug: check everything, whatever the variable says.
-        """
-        mode = environment.get("ACCELERATE_COLLECTIVE_CHECKS", "auto").strip().lower() or "auto"
-        text = environment.get("ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "").strip()
-        try:
-            seconds = float(text) if text else REPORT_AFTER
-        except ValueError:
-            raise ConfigError(
-                f"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT is {text!r}; a number of seconds is needed"
-            ) from None
-        return cls("on" if debug else mode, seconds)
 
 
 class Rows:
@@ -413,14 +395,14 @@ class Channels:
         size: number of ranks in the world.
         device: where it computes.
         store: a client of the world's store that nothing else uses; without one there is no watch.
-        debug: check everything.
+        settings: what is checked, and when a stuck collective is reported.
     """
 
     def __init__(
-        self, *, rank: int, size: int, device: torch.device, store: Store | None, debug: bool
+        self, *, rank: int, size: int, device: torch.device, store: Store | None, settings: CheckSettings
     ) -> None:
         self._device = device
-        self._settings = CheckSettings.from_environment(debug)
+        self._settings = settings
         self._place = (store, rank, size)
         self._watch = self._make_watch()
         self._by_name: dict[str, Channel] = {}

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environment
-from accel_state.communication.channel import Channel, Channels
+from accel_state.communication.channel import Channel, Channels, CheckSettings
+from accel_state.communication.watchdog import REPORT_AFTER
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host.devices import (
@@ -30,6 +31,8 @@ from accel_state.world.topology import Topology, detect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from accel_state.config.launch import LaunchConfig
 
 __all__ = ["PartialState", "current_state", "discard_inherited_state", "wait_for_everyone"]
 
@@ -423,15 +426,22 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "fork_launched": fork_launched,
         "topology": topology,
         "store": None if member is None else member.store,
-        "channels": None if member is None else _channels(topology, device, member, settings.debug),
+        "channels": None if member is None else _channels(topology, device, member, settings),
     }
 
 
-def _channels(topology: Topology, device: torch.device, member: Membership, debug: bool) -> Channels | None:
+def _channels(
+    topology: Topology, device: torch.device, member: Membership, settings: LaunchConfig
+) -> Channels | None:
     if topology.world_size == 1:
         return None
+    runtime = settings.runtime
+    checks = CheckSettings(
+        "on" if settings.debug else runtime.collective_checks or "auto",
+        REPORT_AFTER if runtime.collective_timeout_report is None else runtime.collective_timeout_report,
+    )
     return Channels(
-        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, debug=debug
+        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, settings=checks
     )
 
 
