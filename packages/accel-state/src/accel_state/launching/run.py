@@ -24,10 +24,10 @@ from accel_state.launching.hardware import (
 )
 from accel_state.launching.mpi import check_mpi
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
+from accel_state.launching.plan import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, World, plan, plan_world
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.processes import RankProcess, start_command
-from accel_state.launching.spec import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, World, plan, plan_world
-from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def launch(
 
     Raises:
         LaunchError: the target does not exist, a port is taken, or a process cannot be started.
-        ConfigError, DeviceError: see ``accel_state.launching.spec.plan``.
+        ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
     host, world = _prepare(config, target, environ)
     parse_tee(config.tee, range(world.local_size))
@@ -147,7 +147,7 @@ def start_members(
     environ: Mapping[str, str],
     console: Console,
     logged: Mapping[int, frozenset[StreamName]] | None = None,
-) -> list[Member]:
+) -> list[SupervisedProcess]:
     """Start every process of a plan; if one cannot be started, end the others.
 
     Args:
@@ -162,7 +162,7 @@ def start_members(
     agent = prepared.style == "agent"
     several = len(prepared.processes) > 1
     death = signal.SIGTERM if agent or sys.platform == "win32" else signal.SIGKILL
-    members: list[Member] = []
+    members: list[SupervisedProcess] = []
     logs = [_open_log(spec) for spec in prepared.processes]  # all of them before anything runs
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
@@ -182,7 +182,7 @@ def start_members(
             label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
         streams = _BOTH if logged is None else logged[spec.rank]
         output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams, spec.rank)
-        members.append(Member(process, output, label))
+        members.append(SupervisedProcess(process, output, label))
     return members
 
 
@@ -331,7 +331,7 @@ class _Attempts:
             self._planned = {attempt: made}
         return self._planned[attempt]
 
-    def start(self, attempt: int) -> list[Member]:
+    def start(self, attempt: int) -> list[SupervisedProcess]:
         """Start the processes of an attempt."""
         planned = self.plan(attempt)
         logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])

@@ -25,7 +25,7 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
-from accel_state.world.process_group import OPTIONS, Membership, adopt, client_of, join
+from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.splitting import split_for_rank
 from accel_state.world.topology import Topology, detect
 
@@ -222,7 +222,7 @@ class PartialState:
         Raises:
             LaunchError: the store does not answer, because rank 0, in which it lives, has ended.
         """
-        return None if self.store is None else client_of(self.store, prefix)
+        return None if self.store is None else store_client(self.store, prefix)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.

@@ -15,8 +15,8 @@ from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError, DeviceError, NotAvailableError
 from accel_state.launching.engines import MISSING_SECTIONS, check_available
 from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
-from accel_state.launching.spec import Host, plan, plan_world
 from accel_state.launching.target import Target
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")

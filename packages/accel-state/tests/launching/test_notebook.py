@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching import inline
-from accel_state.launching.inline import debug_launcher, notebook_launcher
+from accel_state.launching import notebook
+from accel_state.launching.notebook import debug_launcher, notebook_launcher
 from testkit import worlds
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -360,6 +360,6 @@ def test_debug_launcher_refuses_a_single_value_as_arguments():
 
 
 def test_platforms_without_fork_are_told_what_to_do(monkeypatch):
-    monkeypatch.delattr(inline.os, "fork", raising=False)
+    monkeypatch.delattr(notebook.os, "fork", raising=False)
     with pytest.raises(LaunchError, match="start it with accel launch"):
         debug_launcher(print)

@@ -21,7 +21,7 @@ from accel_state.launching.forks import ForkedRanks
 from accel_state.launching.hardware import find_accelerators, physical_cores
 from accel_state.launching.output import Console, stream_sink
 from accel_state.launching.ports import reserve_port
-from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -187,7 +187,7 @@ def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interv
         interrupt_grace=2.0,
     )
 
-    def start(attempt: int) -> Sequence[Member]:
+    def start(attempt: int) -> Sequence[SupervisedProcess]:
         if not own_port:
             assert port is not None
             return ranks.start(attempt, port, console)
