@@ -9,8 +9,8 @@ from accel_state.config import launcher_only_fields, parse_flags, resolve
 from accel_state.errors import NotAvailableError
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import policy_of
-from accel_state.launching.spec import Host, plan
 from accel_state.launching.target import Target
 
 TWO_GPUS = Host(Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES"), physical_cores=4, python="python")
@@ -59,7 +59,9 @@ def started(flags):
     resolved = resolve(environ={}, flags=parse_flags(flags.split()), use_default_file=False)
     config = check_available(resolved)
     target = Target("train.py")
-    return plan(config, target, {}, TWO_GPUS, port=5), policy_of(config)
+    return plan(config, target, plan_world(config, TWO_GPUS.accelerators), {}, TWO_GPUS, port=5), policy_of(
+        config
+    )
 
 
 def test_no_option_is_forgotten():

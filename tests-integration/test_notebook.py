@@ -77,3 +77,45 @@ def test_a_notebook_that_has_an_accelerator_already_is_told():
     error = next(output for output in cells[2].outputs if output["output_type"] == "error")
     assert error["ename"] == "StateError"
     assert "restart the notebook's kernel" in error["evalue"]
+
+
+ACCELERATOR = """
+import torch
+from accel_state import notebook_launcher
+from accel_train import Accelerator
+
+def train(label):
+    accelerator = Accelerator()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(64, 300)).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    print(label, accelerator.num_processes, accelerator.distributed_type.value, accelerator.mixed_precision)
+"""
+
+
+def test_one_process_then_two_then_one_in_the_same_notebook():
+    cells = execute(
+        ACCELERATOR,
+        "notebook_launcher(train, ('a',), num_processes=1)",
+        "notebook_launcher(train, ('b',), num_processes=2, mixed_precision='bf16')",
+        "notebook_launcher(train, ('c',), num_processes=1)",
+    )
+    assert text(cells[1]) == "a 1 NO no\n"
+    assert sorted(text(cells[2]).splitlines()) == [f"[rank {rank}] b 2 MULTI_CPU bf16" for rank in (0, 1)]
+    assert text(cells[3]) == "c 1 NO no\n"
+
+
+def test_a_state_of_a_later_cell_is_refused_also_after_one_process():
+    cells = execute(
+        ACCELERATOR,
+        "notebook_launcher(train, ('a',), num_processes=1)",
+        "from accel_state import PartialState\nPartialState.reset()\nstate = PartialState()",
+        "notebook_launcher(train, ('b',), num_processes=2)",
+        raises=True,
+    )
+    error = next(output for output in cells[3].outputs if output["output_type"] == "error")
+    assert "an Accelerator or PartialState exists in this one already" in error["evalue"]

@@ -119,10 +119,10 @@ def _values(bound: BoundOption) -> str:
     about = bound.about
     if about.choices:
         words = ", ".join(f"`{choice}`" for choice in about.choices)
-        return f"true, false, {words}" if bound.kind.expected.startswith("true") else words
+        return f"true, false, {words}" if bound.option_type.expected.startswith("true") else words
     limits = [f"≥ {about.low:g}"] if about.low is not None else []
     limits += [f"≤ {about.high:g}"] if about.high is not None else []
-    return " ".join([bound.kind.expected.partition(",")[0], ", ".join(limits)]).strip()
+    return " ".join([bound.option_type.expected.partition(",")[0], ", ".join(limits)]).strip()
 
 
 def _default(bound: BoundOption) -> str:
@@ -134,7 +134,7 @@ def _default(bound: BoundOption) -> str:
 
 
 def _shown(bound: BoundOption, value: Any) -> str:
-    return bound.kind.format(value)
+    return bound.option_type.format(value)
 
 
 def _codes(names: Any) -> str:

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from accel_state.config.option import Section
 from accel_state.config.option_types import (
     Bool,
-    BoolOrText,
+    BoolOrName,
+    CommaList,
     Float,
     Int,
-    Kind,
-    Names,
-    Table,
-    Texts,
+    JsonObject,
+    OptionType,
+    StringList,
     ThreeBools,
 )
 from accel_state.config.schema import BoundOption, build, schema_of
@@ -26,33 +26,33 @@ TEXT = st.text(_LETTERS, min_size=1, max_size=12)
 
 def values(bound: BoundOption) -> st.SearchStrategy[Any]:
     """Values that the option allows."""
-    about, kind = bound.about, bound.kind
-    if isinstance(kind, BoolOrText):
+    about, option_type = bound.about, bound.option_type
+    if isinstance(option_type, BoolOrName):
         return st.booleans() | st.sampled_from(about.choices)
     if about.choices:
         return st.sampled_from([choice for choice in about.choices if choice.lower() not in about.unset])
-    if isinstance(kind, Bool):
+    if isinstance(option_type, Bool):
         return st.booleans()
-    if isinstance(kind, Int):
+    if isinstance(option_type, Int):
         low = -1000 if about.low is None else int(about.low)
         high = 10**9 if about.high is None else int(about.high)
         return st.integers(low, high)
-    if isinstance(kind, Float):
+    if isinstance(option_type, Float):
         return st.floats(
             -1e6 if about.low is None else about.low,
             1e6 if about.high is None else about.high,
             allow_nan=False,
         )
-    if isinstance(kind, Names):
+    if isinstance(option_type, CommaList):
         name = TEXT.filter(lambda text: "," not in text)
         return st.lists(name, min_size=1, max_size=3).map(tuple)
-    if isinstance(kind, Texts):
+    if isinstance(option_type, StringList):
         return st.lists(TEXT, min_size=1, max_size=3).map(tuple)
-    if isinstance(kind, ThreeBools):
+    if isinstance(option_type, ThreeBools):
         return st.tuples(st.booleans(), st.booleans(), st.booleans())
-    if isinstance(kind, Table):
+    if isinstance(option_type, JsonObject):
         return st.dictionaries(TEXT, TEXT | st.integers() | st.booleans(), min_size=1, max_size=3)
-    assert type(kind) is Kind, f"no values for {bound.path}"
+    assert type(option_type) is OptionType, f"no values for {bound.path}"
     return TEXT.filter(lambda text: text.lower() not in about.unset)
 
 

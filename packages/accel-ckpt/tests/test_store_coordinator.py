@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from accel_ckpt import CheckpointSaveError, store_coordinator
 from accel_ckpt.store_coordinator import StoreCoordinator
-from accel_state.communication.watchdog import birth_of, this_machine
+from accel_state.host.process_identity import machine_id, start_time_of
 
 
 class Rank:
@@ -78,8 +78,8 @@ def test_a_rank_whose_process_has_ended_is_named():
     store, (first,) = coordinators(1)
     first.world_size = 2
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    born = birth_of(child.pid)
-    machine = this_machine()
+    born = start_time_of(child.pid)
+    machine = machine_id()
     store.set("who/1", f'{{"machine": "{machine}", "pid": {child.pid}, "born": "{born}"}}')
     threading.Timer(0.2, child.kill).start()
     reaper = threading.Thread(target=child.wait)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointError
 from accel_state import environment
-from accel_state.world.process import PartialState
+from accel_state.world.process import PartialState, current_state
 from accel_state.world.topology import detect
 
 __all__ = [
@@ -66,7 +66,7 @@ def default_coordinator() -> Coordinator:
     """The ranks of this process's world; a process that no launcher started is alone, and stays as it is."""
     import torch.distributed as dist
 
-    grouped = bool(PartialState._shared_state) or (dist.is_available() and dist.is_initialized())
+    grouped = current_state() is not None or (dist.is_available() and dist.is_initialized())
     if not grouped and detect(environment.snapshot()).world_size == 1:
         return SingleProcess()
     state = PartialState()

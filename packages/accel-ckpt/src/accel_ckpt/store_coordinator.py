@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import Coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_state.communication.watchdog import has_ended, identity
+from accel_state.host.process_identity import has_ended, process_identity
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -48,7 +48,7 @@ class StoreCoordinator:
         self._patience = patience
         self._round = 0
         store.set_timeout(timedelta(seconds=_LAST_WORDS))  # no key is asked for that is not there
-        store.set(f"who/{self.rank}", json.dumps(identity()))
+        store.set(f"who/{self.rank}", json.dumps(process_identity()))
 
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order.

@@ -85,20 +85,20 @@ def _later(kind: str) -> str:
 
 def _described(bound: BoundOption) -> tuple[str, str]:
     about = bound.about
-    value = "" if isinstance(bound.kind, Bool) and about.toggle else f" {_placeholder(bound)}"
+    value = "" if isinstance(bound.option_type, Bool) and about.toggle else f" {_placeholder(bound)}"
     notes = [about.help]
     if about.choices:
         notes.append(f"One of {', '.join(about.choices)}.")
     if bound.default not in (None, False, ()):
-        notes.append(f"Default: {bound.kind.format(bound.default)}.")
+        notes.append(f"Default: {bound.option_type.format(bound.default)}.")
     if bound.variables:
         notes.append(f"[{', '.join(bound.variables)}]")
     return ", ".join(bound.flags) + value, " ".join(notes)
 
 
 def _placeholder(bound: BoundOption) -> str:
-    return {"Int": "N", "Float": "X", "Bool": "true|false", "BoolOrText": "true|false|NAME"}.get(
-        type(bound.kind).__name__, "TEXT"
+    return {"Int": "N", "Float": "X", "Bool": "true|false", "BoolOrName": "true|false|NAME"}.get(
+        type(bound.option_type).__name__, "TEXT"
     )
 
 

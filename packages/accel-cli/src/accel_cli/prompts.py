@@ -58,10 +58,10 @@ def questionary_asker() -> Asker:
         if about.choices:
             choices = [choice for choice in about.choices if missing_engine(bound.path, choice) is None]
             return questionary.select(about.prompt, choices=choices, default=default).ask()
-        if isinstance(bound.kind, Bool):
+        if isinstance(bound.option_type, Bool):
             return questionary.confirm(about.prompt, default=default).ask()
         # Shown, not filled in: a "2" typed behind a "1" that stands there already would ask for twelve.
-        hint = None if default is None else f"[{bound.kind.format(default)}]"
+        hint = None if default is None else f"[{bound.option_type.format(default)}]"
 
         def check(text: str) -> bool | str:
             try:

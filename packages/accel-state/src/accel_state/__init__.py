@@ -165,7 +165,7 @@ __getattr__, __dir__, __all__ = attach(
             "InitProcessGroupKwargs",
             "KwargsHandler",
         ),
-        "accel_state.launching.inline": ("debug_launcher", "notebook_launcher"),
+        "accel_state.launching.notebook": ("debug_launcher", "notebook_launcher"),
         "accel_state.launching.ports": ("is_port_in_use",),
         "accel_state.module_trees": (
             "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state import environment
 from accel_state.errors import ConfigError, StateError
-from accel_state.world.process import PartialState
+from accel_state.world.process import PartialState, current_state
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
@@ -46,14 +46,14 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         Raises:
             StateError: there is no PartialState or Accelerator yet, so the rank is not known.
         """
-        if not PartialState._shared_state:
+        state = current_state()
+        if state is None:
             raise StateError(
                 "this logger needs to know its rank; create a PartialState() or an Accelerator() before "
                 "logging"
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        state = PartialState()
         if in_order:
             # Ranks whose level is higher take part as well: a barrier that some skip would not end.
             for rank in range(state.num_processes):

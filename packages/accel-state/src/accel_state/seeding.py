@@ -15,7 +15,7 @@ from accel_state.communication.collectives import broadcast
 from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, NotAvailableError, StateError
 from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
-from accel_state.world.process import PartialState
+from accel_state.world.process import PartialState, current_state
 from accel_state.world.topology import detect
 
 __all__ = [
@@ -61,9 +61,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 def _rank() -> int:
     """This process's rank; from the environment, without joining the world, if that was not done yet."""
-    if PartialState._shared_state:
-        return PartialState().process_index
-    return detect(environment.snapshot()).rank
+    state = current_state()
+    return detect(environment.snapshot()).rank if state is None else state.process_index
 
 
 def synchronize_rng_state(
@@ -207,8 +206,8 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
 
 def _devices() -> list[torch.device]:
     """The accelerators whose states belong to this process."""
-    if PartialState._shared_state:
-        state = PartialState()
+    state = current_state()
+    if state is not None:
         if state.device.type == "cpu" or state.use_distributed:
             return [] if state.device.type == "cpu" else [state.device]
         kind = state.device.type

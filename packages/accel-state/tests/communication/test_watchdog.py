@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from accel_state.communication import collectives
-from accel_state.communication.watchdog import Peer, Watch, call_site, judge
+from accel_state.communication.watchdog import RankStatus, Watchdog, call_site, diagnose
 from accel_state.errors import CollectiveMismatchError
 from accel_state.world.process import PartialState
 from testkit import worlds
@@ -83,7 +83,7 @@ def test_t21_a_late_rank_is_reported_with_its_stack_and_then_all_goes_on():
     assert "collective #1, gather at " in text
     assert "arrived: rank 0: in gather (#1) at " in text
     assert "arrived: rank 2: in gather (#1) at " in text
-    assert "test_watch.py:" in text
+    assert "test_watchdog.py:" in text
     assert "not arrived: rank 1: in no collective so far" in text
     assert "stack of rank 1:" in text
     assert "in dawdle" in text
@@ -347,27 +347,35 @@ def test_t21_a_rank_that_destroyed_its_group_is_proof():
 
 class TestJudge:
     def test_arrived_and_absent(self):
-        peers = [Peer(0, 3, "gather", "a.py:1"), Peer(1, 2), Peer(2, 4, "reduce"), Peer(3, 3), Peer(4)]
-        found = judge(3, "gather", peers)
+        peers = [
+            RankStatus(0, 3, "gather", "a.py:1"),
+            RankStatus(1, 2),
+            RankStatus(2, 4, "reduce"),
+            RankStatus(3, 3),
+            RankStatus(4),
+        ]
+        found = diagnose(3, "gather", peers)
         assert [p.rank for p in found.arrived] == [0, 2, 3]
         assert [p.rank for p in found.absent] == [1, 4]
         assert found.proof is None
 
     def test_another_operation(self):
-        assert "rank 1 entered reduce" in (judge(3, "gather", [Peer(1, 3, "reduce")]).proof or "")
-        assert judge(3, "gather", [Peer(1, 2, "reduce")]).proof is None
+        assert "rank 1 entered reduce" in (diagnose(3, "gather", [RankStatus(1, 3, "reduce")]).proof or "")
+        assert diagnose(3, "gather", [RankStatus(1, 2, "reduce")]).proof is None
 
     def test_gone(self):
-        assert "rank 1 is gone (exited)" in (judge(3, "gather", [Peer(1, 2, gone="exited")]).proof or "")
-        assert judge(3, "gather", [Peer(1, 3, "gather", gone="killed")]).proof is not None
-        assert judge(3, "gather", [Peer(1, 3, gone="exited")]).proof is None
-        assert judge(3, "gather", [Peer(1, 4, "reduce", gone="exited")]).proof is None
+        assert "rank 1 is gone (exited)" in (
+            diagnose(3, "gather", [RankStatus(1, 2, gone="exited")]).proof or ""
+        )
+        assert diagnose(3, "gather", [RankStatus(1, 3, "gather", gone="killed")]).proof is not None
+        assert diagnose(3, "gather", [RankStatus(1, 3, gone="exited")]).proof is None
+        assert diagnose(3, "gather", [RankStatus(1, 4, "reduce", gone="exited")]).proof is None
 
     def test_words(self):
-        assert str(Peer(1)) == "rank 1: no answer"
-        assert str(Peer(1, 2, "gather", "a.py:3")) == "rank 1: in gather (#2) at a.py:3"
-        assert str(Peer(1, 0)) == "rank 1: in no collective so far"
-        assert str(Peer(1, 2, gone="exited")) == "rank 1: in no collective, after #2; gone: exited"
+        assert str(RankStatus(1)) == "rank 1: no answer"
+        assert str(RankStatus(1, 2, "gather", "a.py:3")) == "rank 1: in gather (#2) at a.py:3"
+        assert str(RankStatus(1, 0)) == "rank 1: in no collective so far"
+        assert str(RankStatus(1, 2, gone="exited")) == "rank 1: in no collective, after #2; gone: exited"
 
 
 def test_call_site_is_the_users_line():
@@ -437,11 +445,11 @@ def test_device_collectives_are_watched_after_the_host_has_gone_on():
         for work in works:
             with channel.operation("gather"):
                 channel.wait(work, on_device)
-        seen = [channel.where()[:2]]
+        seen = [channel.position()[:2]]
         works[0].done = True
-        seen.append(channel.where()[:2])
+        seen.append(channel.position()[:2])
         works[1].done = True
-        seen.append(channel.where()[:2])
+        seen.append(channel.position()[:2])
         late = Work()
         with channel.operation("reduce"):
             channel.wait(late, on_device)
@@ -478,11 +486,11 @@ def test_a_look_costs_nothing_when_nobody_waits():
     class Idle:
         name, ranks = "0", [0, 1]
 
-        def where(self):
+        def position(self):
             return 5, None, 0
 
-    watch = Watch.__new__(Watch)
-    watch._answered, watch._waits, watch._rank, watch.report_after = 0, {}, 0, 30.0
+    watchdog = Watchdog.__new__(Watchdog)
+    watchdog._answered, watchdog._waits, watchdog._rank, watchdog.report_after = 0, {}, 0, 30.0
     store = Store()
-    watch._look(store, [Idle()])
+    watchdog._poll(store, [Idle()])
     assert store.calls == ["ask"]

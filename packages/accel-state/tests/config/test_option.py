@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_state.config import DynamoSection, FsdpSection, LaunchConfig, MegatronLMSection, Section
-from accel_state.config.option_types import kind_of
+from accel_state.config.option_types import option_type_of
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def test_the_distributed_type_answers_questions(kind, active):
 
 def test_a_type_that_no_kind_reads_is_an_error_of_the_schema():
     with pytest.raises(TypeError, match="no kind of option reads a value of type 'complex'"):
-        kind_of("complex")
+        option_type_of("complex")
 
 
 def test_every_section_is_described():

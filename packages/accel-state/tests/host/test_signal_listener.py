@@ -29,12 +29,12 @@ def as_before():
     signal.set_wakeup_fd(descriptor)
     yield
     left = {number: signal.getsignal(number) for number in numbers}
-    post, signal_listener._post = signal_listener._post, None
+    hub, signal_listener._hub = signal_listener._hub, None
     for number, handler in handlers.items():  # what one test leaves must not fail the next
         signal.signal(number, handler)
     assert signal.set_wakeup_fd(descriptor) == descriptor
     assert left == handlers
-    assert post is None
+    assert hub is None
     assert not [thread for thread in threading.enumerate() if thread.name == "accel-signals"]
 
 
@@ -199,7 +199,7 @@ def test_a_handler_that_python_cannot_put_back_is_refused(monkeypatch):
 def test_a_declined_signal_has_its_default_action():
     done = run("""
         def notify(number):
-            threading.Timer(0.2, listener.decline, [number]).start()
+            threading.Timer(0.2, listener.redeliver, [number]).start()
         listener = listen([signal.SIGTERM], notify)
         os.kill(os.getpid(), signal.SIGTERM)
         print("told", flush=True)
@@ -212,7 +212,7 @@ def test_a_declined_signal_is_not_repeated_for_a_handler_that_had_it():
     done = run("""
         calls = []
         signal.signal(signal.SIGTERM, lambda number, frame: calls.append(number))
-        listener = listen([signal.SIGTERM], lambda number: listener.decline(number))
+        listener = listen([signal.SIGTERM], lambda number: listener.redeliver(number))
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ import torch
 from accel_state.enums import DistributedType
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, StateError
-from accel_state.world.process import PartialState, wait_for_everyone
+from accel_state.world.process import PartialState, current_state, wait_for_everyone
 from testkit import worlds
 
 MPI_VARIABLES = {
@@ -74,14 +74,16 @@ def test_instances_share_their_attributes_and_reset_empties_them():
     first.extra = "seen by all"
     assert second.extra == "seen by all"
     assert PartialState._shared_state["extra"] == "seen by all"
+    assert current_state().extra == "seen by all"
     assert first.initialized
-    PartialState._reset_state()
+    PartialState.reset()
     assert not first.initialized
-    with pytest.raises(AttributeError, match="_reset_state"):
+    assert current_state() is None
+    with pytest.raises(AttributeError, match=r"PartialState\.reset\(\) was called"):
         _ = first.num_processes
     with pytest.raises(AttributeError, match="no attribute 'nonsense'") as caught:
         _ = first.nonsense
-    assert "_reset_state" not in str(caught.value)
+    assert "reset()" not in str(caught.value)
     first.device = torch.device("meta")
     assert second.device == torch.device("meta")
 
@@ -110,6 +112,19 @@ def test_one_device_can_be_asked_for_only(monkeypatch):
     with pytest.raises(StateError, match=r"cpu=True\).*set up on cuda:0"):
         PartialState(cpu=True)
     assert PartialState().device == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("cpu", ["yes", "cpu", 1, None, torch.device("cpu")])
+def test_cpu_is_a_bool(cpu):
+    with pytest.raises(ConfigError, match="is not a bool; pass cpu=True"):
+        PartialState(cpu=cpu)
+    assert current_state() is None
+
+
+def test_a_wrong_variable_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "perhaps")
+    with pytest.raises(ConfigError, match="environment variable ACCELERATE_USE_CPU is 'perhaps'"):
+        PartialState()
 
 
 def test_unknown_options_are_named():

@@ -12,9 +12,9 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from accel_state.communication.watchdog import identity
+from accel_state.host.process_identity import process_identity
 from accel_state.world import stop_consensus
-from accel_state.world.stop_consensus import Boundaries, StopAgreement
+from accel_state.world.stop_consensus import Boundaries, StopConsensus
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +25,15 @@ def quick(monkeypatch):
 
 class Rank:
     def __init__(self, rank, size, store):
-        self.refusals = []
+        self.failures = []
         self.boundaries = Boundaries()
-        self.agreement = StopAgreement(
-            self.boundaries, rank=rank, size=size, on_refusal=lambda: self.refusals.append(1)
+        self.consensus = StopConsensus(
+            self.boundaries, rank=rank, size=size, on_failure=lambda: self.failures.append(1)
         )
-        self.agreement.start(None if store is None else dist.PrefixStore("stop", store))
+        self.consensus.start(None if store is None else dist.PrefixStore("stop", store))
 
     def should_stop(self):
-        return self.agreement.asked and self.agreement.due()
+        return self.consensus.pending and self.consensus.should_stop()
 
 
 def world(size):
@@ -43,10 +43,10 @@ def world(size):
 
 
 def close(ranks):
-    threads = [threading.Thread(target=rank.agreement.close) for rank in ranks]
+    threads = [threading.Thread(target=rank.consensus.close) for rank in ranks]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
-    assert not any(rank.agreement._thread and rank.agreement._thread.is_alive() for rank in ranks)
+    assert not any(rank.consensus._thread and rank.consensus._thread.is_alive() for rank in ranks)
 
 
 def in_threads(function, count):
@@ -89,7 +89,7 @@ def test_all_ranks_stop_after_the_same_boundary(size, seed):
         return limit
 
     timers = [
-        threading.Timer(delay, ranks[rank].agreement.request, [f"SIGTERM on rank {rank}"])
+        threading.Timer(delay, ranks[rank].consensus.request, [f"SIGTERM on rank {rank}"])
         for rank, delay in told.items()
         for _ in range(2)  # repeated
     ]
@@ -98,25 +98,25 @@ def test_all_ranks_stop_after_the_same_boundary(size, seed):
     [timer.join() for timer in timers]
     assert len(set(stops)) == 1
     assert stops[0] < limit
-    assert {rank.agreement.verdict.stop_after for rank in ranks} == {stops[0]}
-    [rank.agreement.request("again") for rank in ranks]
+    assert {rank.consensus.decision.stop_after for rank in ranks} == {stops[0]}
+    [rank.consensus.request("again") for rank in ranks]
     assert all(rank.should_stop() for rank in ranks)
     close(ranks)
-    assert not any(rank.refusals for rank in ranks)
+    assert not any(rank.failures for rank in ranks)
 
 
 def test_a_rank_that_stands_in_a_collective_does_not_hold_up_the_verdict():
     ranks, _ = world(2)
     ranks[0].boundaries.passed = 7
     ranks[1].boundaries.passed = 6  # its program is busy elsewhere until rank 0 comes on
-    ranks[0].agreement.request("SIGTERM on rank 0")
-    assert not ranks[0].agreement.due()
+    ranks[0].consensus.request("SIGTERM on rank 0")
+    assert not ranks[0].consensus.should_stop()
     ranks[0].boundaries.passed += 1
     assert ranks[0].should_stop()
     assert not ranks[1].should_stop()
     ranks[1].boundaries.passed += 2
     assert ranks[1].should_stop()
-    assert ranks[1].agreement.verdict.reason == "SIGTERM on rank 0"
+    assert ranks[1].consensus.decision.reason == "SIGTERM on rank 0"
     close(ranks)
 
 
@@ -139,11 +139,11 @@ def test_a_boundary_that_is_passed_while_the_count_is_read_changes_nothing():
                 self.count, self.slips = self.count + self.slips, 0
                 return now
 
-        ranks[0].agreement._boundaries = Slipping(slip)
+        ranks[0].consensus._boundaries = Slipping(slip)
         ranks[1].boundaries.passed = 3
-        ranks[0].agreement.request("x")
-        assert ranks[0].agreement.due() is (slip == 1)
-        assert ranks[0].agreement.verdict.stop_after == 4
+        ranks[0].consensus.request("x")
+        assert ranks[0].consensus.should_stop() is (slip == 1)
+        assert ranks[0].consensus.decision.stop_after == 4
         assert not ranks[1].should_stop()
         ranks[1].boundaries.passed = 4
         assert ranks[1].should_stop()
@@ -154,11 +154,11 @@ def test_one_process_needs_nobody():
     rank = Rank(0, 1, None)
     rank.boundaries.passed = 3
     assert not rank.should_stop()
-    rank.agreement.request("SIGTERM on rank 0")
+    rank.consensus.request("SIGTERM on rank 0")
     assert not rank.should_stop()
     rank.boundaries.passed += 1
     assert rank.should_stop()
-    rank.agreement.close()
+    rank.consensus.close()
 
 
 def test_a_rank_that_has_left_is_not_waited_for():
@@ -167,15 +167,15 @@ def test_a_rank_that_has_left_is_not_waited_for():
     close(ranks[1:2])
     for rank in (ranks[0], ranks[2]):
         rank.boundaries.passed = 8
-    ranks[2].agreement.request("SIGTERM on rank 2")
-    assert not any(rank.agreement.due() for rank in (ranks[0], ranks[2]))
-    assert ranks[2].agreement.verdict.stop_after == 10
+    ranks[2].consensus.request("SIGTERM on rank 2")
+    assert not any(rank.consensus.should_stop() for rank in (ranks[0], ranks[2]))
+    assert ranks[2].consensus.decision.stop_after == 10
     close([ranks[0], ranks[2]])
-    assert not any(rank.refusals for rank in ranks)
+    assert not any(rank.failures for rank in ranks)
 
 
 def test_ranks_refuse_together_when_one_is_gone(monkeypatch, caplog):
-    ended = identity()
+    ended = process_identity()
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -184,14 +184,14 @@ def test_ranks_refuse_together_when_one_is_gone(monkeypatch, caplog):
     store.set_timeout(timedelta(seconds=10))
     ranks = [Rank(rank, 3, store) for rank in (0, 1)]
     store.set("stop/1/member/2", f'{{"machine": "{ended["machine"]}", "pid": {pid}, "born": "1"}}')
-    ranks[0].agreement.request("SIGTERM on rank 0")
-    assert not any(rank.agreement.due() for rank in ranks)
-    assert {rank.agreement.verdict.reason for rank in ranks} == {"rank 2 is gone"}
-    ranks[0].agreement._thread.join()
-    assert (ranks[0].refusals, ranks[1].refusals) == ([1], [])
+    ranks[0].consensus.request("SIGTERM on rank 0")
+    assert not any(rank.consensus.should_stop() for rank in ranks)
+    assert {rank.consensus.decision.reason for rank in ranks} == {"rank 2 is gone"}
+    ranks[0].consensus._thread.join()
+    assert (ranks[0].failures, ranks[1].failures) == ([1], [])
     assert "SIGTERM on rank 0, but ranks cannot stop together: rank 2 is gone" in caplog.text
-    ranks[1].agreement.request("SIGTERM on rank 1")  # it comes later, and finds that nothing can be done
-    assert ranks[1].refusals == [1]
+    ranks[1].consensus.request("SIGTERM on rank 1")  # it comes later, and finds that nothing can be done
+    assert ranks[1].failures == [1]
     close(ranks)
 
 
@@ -200,12 +200,12 @@ def test_ranks_refuse_together_when_one_does_not_answer(monkeypatch):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=10))
     ranks = [Rank(rank, 4, store) for rank in (0, 3)]
-    ranks[1].agreement.request("SIGTERM on rank 3")
-    assert not any(rank.agreement.due() for rank in ranks)
+    ranks[1].consensus.request("SIGTERM on rank 3")
+    assert not any(rank.consensus.should_stop() for rank in ranks)
     for rank in ranks:
-        assert rank.agreement.verdict.reason.startswith("ranks [1, 2] have not answered for 0.3 s")
+        assert rank.consensus.decision.reason.startswith("ranks [1, 2] have not answered for 0.3 s")
     close(ranks)
-    assert ranks[1].refusals == [1]
+    assert ranks[1].failures == [1]
 
 
 def test_ranks_go_on_when_the_store_is_lost():
@@ -223,23 +223,23 @@ def test_ranks_go_on_when_the_store_is_lost():
     broken = Broken(store)
     original, stop_consensus.PrefixStore = stop_consensus.PrefixStore, lambda name, store: store
     try:
-        rank.agreement.start(broken)
+        rank.consensus.start(broken)
     finally:
         stop_consensus.PrefixStore = original
     broken.broken = True
-    rank.agreement.request("SIGTERM on rank 0")
-    assert not rank.agreement.due()
-    rank.agreement._thread.join()
-    assert rank.refusals == [1]
-    assert "connection reset by peer" in rank.agreement.verdict.reason
-    rank.agreement.close()
+    rank.consensus.request("SIGTERM on rank 0")
+    assert not rank.consensus.should_stop()
+    rank.consensus._thread.join()
+    assert rank.failures == [1]
+    assert "connection reset by peer" in rank.consensus.decision.reason
+    rank.consensus.close()
 
 
 def test_two_agreements_of_one_world_do_not_meet():
     first, store = world(2)
     second = [Rank(rank, 2, store) for rank in range(2)]
-    second[1].agreement.request("x")
-    assert not any(rank.agreement.due() for rank in second)
+    second[1].consensus.request("x")
+    assert not any(rank.consensus.should_stop() for rank in second)
     for rank in (*first, *second):
         rank.boundaries.passed += 1
     assert all(rank.should_stop() for rank in second)
@@ -249,8 +249,8 @@ def test_two_agreements_of_one_world_do_not_meet():
 
 def test_whoever_waits_when_training_ends_is_let_go():
     ranks, _ = world(2)
-    ranks[0].agreement._thread.join(0)
-    waiter = threading.Thread(target=ranks[0].agreement.due)
+    ranks[0].consensus._thread.join(0)
+    waiter = threading.Thread(target=ranks[0].consensus.should_stop)
     waiter.start()
     close(ranks)
     waiter.join(timeout=5)
@@ -262,7 +262,7 @@ def test_a_forked_child_does_not_speak_for_its_parent():
     ranks, store = world(2)
     pid = os.fork()
     if pid == 0:
-        ranks[0].agreement.close()
+        ranks[0].consensus.close()
         os._exit(0 if not store.check(["stop/1/passed/0"]) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     close(ranks)

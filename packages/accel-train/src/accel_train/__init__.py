@@ -180,7 +180,7 @@ __getattr__, __dir__, __all__ = attach(
             "convert_dict_to_env_variables",
             "purge_accelerate_environment",
         ),
-        "accel_state.launching.inline": (
+        "accel_state.launching.notebook": (
             "debug_launcher",
             "notebook_launcher",
         ),

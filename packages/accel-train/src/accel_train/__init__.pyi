@@ -165,8 +165,8 @@ from accel_state.host.devices import get_current_device_type as get_current_devi
 from accel_state.host.nvidia import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
 from accel_state.host.nvidia import get_gpu_info as get_gpu_info
 from accel_state.host.system import get_cpu_distributed_information as get_cpu_distributed_information
-from accel_state.launching.inline import debug_launcher as debug_launcher
-from accel_state.launching.inline import notebook_launcher as notebook_launcher
+from accel_state.launching.notebook import debug_launcher as debug_launcher
+from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_train.__about__ import __version__ as __version__

@@ -151,7 +151,7 @@ class AcceleratorState:
         global _newest
         _newest = None
         if reset_partial_state:
-            PartialState._reset_state()
+            PartialState.reset()
 
     def __repr__(self) -> str:
         return f"{self._process_state!r}Mixed precision type: {self.mixed_precision}\n"

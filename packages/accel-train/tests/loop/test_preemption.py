@@ -36,7 +36,7 @@ def nothing_stays():
         yield
     gc.collect()
     assert [signal.getsignal(number) for number in numbers] == handlers
-    assert signal_listener._post is None
+    assert signal_listener._hub is None
     assert not [t for t in threading.enumerate() if t.name in ("accel-signals", "accel-stop")]
 
 
@@ -44,7 +44,7 @@ def tell(accelerator, number=signal.SIGTERM):
     """Send a signal and wait until its thread has it."""
     os.kill(os.getpid(), number)
     until = time.monotonic() + 10
-    while not accelerator.preemption._agreement.asked and time.monotonic() < until:
+    while not accelerator.preemption._consensus.pending and time.monotonic() < until:
         time.sleep(0.001)
 
 
@@ -84,7 +84,7 @@ def test_training_stops_at_the_end_of_a_window():
 def test_a_step_without_a_signal_asks_nobody(monkeypatch):
     accelerator = Accelerator(preemption=True)
     model, optimizer, _ = prepared(accelerator)
-    monkeypatch.setattr(accelerator.preemption._agreement, "due", None)  # would fail if it were asked
+    monkeypatch.setattr(accelerator.preemption._consensus, "should_stop", None)  # would fail if it were asked
     accelerator.backward(model(torch.randn(2, 2)).mean())
     optimizer.step()
     assert accelerator.should_stop is False
@@ -111,7 +111,7 @@ def test_repeated_signals_change_nothing():
     for _ in range(5):
         tell(accelerator)
         assert accelerator.should_stop
-    assert accelerator.preemption._agreement.verdict.stop_after == 1
+    assert accelerator.preemption._consensus.decision.stop_after == 1
     finish(accelerator)
 
 
@@ -278,7 +278,7 @@ def test_data_workers_live_on(tmp_path):
             assert len(workers) == 2
             assert all(worker.is_running() and worker.status() != "zombie" for worker in workers)
     assert rows == list(range(16))
-    assert not accelerator.preemption._agreement.asked
+    assert not accelerator.preemption._consensus.pending
     psutil.wait_procs(workers, timeout=10)
     assert not any(worker.is_running() for worker in workers)
     accelerator.end_training()
@@ -315,7 +315,7 @@ def test_a_forked_process_is_no_rank():
     process.join(timeout=10)
     assert process.exitcode == -signal.SIGUSR2
     time.sleep(0.2)
-    assert not accelerator.preemption._agreement.asked
+    assert not accelerator.preemption._consensus.pending
     accelerator.end_training()
 
 

@@ -27,17 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state import environment
-from accel_state.communication.watchdog import REPORT_AFTER, Watch, call_site
+from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.trees import TreeSpec
 
-__all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "Rows", "fingerprint"]
+__all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "RankPayloads", "fingerprint"]
 
 CheckMode = Literal["auto", "on", "off"]
 
 _HEADER = struct.Struct("<QqQq")  # fingerprint, bytes of payload, flags, reserved
-_REFUSED = 1
+_LOCAL_ERROR = 1
 _TEXT = 4096
 """Bytes in which a rank describes its part when ranks disagree."""
 _GRACE = 1.0
@@ -58,7 +57,7 @@ class CheckSettings:
     Attributes:
         mode: "on": fingerprints are compared before every collective; "off": never where that costs
             something; "auto": on for CPU tensors, off for tensors on a device.
-        report_after: seconds until a stuck collective is reported; 0: there is no watch.
+        report_after: seconds until a stuck collective is reported; 0: there is no watchdog.
     """
 
     __slots__ = ("mode", "report_after")
@@ -73,25 +72,8 @@ class CheckSettings:
         self.mode = mode
         self.report_after = report_after
 
-    @classmethod
-    def from_environment(cls, debug: bool = False) -> CheckSettings:
-        """Read ``ACCELERATE_COLLECTIVE_CHECKS`` and ``ACCELERATE_COLLECTIVE_TIMEOUT_REPORT``.
 
-        Args:
-            debug: check everything, whatever the variable says.
-        """
-        mode = environment.get("ACCELERATE_COLLECTIVE_CHECKS", "auto").strip().lower() or "auto"
-        text = environment.get("ACCELERATE_COLLECTIVE_TIMEOUT_REPORT", "").strip()
-        try:
-            seconds = float(text) if text else REPORT_AFTER
-        except ValueError:
-            raise ConfigError(
-                f"ACCELERATE_COLLECTIVE_TIMEOUT_REPORT is {text!r}; a number of seconds is needed"
-            ) from None
-        return cls("on" if debug else mode, seconds)
-
-
-class Rows:
+class RankPayloads:
     """One payload per rank, as bytes; valid until the next exchange of the channel."""
 
     __slots__ = ("sizes", "table")
@@ -124,7 +106,12 @@ class Channel:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, device: torch.device, settings: CheckSettings, watch: Watch | None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        settings: CheckSettings,
+        watchdog: Watchdog | None,
     ) -> None:
         self.group = group
         self.name = str(group.group_name)
@@ -136,7 +123,7 @@ class Channel:
         self.device = torch.device("cpu") if "cpu" in self._device_types else device
         self.settings = settings
         self.failure: DistributedOperationException | None = None
-        self._condemned: CollectiveMismatchError | None = None
+        self._fatal_error: CollectiveMismatchError | None = None
         self._position: tuple[int, str | None, int] = (0, None, 0)
         self._entering = ""
         self._in_message = False
@@ -148,22 +135,22 @@ class Channel:
         self._out_block = torch.frombuffer(self._out, dtype=torch.uint8)
         self._in_block = torch.frombuffer(self._in, dtype=torch.uint8)
         self._in_table = self._in_block.view(self.size, block)
-        self._kept_blocks = _kept_outside_python(self._in_block, self._out_block)
-        self._kept = self._kept_blocks
-        self.watch = watch
+        self._kept_blocks = _hold_outside_python(self._in_block, self._out_block)
+        self._held = self._kept_blocks
+        self.watchdog = watchdog
         self._patience = timedelta(seconds=0.2)
         self.apply(settings)
-        if watch is not None:
-            watch.add(self)
+        if watchdog is not None:
+            watchdog.add(self)
 
     def apply(self, settings: CheckSettings) -> None:
         """Take over other settings; they must be the same on every rank."""
         self.settings = settings
         self.check_cpu = settings.mode != "off"
         self.check_device = settings.mode == "on"
-        if self.watch is not None:
-            self.watch.report_after = settings.report_after or math.inf
-            self._patience = timedelta(seconds=self.watch.tick / 5)
+        if self.watchdog is not None:
+            self.watchdog.report_after = settings.report_after or math.inf
+            self._patience = timedelta(seconds=self.watchdog.poll_interval / 5)
 
     def checked(self, device: torch.device) -> bool:
         """Whether collectives of tensors on ``device`` begin with an exchange of fingerprints."""
@@ -179,8 +166,8 @@ class Channel:
         """``with channel.operation("gather"):`` around everything one collective does."""
         if self.failure is not None:
             raise self.failure
-        if self._condemned is not None:
-            raise self._give_up(self._condemned)
+        if self._fatal_error is not None:
+            raise self._abort(self._fatal_error)
         self._entering = name
         return self
 
@@ -193,8 +180,8 @@ class Channel:
     ) -> None:
         self._position = (self._position[0], None, 0)
 
-    def where(self) -> tuple[int, str | None, int]:
-        """See ``accel_state.communication.watchdog.Watched``."""
+    def position(self) -> tuple[int, str | None, int]:
+        """See ``accel_state.communication.watchdog.WatchedGroup``."""
         position = self._position
         if position[1] is None:
             # On a device a collective is only issued here; the host is long past it.
@@ -205,15 +192,15 @@ class Channel:
                 return number, name, threading.main_thread().ident or 0
         return position
 
-    def condemn(self, error: CollectiveMismatchError) -> None:
-        """See ``accel_state.communication.watchdog.Watched``."""
-        self._condemned = error
+    def mark_failed(self, error: CollectiveMismatchError) -> None:
+        """See ``accel_state.communication.watchdog.WatchedGroup``."""
+        self._fatal_error = error
         if self._in_message and self.device.type == "cpu":
-            if self.watch is not None:
-                self.watch.settle(self)
+            if self.watchdog is not None:
+                self.watchdog.wait_for_others(self)
             self._break_connections()
         elif self.device.type != "cpu" or self._pending:
-            self._give_up(error)  # the host may be waiting for the device: free it
+            self._abort(error)  # the host may be waiting for the device: free it
 
     # --- exchanges ---
 
@@ -229,8 +216,8 @@ class Channel:
         payload: Tensor | None = None,
         *,
         source: int | None = None,
-        refusal: BaseException | None = None,
-    ) -> Rows:
+        local_error: BaseException | None = None,
+    ) -> RankPayloads:
         """Compare what all ranks are about to do, and share one payload of bytes per rank.
 
         Args:
@@ -238,14 +225,16 @@ class Channel:
             describe: this rank's part in words; called only when ranks disagree.
             payload: uint8, 1-D, of any size.
             source: only this group rank has a payload; it is broadcast when it is large.
-            refusal: an error that this rank found in its input: all ranks learn of it and raise.
+            local_error: an error that this rank found in its input: all ranks learn of it and raise.
 
         Raises:
             CollectiveMismatchError: keys differ, on every rank.
-            BaseException: ``refusal``, on the rank that passed it.
+            BaseException: ``local_error``, on the rank that passed it.
         """
         size = 0 if payload is None else payload.numel()
-        _HEADER.pack_into(self._out, 0, fingerprint(key), size, _REFUSED if refusal is not None else 0, 0)
+        _HEADER.pack_into(
+            self._out, 0, fingerprint(key), size, _LOCAL_ERROR if local_error is not None else 0, 0
+        )
         if payload is not None and 0 < size <= self.capacity:
             self._out_block[_HEADER.size : _HEADER.size + size] = payload
         self._all_gather_blocks()
@@ -253,12 +242,12 @@ class Channel:
         headers = [_HEADER.unpack_from(self._in, index * block) for index in range(self.size)]
         first = headers[0][0]
         if any(mark != first or flags for mark, _, flags, _ in headers):
-            self._disagree(describe, refusal)
+            self._raise_mismatch(describe, local_error)
         sizes = [header[1] for header in headers]
         largest = max(sizes)
         if largest <= self.capacity:
-            return Rows(self._in_table[:, _HEADER.size :], sizes)
-        return Rows(self._share(payload, largest, source), sizes)
+            return RankPayloads(self._in_table[:, _HEADER.size :], sizes)
+        return RankPayloads(self._share(payload, largest, source), sizes)
 
     def _share(self, payload: Tensor | None, largest: int, source: int | None) -> Tensor:
         mine = torch.zeros(largest, dtype=torch.uint8, device=self.device)
@@ -303,7 +292,7 @@ class Channel:
             work.wait()
             self._pending.append((self._position[0], self._position[1] or "", work))
         else:
-            self._kept = _kept_outside_python(*tensors)
+            self._held = _hold_outside_python(*tensors)
             self._wait(work)
 
     def _wait(self, work: dist.Work) -> None:
@@ -314,13 +303,13 @@ class Channel:
                 if work.is_completed():
                     if self._succeeded(work):
                         return
-                    raise self._broken(error) from error
-                if self._condemned is not None:
-                    if self.watch is not None:
-                        self.watch.settle(self)
-                    raise self._give_up(self._condemned) from None
+                    raise self._collective_error(error) from error
+                if self._fatal_error is not None:
+                    if self.watchdog is not None:
+                        self.watchdog.wait_for_others(self)
+                    raise self._abort(self._fatal_error) from None
             except BaseException:  # Ctrl-C, or what a signal handler raises: this rank will not come back
-                self._give_up(DistributedOperationException(f"{self._position[1]} was interrupted"))
+                self._abort(DistributedOperationException(f"{self._position[1]} was interrupted"))
                 raise
             else:
                 return
@@ -343,7 +332,7 @@ class Channel:
         try:
             work.wait()
         except RuntimeError as error:
-            raise self._broken(error) from error
+            raise self._collective_error(error) from error
         finally:
             self._in_message = False
         if tensor.device.type != "cpu":
@@ -359,21 +348,21 @@ class Channel:
         except RuntimeError as error:
             _logger.debug("broke the connections of group %s: %s", self.name, error)
 
-    def _broken(self, error: RuntimeError) -> DistributedOperationException:
+    def _collective_error(self, error: RuntimeError) -> DistributedOperationException:
         """The error for a collective that ended without success."""
-        if self._condemned is not None:
-            return self._give_up(self._condemned)
-        number, operation, thread = self.where()
+        if self._fatal_error is not None:
+            return self._abort(self._fatal_error)
+        number, operation, thread = self.position()
         what = f"collective #{number}, {operation} at {call_site(_frame(thread))}"
-        if self.watch is None:
+        if self.watchdog is None:
             failure = DistributedOperationException(f"{what}, failed: {error}")
         else:
-            proof, listing = self.watch.explain(self, _GRACE)
+            proof, listing = self.watchdog.explain(self, _GRACE)
             kind = CollectiveMismatchError if proof else DistributedOperationException
             failure = kind(f"{what}, failed: {proof or str(error).splitlines()[0]}\n{listing}")
-        return self._give_up(failure)
+        return self._abort(failure)
 
-    def _give_up(self, failure: DistributedOperationException) -> DistributedOperationException:
+    def _abort(self, failure: DistributedOperationException) -> DistributedOperationException:
         """Make the group's pending work end: otherwise it would keep this process from exiting."""
         if self.failure is None:
             self.failure = failure
@@ -381,9 +370,9 @@ class Channel:
             atexit.register(_leave_world)
         return failure
 
-    def _disagree(self, describe: Callable[[], str], refusal: BaseException | None) -> NoReturn:
+    def _raise_mismatch(self, describe: Callable[[], str], local_error: BaseException | None) -> NoReturn:
         site = call_site(_frame(threading.get_ident()))
-        words = f"{type(refusal).__name__}: {refusal}" if refusal is not None else describe()
+        words = f"{type(local_error).__name__}: {local_error}" if local_error is not None else describe()
         text = f"{self._position[1]} at {site}: {words}".encode()
         if len(text) > _TEXT:
             text = text[: _TEXT - 4] + " …".encode()
@@ -391,8 +380,8 @@ class Channel:
         mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         table = torch.empty((self.size, _TEXT), dtype=torch.uint8, device="cpu")
         self._all_gather_on_device(table, mine)
-        if refusal is not None:
-            raise refusal
+        if local_error is not None:
+            raise local_error
         lines = [
             f"  rank {rank}: {bytes(row.tolist()).rstrip(bytes(1)).decode(errors='replace')}"
             for rank, row in zip(self.ranks, table, strict=True)
@@ -412,24 +401,24 @@ class Channels:
         rank: this process's rank in the world.
         size: number of ranks in the world.
         device: where it computes.
-        store: a client of the world's store that nothing else uses; without one there is no watch.
-        debug: check everything.
+        store: a client of the world's store that nothing else uses; without one there is no watchdog.
+        settings: what is checked, and when a stuck collective is reported.
     """
 
     def __init__(
-        self, *, rank: int, size: int, device: torch.device, store: Store | None, debug: bool
+        self, *, rank: int, size: int, device: torch.device, store: Store | None, settings: CheckSettings
     ) -> None:
         self._device = device
-        self._settings = CheckSettings.from_environment(debug)
+        self._settings = settings
         self._place = (store, rank, size)
-        self._watch = self._make_watch()
+        self._watchdog = self._make_watchdog()
         self._by_name: dict[str, Channel] = {}
         self.of(None)
 
-    def _make_watch(self) -> Watch | None:
+    def _make_watchdog(self) -> Watchdog | None:
         store, rank, size = self._place
         seconds = self._settings.report_after
-        return Watch(store, rank, size, seconds) if store is not None and seconds > 0 else None
+        return Watchdog(store, rank, size, seconds) if store is not None and seconds > 0 else None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel | None:
         """The channel of ``group`` (None: all ranks), or None if there is nobody to talk to.
@@ -448,7 +437,7 @@ class Channels:
         if channel is None or channel.group is not group:
             if group.size() == 1:
                 return None
-            channel = Channel(group, device=self._device, settings=self._settings, watch=self._watch)
+            channel = Channel(group, device=self._device, settings=self._settings, watchdog=self._watchdog)
             self._by_name[name] = channel
         return channel
 
@@ -458,18 +447,18 @@ class Channels:
         self._settings = CheckSettings(
             now.mode if mode is None else mode, now.report_after if report_after is None else report_after
         )
-        if self._watch is None:
-            self._watch = self._make_watch()
+        if self._watchdog is None:
+            self._watchdog = self._make_watchdog()
         for channel in self._by_name.values():
-            if channel.watch is None and self._watch is not None:
-                channel.watch = self._watch
-                self._watch.add(channel)
+            if channel.watchdog is None and self._watchdog is not None:
+                channel.watchdog = self._watchdog
+                self._watchdog.add(channel)
             channel.apply(self._settings)
 
     def close(self, reason: str | None) -> None:
         """Stop the watch, and tell the other ranks if they cannot count on this one any more."""
-        if self._watch is not None:
-            self._watch.leave(reason)
+        if self._watchdog is not None:
+            self._watchdog.leave(reason)
 
 
 def fingerprint(key: Hashable) -> int:
@@ -479,15 +468,15 @@ def fingerprint(key: Hashable) -> int:
 
 @lru_cache(maxsize=4096)
 def _digest(key: Hashable) -> int:
-    return int.from_bytes(hashlib.blake2b(_spell(key).encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(_canonical_text(key).encode(), digest_size=8).digest(), "little")
 
 
-def _spell(key: Any) -> str:
+def _canonical_text(key: Any) -> str:
     """Text that depends on values and type names, never on addresses."""
     if isinstance(key, TreeSpec):
-        return f"{_spell(key.kind)}{_spell(key.outline)}{_spell(key.children)}"
+        return f"{_canonical_text(key.kind)}{_canonical_text(key.outline)}{_canonical_text(key.children)}"
     if isinstance(key, tuple | list):
-        return f"({','.join(map(_spell, key))})"
+        return f"({','.join(map(_canonical_text, key))})"
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
     if isinstance(key, int | float) and key == key // 1:
@@ -499,7 +488,7 @@ def _spell(key: Any) -> str:
     return f"{type(key).__module__}.{type(key).__qualname__}"
 
 
-def _kept_outside_python(*tensors: Tensor) -> Any:
+def _hold_outside_python(*tensors: Tensor) -> Any:
     """One more owner of ``tensors``, to be held while a thread of the backend may have them.
 
     Gloo's thread drops its tensors some time after it has completed a work. When that leaves a tensor to Python alone,

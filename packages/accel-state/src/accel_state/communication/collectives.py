@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accel_state.communication.channel import Channel, CheckSettings, Rows
+from accel_state.communication.channel import Channel, CheckSettings, RankPayloads
 from accel_state.communication.serialization import (
     aligned,
     as_bytes,
@@ -117,10 +117,10 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any
         return object
     with channel.operation("gather_object"):
         if isinstance(object, list | tuple):
-            payload, refusal = pickled(list(object))
+            payload, local_error = pickled(list(object))
         else:
-            payload, refusal = None, _wrong_type("gather_object", object)
-        rows = channel.exchange("gather_object", lambda: "objects", payload, refusal=refusal)
+            payload, local_error = None, _wrong_type("gather_object", object)
+        rows = channel.exchange("gather_object", lambda: "objects", payload, local_error=local_error)
         return [item for rank in range(channel.size) for item in pickle.loads(rows.raw(rank))]
 
 
@@ -238,15 +238,19 @@ def broadcast_object_list(
     source = _index_of(channel, from_process)
     with channel.operation("broadcast_object_list"):
         payload: Tensor | None = None
-        refusal: Exception | None = None
+        local_error: Exception | None = None
         if not isinstance(object_list, list):
-            refusal = _wrong_type("broadcast_object_list", object_list)
+            local_error = _wrong_type("broadcast_object_list", object_list)
         elif channel.rank == source:
-            payload, refusal = pickled(object_list)
-        length = len(object_list) if refusal is None else 0
+            payload, local_error = pickled(object_list)
+        length = len(object_list) if local_error is None else 0
         key = ("broadcast_object_list", source, length)
         rows = channel.exchange(
-            key, lambda: f"{length} objects from rank {from_process}", payload, source=source, refusal=refusal
+            key,
+            lambda: f"{length} objects from rank {from_process}",
+            payload,
+            source=source,
+            local_error=local_error,
         )
         if channel.rank != source:
             object_list[:] = pickle.loads(rows.raw(source))
@@ -395,7 +399,7 @@ def _require_dense(leaves: Iterable[Tensor]) -> None:
 def _refused(channel: Channel, error: Exception) -> Exception:
     """Tell the other ranks, if they can be told, that this one does not take part."""
     if channel.check_cpu:
-        channel.exchange(None, str, refusal=error)
+        channel.exchange(None, str, local_error=error)
     return error
 
 
@@ -571,7 +575,7 @@ def _finish(value: Tensor, leaf: Tensor, reduction: str, scale: float, ranks: in
 # --- broadcast and padding ---
 
 
-def _int64_rows(rows: Rows, ranks: int, count: int) -> Tensor:
+def _int64_rows(rows: RankPayloads, ranks: int, count: int) -> Tensor:
     return rows.table[:ranks, : count * 8].cpu().contiguous().view(torch.int64).view(ranks, count)
 
 

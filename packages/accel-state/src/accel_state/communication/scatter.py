@@ -26,7 +26,9 @@ from accel_state.world.process import PartialState
 
 __all__ = ["Scatterer", "scatter"]
 
-_HEADER = struct.Struct("<qqq8x")  # bytes of description (0: as before), bytes of values, 1 for a refusal
+_HEADER = struct.Struct(
+    "<qqq8x"
+)  # bytes of description (0: as before), bytes of values, 1 for an error of this rank
 _TAG = 7919
 """Keeps these messages apart from a script's own point-to-point messages, whose tag is mostly 0."""
 

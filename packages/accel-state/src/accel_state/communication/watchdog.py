@@ -3,7 +3,7 @@
 One daemon thread per process. It answers questions of other ranks about where this one is, and, when a
 collective of this rank has been waiting for a while, asks them. All of it goes through a store client of its
 own, never through a collective. A collective costs nothing more than saying where it is
-(``Watched.where``).
+(``WatchedGroup.where``).
 
 What is found leads to one of two things:
 
@@ -24,10 +24,9 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -35,18 +34,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel_state.errors import CollectiveMismatchError
+from accel_state.host.process_identity import has_ended, process_identity
 
 __all__ = [
     "REPORT_AFTER",
-    "Peer",
-    "Watch",
-    "Watched",
-    "birth_of",
+    "RankStatus",
+    "Watchdog",
+    "WatchedGroup",
     "call_site",
-    "has_ended",
-    "identity",
-    "judge",
-    "this_machine",
+    "diagnose",
 ]
 
 REPORT_AFTER = 30.0
@@ -70,21 +66,21 @@ _PATIENCE = timedelta(seconds=10)
 _logger = logging.getLogger(__name__)
 
 
-class Watched(Protocol):
+class WatchedGroup(Protocol):
     """A group's collectives, as the watch sees them."""
 
     name: str
     ranks: list[int]
 
-    def where(self) -> tuple[int, str | None, int]:
+    def position(self) -> tuple[int, str | None, int]:
         """Number of the latest collective, its name until it has completed, and the thread that waits."""
 
-    def condemn(self, error: CollectiveMismatchError) -> None:
+    def mark_failed(self, error: CollectiveMismatchError) -> None:
         """Take note that the collective it waits in cannot complete."""
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class RankStatus:
     """What is known of one rank with respect to one group.
 
     Attributes:
@@ -112,18 +108,18 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Findings:
+class Diagnosis:
     """Which ranks reached a collective, which did not, and the proof that it cannot complete, if any."""
 
-    arrived: list[Peer]
-    absent: list[Peer]
+    arrived: list[RankStatus]
+    absent: list[RankStatus]
     proof: str | None
 
 
-def judge(number: int, operation: str, peers: Iterable[Peer]) -> Findings:
+def diagnose(number: int, operation: str, peers: Iterable[RankStatus]) -> Diagnosis:
     """Compare the ranks of a group with one that waits in its collective ``number``."""
-    arrived: list[Peer] = []
-    absent: list[Peer] = []
+    arrived: list[RankStatus] = []
+    absent: list[RankStatus] = []
     proofs: list[str] = []
     for peer in peers:
         here = peer.number is not None and peer.number >= number
@@ -133,7 +129,7 @@ def judge(number: int, operation: str, peers: Iterable[Peer]) -> Findings:
             proofs.append(f"rank {peer.rank} entered {peer.operation} instead")
         if peer.gone is not None and (waiting or not here):
             proofs.append(f"rank {peer.rank} is gone ({peer.gone})")
-    return Findings(arrived, absent, "; ".join(proofs) or None)
+    return Diagnosis(arrived, absent, "; ".join(proofs) or None)
 
 
 def call_site(frame: FrameType | None) -> str | None:
@@ -146,7 +142,7 @@ def call_site(frame: FrameType | None) -> str | None:
 
 
 @dataclass
-class _Wait:
+class _PendingCollective:
     """A collective that was seen waiting."""
 
     number: int
@@ -157,7 +153,7 @@ class _Wait:
     next_report: float = field(default=0.0)
 
 
-class Watch:
+class Watchdog:
     """The watching thread of this process.
 
     Args:
@@ -173,24 +169,24 @@ class Watch:
         self._rank = rank
         self._size = size
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._waits: dict[str, _Wait] = {}
+        self._waits: dict[str, _PendingCollective] = {}
         self._known: set[int] = set()
         self._given_up: dict[str, int] = {}
-        self._last_words: str | None = None
-        self._has_read = False
+        self._rank_0_exit: str | None = None
+        self._acknowledged = False
         self._answered = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._identity = identity()
+        self._identity = process_identity()
         self.report_after = report_after
 
     @property
-    def tick(self) -> float:
+    def poll_interval(self) -> float:
         """Seconds between two looks while nothing waits; with a collective waiting it is a fifth."""
         return min(1.0, max(0.05, self.report_after / 4))
 
-    def add(self, channel: Watched) -> None:
+    def add(self, channel: WatchedGroup) -> None:
         """Watch a group's collectives; the thread starts with the first."""
         self._channels.add(channel)
         if self._thread is None:
@@ -209,13 +205,13 @@ class Watch:
             store, self._store = self._store, None
             if store is not None and reason is not None:
                 try:
-                    self._say_goodbye(store, reason)
+                    self._announce_exit(store, reason)
                 except RuntimeError as error:  # whoever kept the store has left before; nobody can be told
                     _logger.debug("could not say goodbye: %s", error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
-    def settle(self, channel: Watched) -> None:
+    def wait_for_others(self, channel: WatchedGroup) -> None:
         """Give the other ranks the time to learn that ``channel`` is given up, before connections break."""
         store = self._store
         if store is not None:
@@ -224,7 +220,7 @@ class Watch:
             except RuntimeError as error:
                 _logger.debug("the store is gone: %s", error)
 
-    def explain(self, channel: Watched, grace: float) -> tuple[str | None, str]:
+    def explain(self, channel: WatchedGroup, grace: float) -> tuple[str | None, str]:
         """Why a collective of ``channel`` may have failed.
 
         Args:
@@ -234,7 +230,7 @@ class Watch:
         Returns:
             the proof, if any, and a line for every rank.
         """
-        number, operation, _ = channel.where()
+        number, operation, _ = channel.position()
         deadline = time.monotonic() + grace
         while True:
             try:
@@ -244,40 +240,40 @@ class Watch:
                 _logger.debug("the store is gone: %s", error)
                 peers = []
             if not peers:
-                return self._last_words or "the process that kept the store of this world is gone", ""
-            findings = judge(number, operation or "", peers)
-            if findings.proof is not None or time.monotonic() > deadline:
-                return findings.proof, "\n".join(f"  {peer}" for peer in peers)
+                return self._rank_0_exit or "the process that kept the store of this world is gone", ""
+            diagnosis = diagnose(number, operation or "", peers)
+            if diagnosis.proof is not None or time.monotonic() > deadline:
+                return diagnosis.proof, "\n".join(f"  {peer}" for peer in peers)
             time.sleep(0.02)
 
     def _at_exit(self) -> None:
         error = getattr(sys, "last_value", None)  # set by the interpreter when an exception ends the program
         self.leave(f"exited after {_one_line(error)}" if error is not None else "exited")
 
-    def _say_goodbye(self, store: Store, reason: str) -> None:
+    def _announce_exit(self, store: Store, reason: str) -> None:
         self._publish(store, gone=reason)
         if self._rank != 0:
-            self._has_heard_rank_0(store)
+            self._acknowledge_rank_0(store)
             return
         # The store usually ends with this process. Whoever asks it after that gets broken connections.
         store.add("ask", 1)
         self._wait_for(store, "heard rank 0", self._size - 1)
 
     def _wait_for(self, store: Store, counter: str, count: int) -> None:
-        deadline = time.monotonic() + 1.5 * self.tick
+        deadline = time.monotonic() + 1.5 * self.poll_interval
         while store.add(counter, 0) < count and time.monotonic() < deadline:
             time.sleep(0.01)
 
-    def _has_heard_rank_0(self, store: Store) -> None:
-        if not self._has_read:
-            self._has_read = True
+    def _acknowledge_rank_0(self, store: Store) -> None:
+        if not self._acknowledged:
+            self._acknowledged = True
             store.add("heard rank 0", 1)
 
     # --- the thread ---
 
     def _run(self, store: Store) -> None:
         try:
-            while not self._stop.wait(self.tick / 5 if self._waits else self.tick):
+            while not self._stop.wait(self.poll_interval / 5 if self._waits else self.poll_interval):
                 channels = list(self._channels)
                 if not channels:
                     break
@@ -285,9 +281,9 @@ class Watch:
                     if self._stop.is_set():
                         break
                     if not dist.is_initialized():  # destroyed by the script itself
-                        self._say_goodbye(store, "destroyed its process group")
+                        self._announce_exit(store, "destroyed its process group")
                         break
-                    if not self._look(store, channels):
+                    if not self._poll(store, channels):
                         break
                 del channels  # no reference of this thread keeps a group alive
         except RuntimeError as error:
@@ -304,7 +300,7 @@ class Watch:
         self._publish(store)
         return store
 
-    def _look(self, store: Store, channels: Sequence[Watched]) -> bool:
+    def _poll(self, store: Store, channels: Sequence[WatchedGroup]) -> bool:
         """Answer, ask, and judge what was answered; False if there will be nobody to ask any more."""
         now = time.monotonic()
         asked = store.add("ask", 0)
@@ -316,18 +312,18 @@ class Watch:
             self._answered = asked
             store.set(f"stack/{self._rank}", _stack())
             self._publish(store)
-            self._hear_verdicts(store, channels)
+            self._apply_verdicts(store, channels)
             alone = self._rank != 0 and self._rank_0_is_gone(store)
         for channel, wait in waiting:
             # A world of a thousand ranks is looked over less often: every look reads all of its records.
-            if alone or now - wait.looked >= self.tick / 5 * max(1.0, len(channel.ranks) / 64):
+            if alone or now - wait.looked >= self.poll_interval / 5 * max(1.0, len(channel.ranks) / 64):
                 wait.looked = now
                 if wait.asked or alone:
                     self._investigate(store, channel, wait, now)
                 wait.asked = True
                 store.add("ask", 1)
         if alone:
-            self._has_heard_rank_0(store)
+            self._acknowledge_rank_0(store)
         return not alone
 
     def _rank_0_is_gone(self, store: Store) -> bool:
@@ -335,10 +331,10 @@ class Watch:
             return False
         record = json.loads(store.get("rank/0"))
         if record["gone"]:
-            self._last_words = f"rank 0 is gone ({record['gone']})"
+            self._rank_0_exit = f"rank 0 is gone ({record['gone']})"
         return bool(record["gone"])
 
-    def _hear_verdicts(self, store: Store, channels: Sequence[Watched]) -> None:
+    def _apply_verdicts(self, store: Store, channels: Sequence[WatchedGroup]) -> None:
         """Give up what another rank has found to be impossible."""
         for channel in channels:
             key = f"verdict/{channel.name}"
@@ -346,34 +342,34 @@ class Watch:
                 verdict = json.loads(store.get(key))
                 self._give_up(store, channel, verdict["text"], verdict["living"])
 
-    def _give_up(self, store: Store, channel: Watched, text: str, living: int) -> None:
+    def _give_up(self, store: Store, channel: WatchedGroup, text: str, living: int) -> None:
         self._given_up[channel.name] = living
         store.add(f"given up by/{channel.name}", 1)
-        channel.condemn(CollectiveMismatchError(text))
+        channel.mark_failed(CollectiveMismatchError(text))
 
-    def _waiting(self, channel: Watched, now: float) -> _Wait | None:
+    def _waiting(self, channel: WatchedGroup, now: float) -> _PendingCollective | None:
         """The wait that ``channel`` is in, if this is not the first look at it."""
-        number, operation, _ = channel.where()
+        number, operation, _ = channel.position()
         wait = self._waits.get(channel.name)
         if operation is None:
             self._waits.pop(channel.name, None)
             return None
         if wait is None or wait.number != number:
-            self._waits[channel.name] = _Wait(number, now, next_report=self.report_after)
+            self._waits[channel.name] = _PendingCollective(number, now, next_report=self.report_after)
             return None
         return wait
 
-    def _investigate(self, store: Store, channel: Watched, wait: _Wait, now: float) -> None:
-        number, operation, thread = channel.where()
+    def _investigate(self, store: Store, channel: WatchedGroup, wait: _PendingCollective, now: float) -> None:
+        number, operation, thread = channel.position()
         if number != wait.number or operation is None:
             return
         peers = self._peers(store, channel)
-        findings = judge(number, operation, peers)
+        diagnosis = diagnose(number, operation, peers)
         here = call_site(sys._current_frames().get(thread)) or "an unknown line"
-        if findings.proof is not None:
+        if diagnosis.proof is not None:
             listing = "\n".join(f"  {peer}" for peer in peers)
             text = (
-                f"collective #{number}, {operation} at {here}, cannot complete: {findings.proof}\n{listing}\n"
+                f"collective #{number}, {operation} at {here}, cannot complete: {diagnosis.proof}\n{listing}\n"
                 "Every rank must call the same collectives in the same order."
             )
             living = sum(peer.gone is None for peer in peers)
@@ -386,12 +382,12 @@ class Watch:
             wait.next_report = age * 2
             wait.reports += 1
             if store.add(f"report/{channel.name}/{number}/{wait.reports}", 1) == 1:
-                self._report(store, f"collective #{number}, {operation} at {here}", age, findings)
+                self._report(store, f"collective #{number}, {operation} at {here}", age, diagnosis)
 
-    def _report(self, store: Store, what: str, age: float, findings: Findings) -> None:
+    def _report(self, store: Store, what: str, age: float, diagnosis: Diagnosis) -> None:
         lines = [f"accel: rank {self._rank} has been waiting for {age:.1f} s in {what}"]
-        lines += [f"  arrived: {peer}" for peer in findings.arrived]
-        for peer in findings.absent:
+        lines += [f"  arrived: {peer}" for peer in diagnosis.arrived]
+        for peer in diagnosis.absent:
             lines.append(f"  not arrived: {peer}")
             key = f"stack/{peer.rank}"
             if store.check([key]):
@@ -405,12 +401,12 @@ class Watch:
         frames = sys._current_frames()
         at: dict[str, Any] = {}
         for channel in list(self._channels):
-            number, operation, thread = channel.where()
+            number, operation, thread = channel.position()
             at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
         record = {**self._identity, "at": at, "gone": gone}
         store.set(f"rank/{self._rank}", json.dumps(record))
 
-    def _peers(self, store: Store, channel: Watched) -> list[Peer]:
+    def _peers(self, store: Store, channel: WatchedGroup) -> list[RankStatus]:
         self._publish(store)
         unseen = [rank for rank in channel.ranks if rank not in self._known]
         self._known.update(rank for rank in unseen if store.check([f"rank/{rank}"]))
@@ -422,29 +418,14 @@ class Watch:
         return [_peer(rank, channel.name, records.get(rank)) for rank in channel.ranks]
 
 
-def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> Peer:
+def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
     if record is None:
-        return Peer(rank)
+        return RankStatus(rank)
     number, operation, site = record["at"].get(channel, (0, None, None))
     gone = record["gone"]
     if gone is None and has_ended(record):
         gone = f"process {record['pid']} has ended"
-    return Peer(rank, number, operation, site, gone)
-
-
-def identity() -> dict[str, Any]:
-    """What tells this process from all others; plain data, for ``has_ended`` in another process."""
-    return {"machine": this_machine(), "pid": os.getpid(), "born": birth_of(os.getpid())}
-
-
-def has_ended(process: Mapping[str, Any]) -> bool:
-    """Whether a process has certainly ended; False for one of another machine.
-
-    Args:
-        process: its ``identity()``.
-    """
-    here = process["machine"] is not None and process["machine"] == this_machine()
-    return here and birth_of(process["pid"]) != process["born"]
+    return RankStatus(rank, number, operation, site, gone)
 
 
 def _stack() -> str:
@@ -454,21 +435,3 @@ def _stack() -> str:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:200]
-
-
-def this_machine() -> str | None:
-    """What two processes that can see each other's ids have in common; None where that is not known."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:
-        return None
-
-
-def birth_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None when it has ended, reaped or not."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else fields[19]

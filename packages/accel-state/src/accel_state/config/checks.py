@@ -39,17 +39,17 @@ def check(values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str,
         ConfigError: two values of the same strength contradict each other, or one needs another that is
             not there.
     """
-    pair = _Pair(values, origins, sources)
-    _cpu_or_accelerators(pair)
-    _enough_processes(pair)
-    _parallelism(pair)
-    _module_or_program(pair)
-    _fsdp_loading(pair)
-    _deepspeed_file(pair)
-    return pair.notes
+    merged = _MergedOptions(values, origins, sources)
+    _cpu_or_accelerators(merged)
+    _enough_processes(merged)
+    _parallelism(merged)
+    _module_or_program(merged)
+    _fsdp_loading(merged)
+    _deepspeed_file(merged)
+    return merged.notes
 
 
-class _Pair:
+class _MergedOptions:
     """The merged values, and how messages speak of them."""
 
     def __init__(self, values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str, str]) -> None:
@@ -84,86 +84,86 @@ class _Pair:
         self.origins[weak] = self.origins[strong]
 
 
-def _cpu_or_accelerators(pair: _Pair) -> None:
-    kind = pair.values["distributed_type"] or ""
+def _cpu_or_accelerators(merged: _MergedOptions) -> None:
+    kind = merged.values["distributed_type"] or ""
     accelerators = (kind.startswith("MULTI_") and kind != "MULTI_CPU") or kind == "XLA"
-    if not pair.values["use_cpu"] or not accelerators:
+    if not merged.values["use_cpu"] or not accelerators:
         return
-    if pair.origins["distributed_type"] > pair.origins["use_cpu"]:
-        pair.give_way("use_cpu", "distributed_type", False, "")
+    if merged.origins["distributed_type"] > merged.origins["use_cpu"]:
+        merged.give_way("use_cpu", "distributed_type", False, "")
     else:
-        pair.give_way(
+        merged.give_way(
             "distributed_type", "use_cpu", None, "one says CPU, the other accelerators: give one of them"
         )
 
 
-def _enough_processes(pair: _Pair) -> None:
-    kind = pair.values["distributed_type"] or ""
+def _enough_processes(merged: _MergedOptions) -> None:
+    kind = merged.values["distributed_type"] or ""
     if not kind.startswith("MULTI_") or kind == "MULTI_CPU":
         return
-    ids = [part for part in str(pair.values["gpu_ids"] or "all").split(",") if part.strip()]
-    one_machine = pair.values["num_machines"] == 1
-    if pair.values["num_processes"] == 1:
-        _single(pair, "num_processes", "ask for at least 2 processes, or leave the other away")
+    ids = [part for part in str(merged.values["gpu_ids"] or "all").split(",") if part.strip()]
+    one_machine = merged.values["num_machines"] == 1
+    if merged.values["num_processes"] == 1:
+        _single(merged, "num_processes", "ask for at least 2 processes, or leave the other away")
     elif one_machine and len(ids) == 1 and ids[0] != "all":
-        _single(pair, "gpu_ids", "name at least 2 ids, or leave the other away")
+        _single(merged, "gpu_ids", "name at least 2 ids, or leave the other away")
 
 
-def _single(pair: _Pair, path: str, remedy: str) -> None:
-    if pair.origins[path] > pair.origins["distributed_type"]:
-        pair.give_way("distributed_type", path, "NO", remedy)
+def _single(merged: _MergedOptions, path: str, remedy: str) -> None:
+    if merged.origins[path] > merged.origins["distributed_type"]:
+        merged.give_way("distributed_type", path, "NO", remedy)
     else:
-        raise ConfigError(f"{pair.said('distributed_type')} contradicts {pair.said(path)}; {remedy}")
+        raise ConfigError(f"{merged.said('distributed_type')} contradicts {merged.said(path)}; {remedy}")
 
 
-def _parallelism(pair: _Pair) -> None:
-    if not pair.values["use_parallelism_config"]:
+def _parallelism(merged: _MergedOptions) -> None:
+    if not merged.values["use_parallelism_config"]:
         return
-    kind = pair.values["distributed_type"]
+    kind = merged.values["distributed_type"]
     if kind not in ("FSDP", "DEEPSPEED"):
         raise ConfigError(
-            f"{pair.said('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
+            f"{merged.said('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
             f"the distributed type is {kind or 'not set'}; add --use_fsdp"
         )
-    version = pair.values["fsdp.fsdp_version"]
+    version = merged.values["fsdp.fsdp_version"]
     if kind == "FSDP" and version is None:
-        pair.values["fsdp.fsdp_version"] = 2
+        merged.values["fsdp.fsdp_version"] = 2
     elif kind == "FSDP" and version == 1:
         raise ConfigError(
-            f"{pair.said('use_parallelism_config')} needs FSDP version 2, but "
-            f"{pair.said('fsdp.fsdp_version')} was given; use --fsdp_version 2"
+            f"{merged.said('use_parallelism_config')} needs FSDP version 2, but "
+            f"{merged.said('fsdp.fsdp_version')} was given; use --fsdp_version 2"
         )
 
 
-def _module_or_program(pair: _Pair) -> None:
-    if pair.values["module"] and pair.values["no_python"]:
+def _module_or_program(merged: _MergedOptions) -> None:
+    if merged.values["module"] and merged.values["no_python"]:
         raise ConfigError(
-            f"{pair.said('module')} and {pair.said('no_python')} exclude each other: "
+            f"{merged.said('module')} and {merged.said('no_python')} exclude each other: "
             "Python runs modules; give one of them"
         )
 
 
-def _fsdp_loading(pair: _Pair) -> None:
-    if pair.values["distributed_type"] != "FSDP" or (pair.values["fsdp.fsdp_version"] or 1) != 1:
+def _fsdp_loading(merged: _MergedOptions) -> None:
+    if merged.values["distributed_type"] != "FSDP" or (merged.values["fsdp.fsdp_version"] or 1) != 1:
         return
     loading, sync = "fsdp.cpu_ram_efficient_loading", "fsdp.sync_module_states"
-    if pair.values[sync] is False and pair.values[loading] is not False:
-        if pair.values[loading] is None:
-            pair.values[loading] = False
+    if merged.values[sync] is False and merged.values[loading] is not False:
+        if merged.values[loading] is None:
+            merged.values[loading] = False
             return
         raise ConfigError(
-            f"{pair.said(loading)} loads weights on one process only, but {pair.said(sync)} keeps them from "
+            f"{merged.said(loading)} loads weights on one process only, but {merged.said(sync)} keeps them from "
             "the others; switch the first off, or the second on"
         )
 
 
-def _deepspeed_file(pair: _Pair) -> None:
+def _deepspeed_file(merged: _MergedOptions) -> None:
     own = "deepspeed.hf_ds_config"
-    if pair.values["distributed_type"] != "DEEPSPEED" or pair.values[own] is None:
+    if merged.values["distributed_type"] != "DEEPSPEED" or merged.values[own] is None:
         return
-    twice = [path for path in _DEEPSPEED_OWN if pair.values[path] is not None]
+    twice = [path for path in _DEEPSPEED_OWN if merged.values[path] is not None]
     if twice:
         raise ConfigError(
-            f"{', '.join(pair.said(path) for path in twice)}: set in DeepSpeed's own configuration instead, "
-            f"because {pair.said(own)} is given; keep these options in one place"
+            f"{', '.join(merged.said(path) for path in twice)}: set in DeepSpeed's own configuration instead, "
+            f"because {merged.said(own)} is given; keep these options in one place"
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Carrier, Section
-from accel_state.config.option_types import Bool, Kind
+from accel_state.config.option_types import Bool, OptionType
 from accel_state.config.schema import BoundOption, build, schema_of, value_of, variables_of
 from accel_state.errors import ConfigError
 
@@ -173,7 +173,7 @@ def _encode_option(bound: BoundOption, value: Any) -> dict[str, str]:
     name = bound.variables[0]
     if isinstance(value, bool) and name in _WORDS:
         return {name: _WORDS[name][value]}
-    return {name: bound.kind.format(value)}
+    return {name: bound.option_type.format(value)}
 
 
 def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
@@ -197,7 +197,7 @@ def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
         return tuple(
             bool(text) and _truth(name, text) for name, text in zip(bound.variables, texts, strict=True)
         )
-    if texts[0].strip().lower() == "none" and type(bound.kind) is not Kind:
+    if texts[0].strip().lower() == "none" and type(bound.option_type) is not OptionType:
         return None
     text = texts[0]
     if bound.variables[0] == "OMP_NUM_THREADS":

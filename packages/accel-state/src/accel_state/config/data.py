@@ -22,5 +22,5 @@ def to_data(config: Section) -> dict[str, Any]:
         if not bound.keys or value is None or (bound.about.ours and value == bound.default):
             continue
         place = data.setdefault(bound.file_key, {}) if bound.file_key else data
-        place[bound.keys[0]] = bound.kind.dump(value)
+        place[bound.keys[0]] = bound.option_type.dump(value)
     return {key: value for key, value in data.items() if value not in ({}, [])}

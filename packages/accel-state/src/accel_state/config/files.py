@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.option_types import Table
+from accel_state.config.option_types import JsonObject
 from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 
@@ -264,7 +264,7 @@ class _Reader:
         if value is None:
             return
         try:
-            inner = Table().read(value)
+            inner = JsonObject().read(value)
         except ValueError:
             raise ConfigError(
                 f"{self.source}: {file_key} is {value!r}; expected a mapping of options to values"

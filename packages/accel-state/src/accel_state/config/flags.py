@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
-from accel_state.config.option_types import Bool, BoolOrText, Float, Int, Texts
+from accel_state.config.option_types import Bool, BoolOrName, Float, Int, StringList
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
@@ -72,11 +72,11 @@ def to_flags(config: Section) -> list[str]:
 
 def _words(bound: BoundOption, value: Any) -> list[str]:
     flag = bound.flags[0]
-    if isinstance(bound.kind, Texts):
+    if isinstance(bound.option_type, StringList):
         return [f"{flag}={item}" for item in value]
     if isinstance(value, bool) and bound.about.toggle:
         return [flag if value else f"--no-{flag[2:]}"]
-    return [f"{flag}={bound.kind.format(value)}"]
+    return [f"{flag}={bound.option_type.format(value)}"]
 
 
 class _Reader:
@@ -126,7 +126,7 @@ class _Reader:
             raise unknown(f"--{name}" if flag.startswith("--") else flag, shown, "flag")
 
     def _option(self, flag: str, bound: BoundOption, text: str | None) -> None:
-        if text is None and isinstance(bound.kind, (Bool, BoolOrText)):
+        if text is None and isinstance(bound.option_type, (Bool, BoolOrName)):
             following = self.words[self.at] if self.at < len(self.words) else ""
             if bound.about.toggle or not _reads(bound, following):
                 self._store(flag, bound, True)
@@ -134,12 +134,12 @@ class _Reader:
         text = self._value(flag, text)
         value = bound.parse(text, flag)
         choices = ", ".join(bound.about.choices)
-        if not text.strip() and (choices or isinstance(bound.kind, (Bool, Float, Int))):
+        if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):
             # Most likely a variable of the shell that is not set.
             raise ConfigError(
-                f"{flag} is {text!r}; expected {f'one of {choices}' if choices else bound.kind.expected}"
+                f"{flag} is {text!r}; expected {f'one of {choices}' if choices else bound.option_type.expected}"
             )
-        if isinstance(bound.kind, Texts) and bound.path in self.values:
+        if isinstance(bound.option_type, StringList) and bound.path in self.values:
             value = (*self.values[bound.path], *value)
         self._store(flag, bound, value)
 
@@ -183,7 +183,7 @@ def _tables(name: str) -> Schema:
 
 
 def _is_truth(bound: BoundOption | None) -> bool:
-    return bound is not None and isinstance(bound.kind, (Bool, BoolOrText))
+    return bound is not None and isinstance(bound.option_type, (Bool, BoolOrName))
 
 
 def _reads(bound: BoundOption, word: str) -> bool:

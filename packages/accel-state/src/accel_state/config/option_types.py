@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["KINDS", "Kind", "kind_of"]
+__all__ = ["OPTION_TYPES", "OptionType", "option_type_of"]
 
 _TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
 _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
-class Kind:
+class OptionType:
     """Plain text; the base of all kinds."""
 
     expected = "text"
@@ -41,7 +41,7 @@ class Kind:
         return value
 
 
-class Bool(Kind):
+class Bool(OptionType):
     """True or false; text in the words that ``accel_state.environment.str_to_bool`` accepts."""
 
     expected = "true or false"
@@ -67,7 +67,7 @@ class Bool(Kind):
         return "true" if value else "false"
 
 
-class Int(Kind):
+class Int(OptionType):
     """A whole number. ``1e8`` is one too: YAML reads it as text."""
 
     expected = "a whole number"
@@ -99,7 +99,7 @@ class Int(Kind):
         return int(number)
 
 
-class Float(Kind):
+class Float(OptionType):
     """A finite number."""
 
     expected = "a number"
@@ -122,7 +122,7 @@ class Float(Kind):
         return repr(float(value))
 
 
-class BoolOrText(Kind):
+class BoolOrName(OptionType):
     """True, false, or one of the choices of the option."""
 
     expected = "true, false or a name"
@@ -138,7 +138,7 @@ class BoolOrText(Kind):
         return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
-class Names(Kind):
+class CommaList(OptionType):
     """Names with commas between them; written to files as such text, because Accelerate reads them so."""
 
     expected = "names with commas between them, or a list of names"
@@ -158,7 +158,7 @@ class Names(Kind):
         return ",".join(value)
 
 
-class Texts(Kind):
+class StringList(OptionType):
     """A list of texts; its flag is given once per item."""
 
     expected = "a list of texts"
@@ -176,7 +176,7 @@ class Texts(Kind):
         return list(value)
 
 
-class ThreeBools(Kind):
+class ThreeBools(OptionType):
     """Three truth values: forward, gradient of the data, gradient of the weights."""
 
     expected = "three truth values, such as true,false,false"
@@ -201,7 +201,7 @@ class ThreeBools(Kind):
         return list(value)
 
 
-class Table(Kind):
+class JsonObject(OptionType):
     """A mapping with text keys; as text, a JSON object."""
 
     expected = "a mapping, as text a JSON object"
@@ -227,30 +227,32 @@ class Table(Kind):
         return json.dumps(value, sort_keys=True)
 
 
-KINDS: Mapping[str, Kind] = {
-    "str": Kind(),
+OPTION_TYPES: Mapping[str, OptionType] = {
+    "str": OptionType(),
     "bool": Bool(),
     "int": Int(),
     "float": Float(),
-    "bool | str": BoolOrText(),
-    "tuple[str, ...]": Texts(),
+    "bool | str": BoolOrName(),
+    "tuple[str, ...]": StringList(),
     "tuple[bool, bool, bool]": ThreeBools(),
-    "Mapping[str, Any]": Table(),
+    "Mapping[str, Any]": JsonObject(),
 }
-_NAMES = Names()
+_COMMA_LIST = CommaList()
 
 
-def kind_of(annotation: str, *, comma_list: bool = False) -> Kind:
+def option_type_of(annotation: str, *, comma_list: bool = False) -> OptionType:
     """The kind for the annotation of a field, with or without ``| None``.
 
     Raises:
         TypeError: the schema has no kind for it.
     """
     if comma_list:
-        return _NAMES
-    kind = KINDS.get(annotation.removesuffix(" | None"))
+        return _COMMA_LIST
+    kind = OPTION_TYPES.get(annotation.removesuffix(" | None"))
     if kind is None:
-        raise TypeError(f"no kind of option reads a value of type {annotation!r}; known: {', '.join(KINDS)}")
+        raise TypeError(
+            f"no kind of option reads a value of type {annotation!r}; known: {', '.join(OPTION_TYPES)}"
+        )
     return kind
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from accel_state.config.option import Carrier, Option, Section
-from accel_state.config.option_types import BoolOrText, Kind, kind_of
+from accel_state.config.option_types import BoolOrName, OptionType, option_type_of
 from accel_state.errors import ConfigError, UnknownKeyError
 
 __all__ = [
@@ -46,7 +46,7 @@ class BoundOption:
     attribute: str
     title: str
     about: Option
-    kind: Kind
+    option_type: OptionType
     default: Any
     file_key: str | None
     keys: tuple[str, ...]
@@ -80,7 +80,7 @@ class BoundOption:
         Raises:
             ConfigError: it stands for none; the message starts with ``where``.
         """
-        return self._convert(text, where, self.kind.parse)
+        return self._convert(text, where, self.option_type.parse)
 
     def read(self, data: Any, where: str) -> Any:
         """The value that ``data`` out of YAML, JSON or code stands for.
@@ -90,7 +90,7 @@ class BoundOption:
         """
         if data is False and "no" in (choice.lower() for choice in self.about.choices):
             data = "no"  # YAML 1.1 reads a bare ``no`` as false
-        return self._convert(data, where, self.kind.read)
+        return self._convert(data, where, self.option_type.read)
 
     def _convert(self, data: Any, where: str, convert: Any) -> Any:
         if isinstance(data, str) and (not data.strip() or data.strip().lower() in self.about.unset):
@@ -109,7 +109,7 @@ class BoundOption:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             low, high = about.low, about.high
             if (low is not None and value < low) or (high is not None and value > high):
-                raise ValueError(f"{self.kind.expected} {_limits(low, high)}")
+                raise ValueError(f"{self.option_type.expected} {_limits(low, high)}")
         return value
 
     def _choice(self, text: str) -> str:
@@ -122,7 +122,7 @@ class BoundOption:
             return about.synonyms[word]
         if about.numbered and word.isdecimal() and 1 <= int(word) <= len(about.choices):
             return about.choices[int(word) - 1]
-        words = ["true", "false"] if isinstance(self.kind, BoolOrText) else []
+        words = ["true", "false"] if isinstance(self.option_type, BoolOrName) else []
         raise ValueError(f"one of {', '.join([*words, *about.choices])}")
 
 
@@ -242,7 +242,7 @@ def _bound(field: dataclasses.Field[Any], section: str, cls: type[Section]) -> B
         attribute=field.name,
         title=cls.title,
         about=about,
-        kind=kind_of(str(field.type), comma_list=about.comma_list),
+        option_type=option_type_of(str(field.type), comma_list=about.comma_list),
         default=field.default,
         file_key=cls.file_key,
         keys=tuple(dict.fromkeys(forms)) if about.in_file else (),

@@ -32,25 +32,25 @@ _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 class Listener:
     """One who listens; made by ``listen``."""
 
-    def __init__(self, post: _Post, numbers: frozenset[int], notify: Callable[[int], None]) -> None:
+    def __init__(self, hub: _SignalHub, numbers: frozenset[int], notify: Callable[[int], None]) -> None:
         self.numbers = numbers
         self.notify = notify
-        self._post = post
+        self._hub = hub
 
     def close(self) -> None:
         """Stop listening. The last one to do so in the main thread restores what was installed before.
 
         Where that is not possible (another thread), signals have their former effect all the same.
         """
-        self._post.remove(self)
+        self._hub.remove(self)
 
-    def decline(self, number: int) -> None:
+    def redeliver(self, number: int) -> None:
         """Stop listening, and let a signal that was told have the effect that it would have had otherwise.
 
         A handler that was installed before has been called already; a default action happens now.
         """
-        self._post.remove(self)
-        self._post.repeat(number)
+        self._hub.remove(self)
+        self._hub.repeat(number)
 
 
 def listen(numbers: Iterable[int], notify: Callable[[int], None]) -> Listener:
@@ -65,7 +65,7 @@ def listen(numbers: Iterable[int], notify: Callable[[int], None]) -> Listener:
     Raises:
         StateError: this is not the main thread, or a signal has a handler that Python could not put back.
     """
-    global _post
+    global _hub
     wanted = frozenset(numbers)
     if threading.current_thread() is not threading.main_thread():
         names = ", ".join(sorted(signal.Signals(number).name for number in wanted))
@@ -79,12 +79,12 @@ def listen(numbers: Iterable[int], notify: Callable[[int], None]) -> Listener:
                 f"{signal.Signals(number).name} has a handler that was not set by Python, and could not be put back; "
                 "leave the signal out, or remove that handler first"
             )
-    if _post is None:
-        _post = _Post()
-    return _post.add(Listener(_post, wanted, notify))
+    if _hub is None:
+        _hub = _SignalHub()
+    return _hub.add(Listener(_hub, wanted, notify))
 
 
-class _Post:
+class _SignalHub:
     """The handlers, the wake-up descriptor and the thread of this process."""
 
     def __init__(self) -> None:
@@ -119,8 +119,8 @@ class _Post:
             os.kill(os.getpid(), number)
 
     def _close(self) -> None:
-        global _post
-        _post = None
+        global _hub
+        _hub = None
         self._restore()
         self._writer.setblocking(True)
         self._writer.send(bytes([_END]))
@@ -163,9 +163,9 @@ class _Post:
             if _END in numbers:
                 return
             for number in numbers:
-                self._tell(number)
+                self._notify(number)
 
-    def _tell(self, number: int) -> None:
+    def _notify(self, number: int) -> None:
         if self._descriptor_before != -1 and number < _FROM_HANDLER:
             with contextlib.suppress(OSError):  # whoever read there has gone, or its buffer is full
                 os.write(self._descriptor_before, bytes([number]))
@@ -182,13 +182,13 @@ class _Post:
         self._writer.close()
 
 
-_post: _Post | None = None
+_hub: _SignalHub | None = None
 _forking = threading.local()
 
 
 def _before_fork() -> None:
     # A child that gets a signal before it has let go of the descriptor would tell its parent.
-    numbers = _post.numbers if _post is not None else ()
+    numbers = _hub.numbers if _hub is not None else ()
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
 
@@ -197,8 +197,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _post
-    parents, _post = _post, None
+    global _hub
+    parents, _hub = _hub, None
     if parents is not None:
         parents.leave_to_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)

@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn
 from accel_state.environment import patch_environment
 from accel_state.launching.output import Console, RankOutput
 from accel_state.launching.processes import end_group
-from accel_state.launching.supervisor import Member
+from accel_state.launching.supervisor import SupervisedProcess
 
 __all__ = ["ForkedProcess", "ForkedRanks"]
 
@@ -90,7 +90,7 @@ class ForkedRanks:
         for end in self._lifeline:
             os.close(end)
 
-    def start(self, attempt: int, port: int, console: Console) -> list[Member]:
+    def start(self, attempt: int, port: int, console: Console) -> list[SupervisedProcess]:
         """Fork all ranks of this node.
 
         Args:
@@ -104,13 +104,13 @@ class ForkedRanks:
             process = self._fork(rank, self._world(local_rank, attempt, port))
             names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
             output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank)
-            members.append(Member(process, output, f"rank {rank}"))
+            members.append(SupervisedProcess(process, output, f"rank {rank}"))
         return members
 
     def call(self) -> None:
         """Call the function in a process that torch's elastic agent has forked and told its place."""
         with patch_environment(**self.variables):
-            _use_one_thread()
+            _prepare_fork()
             self.function(*self.args)
 
     def _world(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
@@ -141,13 +141,13 @@ class ForkedRanks:
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            self._be_rank(out_writer, err_writer, environ)
+            self._run_rank(out_writer, err_writer, environ)
         os.close(out_writer)
         os.close(err_writer)
         pipes = (("stdout", os.fdopen(out_reader, "rb", 0)), ("stderr", os.fdopen(err_reader, "rb", 0)))
         return ForkedProcess(rank, pid, pipes)
 
-    def _be_rank(self, out: int, err: int, environ: Mapping[str, str]) -> NoReturn:
+    def _run_rank(self, out: int, err: int, environ: Mapping[str, str]) -> NoReturn:
         """The life of a rank; at its end it does what it registered itself to do at exit, and nothing of what
         this process had registered.
         """
@@ -163,9 +163,9 @@ class ForkedRanks:
             sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), write_through=True, errors="backslashreplace")
             reading, writing = self._lifeline
             os.close(writing)
-            threading.Thread(target=_end_with, args=(reading,), daemon=True).start()
+            threading.Thread(target=_exit_with_parent, args=(reading,), daemon=True).start()
             with patch_environment(**environ):
-                _use_one_thread()
+                _prepare_fork()
                 code = _exit_code_of(self.function, self.args)
                 # Leaving the world takes the other ranks into account: rank 0 keeps the store they still read.
                 atexit._run_exitfuncs()
@@ -198,7 +198,7 @@ def _reset_signals() -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
-def _end_with(lifeline: int) -> None:
+def _exit_with_parent(lifeline: int) -> None:
     """End this rank and what it started when the process that forked it is gone.
 
     The kernel's parent-death signal would come first, and would end the rank alone.
@@ -207,12 +207,15 @@ def _end_with(lifeline: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _use_one_thread() -> None:
-    """Keep torch from the thread pool of the parent.
+def _prepare_fork() -> None:
+    """Drop what a fork inherits and cannot use: the parent's process state, and torch's pool of threads.
 
     OpenMP's threads do not exist in a fork, and a computation that waits for them never ends; with one thread
     none are waited for. (A torch that is imported in the rank itself obeys OMP_NUM_THREADS.)
     """
+    process = sys.modules.get("accel_state.world.process")
+    if process is not None:
+        process.discard_inherited_state()
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)

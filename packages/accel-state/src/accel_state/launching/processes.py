@@ -22,7 +22,7 @@ __all__ = [
     "RankProcess",
     "die_with_parent",
     "end_group",
-    "group_lives",
+    "group_is_alive",
     "start_command",
 ]
 
@@ -169,7 +169,7 @@ def end_group(group: int, signum: int) -> bool:
     return True
 
 
-def group_lives(group: int) -> bool:
+def group_is_alive(group: int) -> bool:
     """Whether a process of the group still runs.
 
     Zombies do not count: in a container whose first process does not ask for orphans they stay for ever.
@@ -257,7 +257,7 @@ def _guard(pipe: int) -> None:
                     groups.pop(int(group_text), None)
         started = time.monotonic()
         for group, patience in groups.items():
-            while time.monotonic() - started < patience and group_lives(group):
+            while time.monotonic() - started < patience and group_is_alive(group):
                 time.sleep(0.05)
             end_group(group, signal.SIGKILL)
     finally:

@@ -24,10 +24,10 @@ from accel_state.launching.hardware import (
 )
 from accel_state.launching.mpi import check_mpi
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
+from accel_state.launching.plan import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, World, plan, plan_world
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.processes import RankProcess, start_command
-from accel_state.launching.spec import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, plan, world
-from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
 
 if TYPE_CHECKING:
@@ -64,28 +64,27 @@ def launch(
 
     Raises:
         LaunchError: the target does not exist, a port is taken, or a process cannot be started.
-        ConfigError, DeviceError: see ``accel_state.launching.spec.plan``.
+        ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
-    host = _prepare(config, target, environ)
-    parse_tee(config.tee, range(world(config, host.accelerators).local_size))
+    host, world = _prepare(config, target, environ)
+    parse_tee(config.tee, range(world.local_size))
     config = _with_log_dir(config)
-    with _port(config, host) as port:
-        first = plan(config, target, environ, host, port=port)
-    if config.dry_run:
-        sys.stdout.write(describe(first))
-        return 0
-    if first.style == "direct":
-        return _become(first.processes[0], environ)
     console = console or Console()
-    if config.log_dir is not None and not config.quiet:
-        console.say(f"accel: logs go to {config.log_dir}")
-    if config.resume and first.style == "agent" and not config.quiet:
-        console.say(f"accel: --resume: {_who_restarts(config)}")
-    with contextlib.closing(_Attempts(config, target, environ, host, console)) as attempts:
+    with contextlib.closing(_Attempts(config, target, world, environ, host, console)) as attempts:
+        first = attempts.plan(0)
+        if config.dry_run:
+            sys.stdout.write(describe(first))
+            return 0
+        if first.style == "direct":
+            return _become(first.processes[0], environ)
+        if config.log_dir is not None and not config.quiet:
+            console.say(f"accel: logs go to {config.log_dir}")
+        if config.resume and first.style == "agent" and not config.quiet:
+            console.say(f"accel: --resume: {_who_restarts(config)}")
         outcome = supervise(attempts.start, policy_of(config, agent=first.style == "agent"), console)
     if outcome.failed is not None and first.style == "ranks":
         log = first.processes[outcome.failed].log_path
-        console.say(render_failure(outcome, first.world.size, log))
+        console.say(render_failure(outcome, world.size, log))
     elif outcome.failed is not None and config.mpirun.hostfile is not None and not config.quiet:
         console.say(f"accel: {outcome.label} failed ({outcome.how})")
     return outcome.code
@@ -148,7 +147,7 @@ def start_members(
     environ: Mapping[str, str],
     console: Console,
     logged: Mapping[int, frozenset[StreamName]] | None = None,
-) -> list[Member]:
+) -> list[SupervisedProcess]:
     """Start every process of a plan; if one cannot be started, end the others.
 
     Args:
@@ -163,7 +162,7 @@ def start_members(
     agent = prepared.style == "agent"
     several = len(prepared.processes) > 1
     death = signal.SIGTERM if agent or sys.platform == "win32" else signal.SIGKILL
-    members: list[Member] = []
+    members: list[SupervisedProcess] = []
     logs = [_open_log(spec) for spec in prepared.processes]  # all of them before anything runs
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
@@ -183,7 +182,7 @@ def start_members(
             label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
         streams = _BOTH if logged is None else logged[spec.rank]
         output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams, spec.rank)
-        members.append(Member(process, output, label))
+        members.append(SupervisedProcess(process, output, label))
     return members
 
 
@@ -198,8 +197,8 @@ def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
         ) from error
 
 
-def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> Host:
-    """Everything that can be checked before a process starts."""
+def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> tuple[Host, World]:
+    """Check everything that can be checked before a process starts; find out what runs, and on what."""
     check_target(target, environ)
     open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
     cores = 1 if config.num_processes == 1 else physical_cores()
@@ -208,22 +207,21 @@ def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -
     if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
         with reserve_port(config.main_process_port):
             pass  # another process on it would be met only after torch has been imported
-    shape = world(config, accelerators)
-    direct = shape.local_size == 1 or peer_to_peer_works(accelerators)
+    world = plan_world(config, accelerators)
+    direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
         sys.stderr.write(
             "accel: cards of the RTX 40 series lose direct traffic with this driver: "
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
-    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct)
+    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct), world
 
 
-def _port(config: LaunchConfig, host: Host) -> contextlib.AbstractContextManager[int | None]:
-    shape = world(config, host.accelerators)
+def _port(config: LaunchConfig, world: World) -> contextlib.AbstractContextManager[int | None]:
     if config.mpirun.hostfile is not None:
         needed = not config.main_process_port
     else:
-        needed = shape.size > 1 and shape.machines == 1
+        needed = world.size > 1 and world.machines == 1
     return (
         reserve_port(config.main_process_port) if needed else contextlib.nullcontext(config.main_process_port)
     )
@@ -289,24 +287,55 @@ def _end(processes: Sequence[RankProcess]) -> None:
 
 
 class _Attempts:
-    """Starts the group, each time on a port that is held until the next time."""
+    """Plans and starts the group, each time on a port that is held until the next time.
+
+    The plan of the first attempt is made before it starts, because the launcher decides by it what to do.
+    """
 
     def __init__(
-        self, config: LaunchConfig, target: Target, environ: Mapping[str, str], host: Host, console: Console
+        self,
+        config: LaunchConfig,
+        target: Target,
+        world: World,
+        environ: Mapping[str, str],
+        host: Host,
+        console: Console,
     ) -> None:
         self._config = config
         self._target = target
+        self._world = world
         self._environ = environ
         self._host = host
         self._console = console
         self._held = contextlib.ExitStack()
+        self._planned: dict[int, LaunchPlan] = {}
 
-    def start(self, attempt: int) -> list[Member]:
-        self._held.close()
-        port = self._held.enter_context(_port(self._config, self._host))
-        prepared = plan(self._config, self._target, self._environ, self._host, port=port, attempt=attempt)
-        logged = parse_tee(self._config.tee, [spec.rank for spec in prepared.processes])
-        return start_members(prepared, self._environ, self._console, logged)
+    def plan(self, attempt: int) -> LaunchPlan:
+        """The plan of an attempt, made once; its port is held from here on.
+
+        Args:
+            attempt: how often the group was restarted.
+        """
+        if attempt not in self._planned:
+            self._held.close()
+            port = self._held.enter_context(_port(self._config, self._world))
+            made = plan(
+                self._config,
+                self._target,
+                self._world,
+                self._environ,
+                self._host,
+                port=port,
+                attempt=attempt,
+            )
+            self._planned = {attempt: made}
+        return self._planned[attempt]
+
+    def start(self, attempt: int) -> list[SupervisedProcess]:
+        """Start the processes of an attempt."""
+        planned = self.plan(attempt)
+        logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])
+        return start_members(planned, self._environ, self._console, logged)
 
     def close(self) -> None:
         """Give the port back."""

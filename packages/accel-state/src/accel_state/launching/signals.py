@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["EXITED", "Inbox", "receive_signals"]
+__all__ = ["EXITED", "SignalQueue", "receive_signals"]
 
 EXITED = 0
 """The event that stands for "a child changed its state"; all other events are signal numbers."""
@@ -18,7 +18,7 @@ EXITED = 0
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCHLD")
 
 
-class Inbox:
+class SignalQueue:
     """Events in the order in which they came. Handlers may put at any moment."""
 
     def __init__(self) -> None:
@@ -37,18 +37,18 @@ class Inbox:
 
 
 @contextlib.contextmanager
-def receive_signals() -> Iterator[Inbox]:
-    """Route the launcher's signals into an inbox for the length of a ``with`` block, then restore the
+def receive_signals() -> Iterator[SignalQueue]:
+    """Route the launcher's signals into an signals for the length of a ``with`` block, then restore the
     handlers.
 
     A signal that the parent of this process had set to be ignored (``nohup``) stays ignored. Only the main
-    thread can set handlers; in another one the inbox stays empty.
+    thread can set handlers; in another one the signals stays empty.
     """
-    inbox = Inbox()
+    signals = SignalQueue()
     before: dict[signal.Signals, object] = {}
 
     def receive(number: int, frame: FrameType | None) -> None:
-        inbox.put(EXITED if number == getattr(signal, "SIGCHLD", None) else number)
+        signals.put(EXITED if number == getattr(signal, "SIGCHLD", None) else number)
 
     if threading.current_thread() is threading.main_thread():
         for name in _NAMES:
@@ -56,7 +56,7 @@ def receive_signals() -> Iterator[Inbox]:
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, receive)
     try:
-        yield inbox
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]

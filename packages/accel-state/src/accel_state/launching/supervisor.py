@@ -15,10 +15,10 @@ from typing import cast
 
 from accel_state.constants import PREEMPTED
 from accel_state.launching.output import Console, RankOutput, StreamName, last_traceback
-from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_lives
-from accel_state.launching.signals import EXITED, Inbox, receive_signals
+from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_is_alive
+from accel_state.launching.signals import EXITED, SignalQueue, receive_signals
 
-__all__ = ["Member", "Outcome", "Policy", "supervise"]
+__all__ = ["Outcome", "Policy", "SupervisedProcess", "supervise"]
 
 _SETTLE = 0.5
 """Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed
@@ -60,7 +60,7 @@ class Policy:
 
 
 @dataclass(slots=True)
-class Member:
+class SupervisedProcess:
     """A started rank with its output and, later, its end."""
 
     process: RankProcess
@@ -100,7 +100,11 @@ class Outcome:
 
 
 def supervise(
-    start: Callable[[int], Sequence[Member]], policy: Policy, console: Console, *, guarded: bool = True
+    start: Callable[[int], Sequence[SupervisedProcess]],
+    policy: Policy,
+    console: Console,
+    *,
+    guarded: bool = True,
 ) -> Outcome:
     """Run a group of ranks to its end, restarts included.
 
@@ -113,9 +117,9 @@ def supervise(
             threads.
     """
     crashes = attempt = 0
-    with receive_signals() as inbox, contextlib.closing(Guardian(guarded)) as guardian:
+    with receive_signals() as signals, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
-            outcome = _Group(start(attempt), policy, console, inbox, guardian).run()
+            outcome = _Group(start(attempt), policy, console, signals, guardian).run()
             if outcome.code == 0 or outcome.stopped_by is not None:
                 return outcome  # whoever stopped the launcher wants the machine
             preempted = outcome.code == PREEMPTED
@@ -134,13 +138,13 @@ def supervise(
 class _Group:
     """One attempt. Its life: running → ending (a rank failed, or a signal came) → all gone."""
 
-    members: Sequence[Member]
+    members: Sequence[SupervisedProcess]
     policy: Policy
     console: Console
-    inbox: Inbox
+    signals: SignalQueue
     guardian: Guardian
     first_exit: float | None = None
-    culprit: Member | None = None
+    first_failed: SupervisedProcess | None = None
     stopped_by: int | None = None
     interrupted: bool = False
     terminated: bool = False
@@ -154,7 +158,7 @@ class _Group:
                 for stream, pipe in member.process.pipes:
                     member.output.forward(cast("StreamName", stream), pipe)
             while any(self._alive()):
-                event = self.inbox.get(self._patience())
+                event = self.signals.get(self._patience())
                 if event != EXITED:
                     self._on_signal(event)
                 self._collect()
@@ -164,14 +168,14 @@ class _Group:
             self._clean_up()
         return self._outcome()
 
-    def _alive(self) -> list[Member]:
+    def _alive(self) -> list[SupervisedProcess]:
         return [member for member in self.members if member.code is None]
 
     def _patience(self) -> float:
         waits = [self.policy.monitor_interval]
         if self.deadline is not None:
             waits.append(self.deadline - time.monotonic())
-        if self.first_exit is not None and self.culprit is None:
+        if self.first_exit is not None and self.first_failed is None:
             waits.append(0.02)
         return min(waits)
 
@@ -189,7 +193,7 @@ class _Group:
                 self.first_exit = member.ended_at
 
     def _on_failure(self) -> None:
-        if self.first_exit is None or self.culprit is not None:
+        if self.first_exit is None or self.first_failed is not None:
             return
         now = time.monotonic()
         if now - self.first_exit < _SETTLE and any(
@@ -197,11 +201,13 @@ class _Group:
             for member in self._alive()
         ):
             return
-        self.culprit = min((member for member in self.members if member.code), key=Member.failed_at)
+        self.first_failed = min(
+            (member for member in self.members if member.code), key=SupervisedProcess.failed_at
+        )
         if self.stopped_by is not None:
             return
         others = _listed([member.label for member in self._alive()])
-        if self.culprit.code == PREEMPTED:
+        if self.first_failed.code == PREEMPTED:
             # It was told to stop, and so were the others, who may still be saving.
             self._shorten(now + self.policy.grace_period)
             ending = f"{others} should end within {self.policy.grace_period:g} s"
@@ -210,7 +216,7 @@ class _Group:
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
             ending = f"ending {others}"
         if others:
-            self._say(f"{self.culprit.label} {_failed(self.culprit)}; {ending}")
+            self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
 
     def _on_deadline(self) -> None:
         if self.deadline is None or self.killed or time.monotonic() < self.deadline:
@@ -284,7 +290,7 @@ class _Group:
 
     def _told_to_stop(self) -> bool:
         """Whether a signal has come, now that the ranks are gone and only their output is left."""
-        event = self.inbox.get(0.0)
+        event = self.signals.get(0.0)
         if event == getattr(signal, "SIGTSTP", None):
             self._suspend()
         elif event != EXITED:
@@ -298,7 +304,7 @@ class _Group:
         failed = [member for member in self.members if member.code]
         if not failed:
             return Outcome(0, stopped_by=self.stopped_by)
-        first = self.culprit or min(failed, key=Member.failed_at)
+        first = self.first_failed or min(failed, key=SupervisedProcess.failed_at)
         assert first.code is not None
         asked_for = {PREEMPTED}
         if self.stopped_by is not None:
@@ -327,7 +333,7 @@ def _say(console: Console, policy: Policy, message: str) -> None:
 def _sweep(groups: set[int]) -> None:
     """Wait until nothing is left in the process groups of ended ranks, then kill what still is."""
     until = time.monotonic() + _SWEEP_GRACE
-    while groups := {group for group in groups if group_lives(group)}:
+    while groups := {group for group in groups if group_is_alive(group)}:
         if time.monotonic() > until:
             for group in groups:
                 end_group(group, signal.SIGKILL)
@@ -339,7 +345,7 @@ def _shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _how(member: Member) -> str:
+def _how(member: SupervisedProcess) -> str:
     code = member.code or 0
     if code == PREEMPTED:
         return f"preempted, exit code {PREEMPTED}"
@@ -349,7 +355,7 @@ def _how(member: Member) -> str:
     return f"ended by {_signal_name(-code)}{hint}"
 
 
-def _failed(member: Member) -> str:
+def _failed(member: SupervisedProcess) -> str:
     return "was preempted" if member.code == PREEMPTED else f"failed ({_how(member)})"
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environment
-from accel_state.communication.channel import Channel, Channels
+from accel_state.communication.channel import Channel, Channels, CheckSettings
+from accel_state.communication.watchdog import REPORT_AFTER
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host.devices import (
@@ -24,14 +25,16 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
-from accel_state.world.process_group import OPTIONS, Membership, adopt, client_of, join
+from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.splitting import split_for_rank
 from accel_state.world.topology import Topology, detect
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["PartialState", "wait_for_everyone"]
+    from accel_state.config.launch import LaunchConfig
+
+__all__ = ["PartialState", "current_state", "discard_inherited_state", "wait_for_everyone"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -111,7 +114,7 @@ class PartialState:
     def __init__(self, cpu: bool = False, **process_group_options: Any) -> None:
         self.__dict__ = self._shared_state
         options = {name: value for name, value in process_group_options.items() if value is not None}
-        _check_options(options)
+        _check_options(cpu, options)
         if self.initialized:
             self._check_same(cpu, options)
         else:
@@ -120,7 +123,7 @@ class PartialState:
     def __getattr__(self, name: str) -> Any:
         if name in self._known_attributes:
             raise AttributeError(
-                f"{type(self).__name__!r} has no attribute {name!r}: `_reset_state()` was called and no new "
+                f"{type(self).__name__!r} has no attribute {name!r}: PartialState.reset() was called and no new "
                 "PartialState or Accelerator has been created since"
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -140,12 +143,14 @@ class PartialState:
         return type(self), ()
 
     @staticmethod
-    def _reset_state() -> None:
+    def reset() -> None:
         """Forget everything; the process group stays, and the next instance takes it over."""
         channels = PartialState._shared_state.get("channels")
         if channels is not None:
             channels.close(None)
         PartialState._shared_state.clear()
+
+    _reset_state = reset  # the name that test suites written for Accelerate call
 
     def _check_same(self, cpu: bool, options: dict[str, Any]) -> None:
         if cpu and self.device.type != "cpu":
@@ -217,7 +222,7 @@ class PartialState:
         Raises:
             LaunchError: the store does not answer, because rank 0, in which it lives, has ended.
         """
-        return None if self.store is None else client_of(self.store, prefix)
+        return None if self.store is None else store_client(self.store, prefix)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.
@@ -351,6 +356,16 @@ class PartialState:
             builtins.print(*args, **kwargs)
 
 
+def current_state() -> PartialState | None:
+    """The state of this process if one has been created; unlike ``PartialState()``, this creates none."""
+    return PartialState() if PartialState._shared_state else None
+
+
+def discard_inherited_state() -> None:
+    """Drop, in a forked child, the state that it inherited: it describes the parent, whose channels stay open."""
+    PartialState._shared_state.clear()
+
+
 def wait_for_everyone() -> None:
     """Wait until all processes have come here; nothing in a world of one."""
     PartialState().wait_for_everyone()
@@ -361,7 +376,9 @@ def _require(name: str, index: int | None) -> None:
         raise ConfigError(f"{name} is missing; say which process shall run the function, as in {name}=0")
 
 
-def _check_options(options: dict[str, Any]) -> None:
+def _check_options(cpu: bool, options: dict[str, Any]) -> None:
+    if not isinstance(cpu, bool):
+        raise ConfigError(f"cpu={cpu!r} is not a bool; pass cpu=True to compute on the CPU, or cpu=False")
     for name in options:
         if name not in OPTIONS:
             raise ConfigError(f"PartialState has no option {name!r}; there are cpu, {', '.join(OPTIONS)}")
@@ -370,8 +387,10 @@ def _check_options(options: dict[str, Any]) -> None:
 def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Find this process's place and device, and join its world: all attributes of the state."""
     topology = detect(environment.snapshot())
-    cpu = cpu or environment.parse_flag_from_env("ACCELERATE_USE_CPU")
-    override = environment.get("ACCELERATE_TORCH_DEVICE")
+    settings = environment.decode()
+    fork_launched = environment.parse_flag_from_env("FORK_LAUNCHED")
+    cpu = cpu or settings.use_cpu
+    override = settings.runtime.torch_device
 
     def device_for(place: Topology) -> torch.device:
         return choose_device(place, cpu=cpu, override=override)
@@ -384,7 +403,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     if dist.is_available() and dist.is_initialized():
         _check_unused(options, dist.get_backend())
         member = adopt(topology, device_for)
-    elif _belongs_to_world(topology, options):
+    elif _belongs_to_world(topology, options, fork_launched):
         member = join(topology, choose, options)
     device = device_for(topology) if member is None else member.device
     topology = topology if member is None else member.topology
@@ -392,7 +411,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         set_current_device(device)
     if member is not None and device.type == "cpu":
         _share_cores(topology)
-    if device.type == "cuda" and environment.parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+    if device.type == "cuda" and settings.enable_cpu_affinity:
         set_numa_affinity(device.index or 0)
     return {
         "_cpu": cpu,
@@ -403,27 +422,35 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "num_processes": topology.world_size,
         "process_index": topology.rank,
         "local_process_index": topology.local_rank,
-        "debug": environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
-        "fork_launched": environment.parse_flag_from_env("FORK_LAUNCHED"),
+        "debug": settings.debug,
+        "fork_launched": fork_launched,
         "topology": topology,
         "store": None if member is None else member.store,
-        "channels": None if member is None else _channels(topology, device, member),
+        "channels": None if member is None else _channels(topology, device, member, settings),
     }
 
 
-def _channels(topology: Topology, device: torch.device, member: Membership) -> Channels | None:
+def _channels(
+    topology: Topology, device: torch.device, member: Membership, settings: LaunchConfig
+) -> Channels | None:
     if topology.world_size == 1:
         return None
-    debug = environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+    runtime = settings.runtime
+    checks = CheckSettings(
+        "on" if settings.debug else runtime.collective_checks or "auto",
+        REPORT_AFTER if runtime.collective_timeout_report is None else runtime.collective_timeout_report,
+    )
     return Channels(
-        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, debug=debug
+        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, settings=checks
     )
 
 
-def _belongs_to_world(topology: Topology, options: dict[str, Any]) -> bool:
+def _belongs_to_world(topology: Topology, options: dict[str, Any], fork_launched: bool) -> bool:
     """A world of several; or of one that torchrun started, whose script may use the group itself."""
     if topology.world_size > 1:
         return True
+    if fork_launched:  # by ``debug_launcher``, which gives one process no group to join
+        return False
     can_meet = topology.master_addr is not None and topology.master_port is not None
     return topology.launcher == "torchrun" and (can_meet or "init_method" in options)
 

@@ -23,7 +23,7 @@ from accel_state.world.clusters.base import Topology
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["OPTIONS", "Membership", "adopt", "client_of", "join"]
+__all__ = ["OPTIONS", "Membership", "adopt", "join", "store_client"]
 
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
 _JOIN_TIMEOUT = timedelta(minutes=10)
@@ -63,7 +63,7 @@ def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Mem
     store = dist.distributed_c10d._get_default_store()
     device, backend = choose(topology), dist.get_backend()
     return Membership(
-        topology, device, backend, client_of(store, "accel/side"), client_of(store, "accel/watch")
+        topology, device, backend, store_client(store, "accel/side"), store_client(store, "accel/watch")
     )
 
 
@@ -91,7 +91,7 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
         generation = base.add(f"accel/generation/{topology.rank}", 1)
         store = _prefixed(f"accel/{generation}", base)
         device, backend = _agree(store, topology, choose, timeout)
-        side, watch = client_of(store, "accel/side"), client_of(store, "accel/watch")
+        side, watch = store_client(store, "accel/side"), store_client(store, "accel/watch")
         _create_group(store, topology, device, backend, options)
         _wait_until_all_joined(store, topology, timeout)
     except dist.DistError as error:
@@ -139,7 +139,7 @@ def _prefixed(prefix: str, store: Store) -> Store:
     return dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
 
 
-def client_of(store: Store, prefix: str) -> Store:
+def store_client(store: Store, prefix: str) -> Store:
     """A connection of its own to a store, for keys that begin with ``prefix``.
 
     Raises:

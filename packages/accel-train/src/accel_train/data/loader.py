@@ -214,11 +214,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
 
     @property
-    def batches_left(self) -> int | None:
-        """Batches to come after the one handed out last; None when that is not known."""
-        return None
-
-    @property
     def ends_on_any_rank(self) -> bool | None:
         """Whether the batch handed out last is the last one of some rank; None when that is not known."""
         if not self.may_be_uneven:

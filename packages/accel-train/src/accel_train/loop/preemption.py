@@ -19,7 +19,7 @@ from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.host.signal_listener import listen
 from accel_state.world.process import PartialState
-from accel_state.world.stop_consensus import Boundaries, StopAgreement
+from accel_state.world.stop_consensus import Boundaries, StopConsensus
 from accel_train.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ class Preemption:
         size, self._rank = process.num_processes, process.process_index
         self.signals = config.numbers(slurm)
         self.boundaries = Boundaries()
-        self._agreement = StopAgreement(
-            self.boundaries, rank=self._rank, size=size, on_refusal=self._give_way
+        self._consensus = StopConsensus(
+            self.boundaries, rank=self._rank, size=size, on_failure=self._give_way
         )
         self._received = 0
         self._seen = self._heeded = False
         self._listener = listen(self.signals, self._receive)
         try:
-            self._agreement.start(process.connect("accel/stop") if size > 1 else None)
+            self._consensus.start(process.connect("accel/stop") if size > 1 else None)
         except BaseException:
             self._listener.close()
             raise
@@ -98,12 +98,12 @@ class Preemption:
     @property
     def should_stop(self) -> bool:
         """See `Accelerator.should_stop`."""
-        return self._agreement.asked and self._is_due()
+        return self._consensus.pending and self._is_due()
 
     @property
     def reason(self) -> str | None:
         """The signal that stops training and the rank that it came to; None while there is none."""
-        verdict = self._agreement.verdict
+        verdict = self._consensus.decision
         return verdict.reason if verdict is not None and verdict.stop_after is not None else None
 
     def boundary(self) -> None:
@@ -139,7 +139,7 @@ class Preemption:
         """Listen no more: signals have the effect again that they had before."""
         atexit.unregister(self.close)
         self._listener.close()
-        self._agreement.close()
+        self._consensus.close()
         if self._seen and not self._heeded and self._rank == 0:
             self._heeded = True
             _logger.warning(
@@ -149,16 +149,16 @@ class Preemption:
             )
 
     def _is_due(self) -> bool:
-        due = self._agreement.due()
+        due = self._consensus.should_stop()
         self._seen = self._seen or due
         return due
 
     def _receive(self, number: int) -> None:
         self._received = number
-        self._agreement.request(f"{signal.Signals(number).name} on rank {self._rank}")
+        self._consensus.request(f"{signal.Signals(number).name} on rank {self._rank}")
 
     def _give_way(self) -> None:
-        self._listener.decline(self._received)
+        self._listener.redeliver(self._received)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """In another process it is None: that one listens for itself."""

@@ -24,6 +24,18 @@ class RuntimeSection(Section):
         in_file=False,
         in_flags=False,
     )
+    collective_checks: str | None = option(
+        help="Compare collectives across ranks: auto those of CPU tensors, on all, off only where it is free.",
+        choices=("auto", "on", "off"),
+        in_file=False,
+        in_flags=False,
+    )
+    collective_timeout_report: float | None = option(
+        help="Seconds until a stuck collective is reported, by default 30; 0: collectives are not watched.",
+        low=0,
+        in_file=False,
+        in_flags=False,
+    )
     enable_rich: bool = option(False, help="Show tracebacks with rich.", in_file=False, in_flags=False)
     bypass_device_map: bool = option(
         False,

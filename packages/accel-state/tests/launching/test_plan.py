@@ -15,8 +15,8 @@ from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError, DeviceError, NotAvailableError
 from accel_state.launching.engines import MISSING_SECTIONS, check_available
 from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
-from accel_state.launching.spec import Host, plan, world
 from accel_state.launching.target import Target
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")
@@ -33,7 +33,8 @@ def configured(*flags, environ=None):
 
 
 def planned(*flags, host=CPU, environ=None, port=1234, target=TARGET):
-    return plan(configured(*flags, environ=environ), target, environ or {}, host, port=port)
+    config = configured(*flags, environ=environ)
+    return plan(config, target, plan_world(config, host.accelerators), environ or {}, host, port=port)
 
 
 def first(*flags, **about):
@@ -64,7 +65,7 @@ def test_without_accelerators_several_processes_run_on_the_cpu():
 
 def test_multi_cpu_in_a_file_means_the_cpu():
     config = LaunchConfig(distributed_type="MULTI_CPU", num_processes=2)
-    made = plan(config, TARGET, {}, gpus(1), port=1)
+    made = plan(config, TARGET, plan_world(config, gpus(1).accelerators), {}, gpus(1), port=1)
     assert made.world.cpu
     assert made.processes[0].env["ACCELERATE_USE_CPU"] == "true"
 
@@ -226,7 +227,7 @@ def test_what_ranks_decode_is_what_was_configured(count, steps, precision, debug
     accumulation = dataclasses.replace(config.gradient_accumulation, num_steps=steps)
     dynamo = dataclasses.replace(config.dynamo, backend=backend)
     config = dataclasses.replace(config, gradient_accumulation=accumulation, dynamo=dynamo)
-    made = plan(config, TARGET, {}, CPU, port=1)
+    made = plan(config, TARGET, plan_world(config, CPU.accelerators), {}, CPU, port=1)
     assert len(made.processes) == count
     for spec in made.processes:
         found = decode(spec.environment({}))
@@ -385,9 +386,9 @@ def test_description_names_what_is_removed_from_the_environment():
 
 
 def test_default_interpreter_is_this_one():
-    assert plan(configured(), TARGET, {}, Host(), port=None).processes[0].argv[0] == sys.executable
+    assert planned(host=Host(), port=None).processes[0].argv[0] == sys.executable
 
 
 def test_world_counts_over_machines():
-    shape = world(configured(*ELASTIC), Accelerators())
+    shape = plan_world(configured(*ELASTIC), Accelerators())
     assert (shape.size, shape.local_size, shape.machines, shape.machine_rank, shape.cpu) == (4, 2, 2, 1, True)

@@ -21,7 +21,7 @@ from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
 from accel_state.launching.target import Target
 
-__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "world"]
+__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_world"]
 
 NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """What NCCL needs on GPUs that lose direct traffic."""
@@ -109,7 +109,7 @@ class LaunchPlan:
     world: World
 
 
-def world(config: LaunchConfig, accelerators: Accelerators) -> World:
+def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
     """Decide how many processes run, and on what.
 
     Raises:
@@ -155,6 +155,7 @@ def world(config: LaunchConfig, accelerators: Accelerators) -> World:
 def plan(
     config: LaunchConfig,
     target: Target,
+    world: World,
     environ: Mapping[str, str],
     host: Host,
     *,
@@ -166,50 +167,50 @@ def plan(
     Args:
         config: the resolved configuration.
         target: what to run.
+        world: how many processes run where, from ``plan_world``.
         environ: the launcher's environment.
         host: facts about this machine.
         port: where rank 0 will listen; needed if this launch starts several ranks on one machine.
         attempt: how often the group was restarted.
 
     Raises:
-        ConfigError, DeviceError: as ``world``, or several machines were asked for without an address.
+        ConfigError: several machines were asked for without an address or a port.
     """
-    shape = world(config, host.accelerators)
-    encoded = rank_environment(_for_ranks(config, shape), environ)
+    encoded = rank_environment(_for_ranks(config), environ)
     changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
     drop = (frozenset(environ) - frozenset(encoded)) | _of_another_world(environ)
-    changes |= _devices(config, host.accelerators) | _threads(config, shape, environ, host)
+    changes |= _devices(config, host.accelerators) | _threads(config, world, environ, host)
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
     python_target = target.argv(host.python)
     if config.mpirun.hostfile is not None:
         changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
         argv = mpi_argv(
-            config.mpirun.hostfile, shape.size, shape.local_size, python_target, changes, host.open_mpi
+            config.mpirun.hostfile, world.size, world.local_size, python_target, changes, host.open_mpi
         )
-        return _agent(argv, changes, drop, shape)
-    if shape.machines > 1:
-        argv = elastic_argv(config, shape.local_size, target, host.python)
-        return _agent(argv, changes, drop, shape)
-    if shape.size == 1:
+        return _agent(argv, changes, drop, world)
+    if world.machines > 1:
+        argv = elastic_argv(config, world.local_size, target, host.python)
+        return _agent(argv, changes, drop, world)
+    if world.size == 1:
         if _needs_no_supervisor(config):
-            return LaunchPlan((ProcessSpec(0, python_target, changes, drop),), "direct", shape)
+            return LaunchPlan((ProcessSpec(0, python_target, changes, drop),), "direct", world)
         changes |= _attempt(config, attempt)
         return LaunchPlan(
-            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0)),), "ranks", shape
+            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0)),), "ranks", world
         )
     assert port is not None, "several ranks on one machine need a port"
-    common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, shape, attempt)
+    common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, world, attempt)
     if "PYTHONUNBUFFERED" not in environ:
         common["PYTHONUNBUFFERED"] = "1"  # output goes through a pipe, and would come in blocks of 8 KiB
     specs = tuple(
         ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
-        for rank in range(shape.size)
+        for rank in range(world.size)
     )
-    return LaunchPlan(specs, "ranks", shape)
+    return LaunchPlan(specs, "ranks", world)
 
 
-def _for_ranks(config: LaunchConfig, shape: World) -> LaunchConfig:
+def _for_ranks(config: LaunchConfig) -> LaunchConfig:
     # OMP_NUM_THREADS is a variable of the schema, but its value depends on the world: see ``_threads``.
     use_cpu = config.use_cpu or config.distributed_type == "MULTI_CPU"
     return dataclasses.replace(config, use_cpu=use_cpu)
@@ -224,9 +225,9 @@ def _log_path(config: LaunchConfig, rank: int) -> Path | None:
     return Path(config.log_dir) / f"rank_{rank}.log" if config.log_dir is not None else None
 
 
-def _agent(argv: tuple[str, ...], changes: dict[str, str], drop: frozenset[str], shape: World) -> LaunchPlan:
-    spec = ProcessSpec(shape.machine_rank, argv, changes, drop)
-    return LaunchPlan((spec,), "agent", shape)
+def _agent(argv: tuple[str, ...], changes: dict[str, str], drop: frozenset[str], world: World) -> LaunchPlan:
+    spec = ProcessSpec(world.machine_rank, argv, changes, drop)
+    return LaunchPlan((spec,), "agent", world)
 
 
 def _rendezvous(address: str, port: int) -> dict[str, str]:
@@ -247,15 +248,15 @@ def _attempt(config: LaunchConfig, attempt: int) -> dict[str, str]:
     }
 
 
-def _group(config: LaunchConfig, shape: World, attempt: int) -> dict[str, str]:
+def _group(config: LaunchConfig, world: World, attempt: int) -> dict[str, str]:
     # The names that torchrun gives its workers; libraries read them all.
     return _attempt(config, attempt) | {
-        "WORLD_SIZE": str(shape.size),
-        "LOCAL_WORLD_SIZE": str(shape.local_size),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "ROLE_NAME": config.role,
-        "ROLE_WORLD_SIZE": str(shape.size),
+        "ROLE_WORLD_SIZE": str(world.size),
     }
 
 
@@ -275,7 +276,7 @@ def _rank(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
 
 
-def _threads(config: LaunchConfig, shape: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
+def _threads(config: LaunchConfig, world: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
     """``OMP_NUM_THREADS``: what was asked for; else, only if processes share a machine, their part of it.
 
     One process alone gets what ``python script.py`` would get. On the CPU the part is the physical cores
@@ -283,9 +284,9 @@ def _threads(config: LaunchConfig, shape: World, environ: Mapping[str, str], hos
     """
     if config.num_cpu_threads_per_process is not None:
         return {"OMP_NUM_THREADS": str(config.num_cpu_threads_per_process)}
-    if environ.get("OMP_NUM_THREADS") or shape.local_size == 1:
+    if environ.get("OMP_NUM_THREADS") or world.local_size == 1:
         return {}
-    return {"OMP_NUM_THREADS": str(max(1, host.physical_cores // shape.local_size) if shape.cpu else 1)}
+    return {"OMP_NUM_THREADS": str(max(1, host.physical_cores // world.local_size) if world.cpu else 1)}
 
 
 def _gpu_ids(text: str | None) -> tuple[str, ...] | None:

@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching import inline
-from accel_state.launching.inline import debug_launcher, notebook_launcher
+from accel_state.launching import notebook
+from accel_state.launching.notebook import debug_launcher, notebook_launcher
 from testkit import worlds
 
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -196,6 +196,39 @@ def test_debug_launcher_uses_the_cpu(tmp_path):
 
 
 @forks
+def test_debug_launcher_with_one_process_has_no_group(tmp_path):
+    done = run(
+        """
+        def show():
+            from accel_state import PartialState
+            state = PartialState()
+            print(state.distributed_type.value, state.num_processes, state.backend, state.device)
+        debug_launcher(show, num_processes=1)
+        """,
+        tmp_path,
+    )
+    assert done.stdout == "[rank 0] NO 1 None cpu\n", done.stderr
+
+
+@forks
+def test_ranks_do_not_inherit_the_state_that_a_launch_of_one_process_left(tmp_path):
+    done = run(
+        """
+        def show():
+            from accel_state import PartialState
+            print(PartialState().num_processes)
+        notebook_launcher(show, num_processes=1)
+        notebook_launcher(show, num_processes=2)
+        from accel_state import PartialState
+        print(PartialState().num_processes)
+        """,
+        tmp_path,
+    )
+    single, *ranks, after = done.stdout.splitlines()
+    assert (single, sorted(ranks), after) == ("1", ["[rank 0] 2", "[rank 1] 2"], "1"), done.stderr
+
+
+@forks
 @pytest.mark.parametrize(
     ("before", "reason"),
     [
@@ -303,6 +336,9 @@ def test_one_process_runs_here():
     [
         ({"num_processes": 0}, "num_processes=0 starts nothing"),
         ({"num_processes": "2"}, "num_processes is '2'; expected a whole number"),
+        ({"args": 0.1}, r"args=0.1 is a float; expected a tuple or list .* pass args=\(0.1,\)"),
+        ({"args": "ab", "num_processes": 2}, "args='ab' is a str; expected a tuple or list"),
+        ({"args": {"lr": 1}, "num_processes": 1}, "is a dict; expected a tuple or list"),
         ({"num_processes": 2, "use_port": "abc"}, "use_port is 'abc'; expected a whole number"),
         ({"num_processes": 2, "mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, "node_rank=2 is not one of num_nodes=2"),
@@ -318,7 +354,12 @@ def test_debug_launcher_needs_a_process():
         debug_launcher(print, num_processes=0)
 
 
+def test_debug_launcher_refuses_a_single_value_as_arguments():
+    with pytest.raises(ConfigError, match="args=3 is a int; expected a tuple or list"):
+        debug_launcher(print, 3)
+
+
 def test_platforms_without_fork_are_told_what_to_do(monkeypatch):
-    monkeypatch.delattr(inline.os, "fork", raising=False)
+    monkeypatch.delattr(notebook.os, "fork", raising=False)
     with pytest.raises(LaunchError, match="start it with accel launch"):
         debug_launcher(print)

@@ -21,11 +21,15 @@ from accel_state.launching.forks import ForkedRanks
 from accel_state.launching.hardware import find_accelerators, physical_cores
 from accel_state.launching.output import Console, stream_sink
 from accel_state.launching.ports import reserve_port
-from accel_state.launching.supervisor import Member, Outcome, Policy, supervise
+from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
 _DEFAULT_PORT = 29500
+
+# Topology of the process state that a launch of one process created in this process and left behind. It is no
+# reason to refuse the next launch, whose ranks drop it: nothing outside the launched function holds it.
+_left_behind: Any = None
 
 
 def notebook_launcher(
@@ -76,6 +80,7 @@ def notebook_launcher(
         StateError: an accelerator or a process group exists already in this process.
         LaunchError: a rank failed; the message holds its traceback.
     """
+    arguments = _arguments(args)
     options = schema_of(LaunchConfig).by_path
     precision = options["mixed_precision"].read(mixed_precision, "mixed_precision")
     port = None if use_port is None else options["main_process_port"].read(use_port, "use_port")
@@ -90,12 +95,12 @@ def notebook_launcher(
         variables["ACCELERATE_MIXED_PRECISION"] = precision
     if count * num_nodes == 1:
         with patch_environment(**variables):
-            function(*args)
+            _run_here(function, arguments)
         return
     _refuse_if_unsafe_to_fork("notebook_launcher")
     ranks = ForkedRanks(
         function=function,
-        args=tuple(args),
+        args=arguments,
         local_size=count,
         first_rank=node_rank * count,
         world_size=num_nodes * count,
@@ -127,6 +132,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         StateError: an accelerator or a process group exists already in this process.
         LaunchError: a rank failed; the message holds its traceback.
     """
+    arguments = _arguments(args)
     _check_number(num_processes)
     _refuse_if_unsafe_to_fork("debug_launcher")
     environ = snapshot()
@@ -137,12 +143,39 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         )
     ranks = ForkedRanks(
         function=function,
-        args=tuple(args),
+        args=arguments,
         local_size=num_processes,
         world_size=num_processes,
         variables=variables | _threads(environ, num_processes),
     )
     _run(ranks, None, own_port=True, monitor_interval=0.1)
+
+
+def _arguments(args: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Iterable):
+        raise ConfigError(
+            f"args={args!r} is a {type(args).__name__}; expected a tuple or list with one item per argument of the "
+            f"function: pass args=({args!r},)"
+        )
+    return tuple(args)
+
+
+def _process_state() -> Any | None:
+    """The ``PartialState`` of this process, if there is one; loads no torch."""
+    process = sys.modules.get("accel_state.world.process")
+    return None if process is None else process.current_state()
+
+
+def _run_here(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Call the function in this process, and remember the process state that it creates."""
+    global _left_behind
+    before = _process_state()
+    try:
+        function(*args)
+    finally:
+        after = _process_state()
+        if before is None and after is not None:
+            _left_behind = after.topology
 
 
 def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interval: float) -> None:
@@ -154,7 +187,7 @@ def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interv
         interrupt_grace=2.0,
     )
 
-    def start(attempt: int) -> Sequence[Member]:
+    def start(attempt: int) -> Sequence[SupervisedProcess]:
         if not own_port:
             assert port is not None
             return ranks.start(attempt, port, console)
@@ -216,13 +249,11 @@ def _refuse_if_unsafe_to_fork(launcher: str) -> None:
     torch = sys.modules.get("torch")
     if torch is None:
         return
-    process = sys.modules.get("accel_state.world.process")
-    if process is not None and process.PartialState._shared_state:
+    state = _process_state()
+    if state is not None and state.topology is not _left_behind:
         raise StateError(
             f"{launcher} starts processes, but an Accelerator or PartialState exists in this one already. "
-            "Create it "
-            "inside the function only, and restart the notebook's kernel (or call "
-            "PartialState._reset_state())"
+            "Create it inside the function only, and restart the notebook's kernel"
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise StateError(
@@ -233,11 +264,10 @@ def _refuse_if_unsafe_to_fork(launcher: str) -> None:
         module = getattr(torch, name, None)
         if module is not None and module.is_initialized():
             raise StateError(
-                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it was "
-                "initialised "
-                "already: some cell has moved a tensor to the device or asked for its properties. Restart "
-                "the "
-                "kernel, and use the device inside the function only"
+                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it was initialised "
+                "already: a cell moved a tensor to the device or asked for its properties, or notebook_launcher ran "
+                "one process, which computes in this one. Restart the kernel, and use the device inside the "
+                "function only"
             )
     if "bitsandbytes" in sys.modules and find_accelerators(snapshot()).count:
         raise StateError(
