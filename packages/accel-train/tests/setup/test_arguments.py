@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 
 import accel_train
-from accel_state import environment
+from accel_state import PartialState, environment
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.environment import patch_environment
@@ -88,6 +88,7 @@ def test_the_backend_replaces_the_launchers_and_keeps_its_other_options():
 
 
 def test_an_accelerator_decodes_the_environment_once(monkeypatch):
+    PartialState()  # decodes for itself, once per process
     decoded = []
     decode = environment.decode
     monkeypatch.setattr(environment, "decode", lambda: decoded.append(1) or decode())

@@ -60,7 +60,7 @@ def test_a_strategy_of_an_outside_package_is_selected_by_its_plugin_and_trains()
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before - 0.5)
-    assert accelerator._plan.strategy.options.plugin is plugin
+    assert accelerator.strategy.options.config is plugin
 
 
 def test_a_strategy_that_is_not_installed_is_named():
