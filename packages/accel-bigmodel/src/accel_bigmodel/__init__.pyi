@@ -77,24 +77,24 @@ from accel_bigmodel.pipelines.inference import find_pippy_batch_size as find_pip
 from accel_bigmodel.pipelines.inference import pippy_forward as pippy_forward
 from accel_bigmodel.pipelines.inference import prepare_pippy as prepare_pippy
 from accel_bigmodel.pipelines.stages import generate_device_map as generate_device_map
+from accel_bigmodel.quantization.bnb_layers import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accel_bigmodel.quantization.bnb_layers import replace_with_bnb_layers as replace_with_bnb_layers
 from accel_bigmodel.quantization.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_bigmodel.quantization.config import TorchAoQuantizationConfig as TorchAoQuantizationConfig
-from accel_bigmodel.quantization.layers import has_4bit_bnb_layers as has_4bit_bnb_layers
-from accel_bigmodel.quantization.layers import replace_with_bnb_layers as replace_with_bnb_layers
-from accel_bigmodel.quantization.loading import load_and_quantize_model as load_and_quantize_model
-from accel_bigmodel.quantization.places import (
+from accel_bigmodel.quantization.device_map import (
     get_quantized_model_device_map as get_quantized_model_device_map,
 )
+from accel_bigmodel.quantization.loading import load_and_quantize_model as load_and_quantize_model
 from accel_bigmodel.quantization.selection import get_keys_to_not_convert as get_keys_to_not_convert
 from accel_bigmodel.quantization.support import QUANTIZATION_SUPPORT as QUANTIZATION_SUPPORT
 from accel_bigmodel.quantization.support import QuantizationSupport as QuantizationSupport
-from accel_bigmodel.streaming.engine import Streamer as Streamer
 from accel_bigmodel.streaming.groups import Group as Group
 from accel_bigmodel.streaming.groups import plan_groups as plan_groups
 from accel_bigmodel.streaming.stats import StreamStats as StreamStats
+from accel_bigmodel.streaming.streamer import Streamer as Streamer
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer as AcceleratorTransfer
 from accel_bigmodel.streaming.transfer import HostTransfer as HostTransfer
-from accel_bigmodel.streaming.transfer import Transfer as Transfer
+from accel_bigmodel.streaming.types import Transfer as Transfer
 from accel_ckpt import LoadReport as LoadReport
 from accel_ckpt import WeightSource as WeightSource
 from accel_ckpt import calculate_maximum_sizes as calculate_maximum_sizes

@@ -18,7 +18,7 @@ from accel_bigmodel.device_maps.checks import (
     check_exists,
     execution_device,
 )
-from accel_bigmodel.device_maps.device_usage import main_device_of, place_of
+from accel_bigmodel.device_maps.device_usage import device_of, main_device_of
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.alignment import has_offloaded_params
@@ -33,10 +33,11 @@ from accel_bigmodel.hooks.base import (
 from accel_bigmodel.offload_cache import OffloadCache
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
 from accel_bigmodel.paging.pager import Pager
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
+from accel_bigmodel.streaming.streamer import Streamer
+from accel_bigmodel.streaming.transfer import AcceleratorTransfer
+from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
 from accel_ckpt.modules.names import listed, prefixed_modules
@@ -405,7 +406,7 @@ class _Plan:
         self.names: dict[int, str] = {}
         for prefix, _, module in prefixed_modules(model):
             # Buffers that no state dict holds may have no place; they go where most is computed.
-            around = place_of(prefix[:-1], places) or main
+            around = device_of(prefix[:-1], places) or main
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     self._add(prefix + leaf, parameter, places.get(prefix + leaf, around))

@@ -62,7 +62,7 @@ def load_checkpoint_in_model(
     token: str | bool | None = None,
     progress: bool = True,
 ) -> LoadReport:
-    """Load weights into a model, each tensor to the place that a device map gives it.
+    """Load weights into a model, each tensor to where a device map puts it.
 
     The map, the names, shapes and dtypes are checked before a tensor is read or the model changed. Tensors on the host
     become private views of mapped safetensors files: nothing is copied, and pages are read when they are touched. Those
@@ -80,7 +80,7 @@ def load_checkpoint_in_model(
         offload_folder: for tensors on ``"disk"`` that are not in a safetensors file as they are needed.
         dtype: floating tensors become this dtype. Without it they take the dtype of the model's tensor.
         offload_state_dict: either way there is never a state dict in memory that could be offloaded: tensors go one by
-            one from the file to their place.
+            one from the file to where they go.
         offload_buffers: buffers on ``"disk"`` that are in no safetensors file are written to ``offload_folder`` like
             parameters, instead of staying in memory.
         keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these in their name, between dots, become
@@ -194,19 +194,19 @@ def load_checkpoint_and_dispatch(
         if device_map is None:
             return None
         memory_sizes(device_memory, host_memory)  # dispatch_model would find out after the load
-        places = resolve_device_map(
+        destinations = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype,
             offload_buffers=offload_buffers, reserve=reserve, strict=True,
         )  # fmt: skip
-        check_all_have_values(places)
-        return places
+        check_all_have_values(destinations)
+        return destinations
 
-    places = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
-    _load(model, request, places, offload_folder, offload_buffers, dtype, (), progress)
-    if places is None:
+    destinations = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
+    _load(model, request, destinations, offload_folder, offload_buffers, dtype, (), progress)
+    if destinations is None:
         return model
     return dispatch_model(
-        model, places, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        model, destinations, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks, device_memory=device_memory,
         host_memory=host_memory,
     )  # fmt: skip
@@ -228,13 +228,13 @@ def _load(
         if device_map is None:
             return Placer(None, dtype, keep_in_fp32)
         cache = None if offload_folder is None else OffloadCache(offload_folder)
-        return MapPlacer(_places(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
+        return MapPlacer(_destinations(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
 
     placer = do_together(make_placer, request.ranks(), doing=f"placing {request.checkpoint}")
     return load_weights(model, request, placer, progress=Progress() if progress else iter, stacklevel=3)
 
 
-def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Place]:
+def _destinations(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Destination]:
     """A checked map."""
     if not isinstance(device_map, Mapping):
         raise DeviceMapError(
@@ -242,15 +242,15 @@ def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[st
             "or {'': device} for everything on one. Words are for load_checkpoint_and_dispatch"
         )
     check_device_map(model, device_map, strict=True)
-    return {name: _Place.of(place) for name, place in device_map.items()}
+    return {name: _Destination.of(destination) for name, destination in device_map.items()}
 
 
-class _Place(NamedTuple):
+class _Destination(NamedTuple):
     home: torch.device | None
     on_disk: bool
 
     @classmethod
-    def of(cls, entry: Device) -> _Place:
+    def of(cls, entry: Device) -> _Destination:
         """Of an entry of a map."""
         device = execution_device(entry)
         if device is None:
@@ -259,7 +259,7 @@ class _Place(NamedTuple):
 
     @property
     def slowness(self) -> int:
-        """Tied names in several places are one tensor, in the fastest of them, if one of them is read at all."""
+        """Tied names in several destinations are one tensor, in the fastest of them, if one of them is read at all."""
         return 4 if self.home is None else 2 * self.on_disk + (self.home == CPU)
 
 
@@ -267,7 +267,7 @@ class MapPlacer(Placer):
     """Tensors go where a device map says.
 
     Args:
-        places: by module or tensor; they cover the model.
+        destinations: by module or tensor; they cover the model.
         cache: for what is on ``"disk"`` and in no file as it is needed.
         offload_buffers: whether buffers go there, too.
         dtype: of floating tensors.
@@ -276,15 +276,15 @@ class MapPlacer(Placer):
 
     def __init__(
         self,
-        places: Mapping[str, _Place],
+        destinations: Mapping[str, _Destination],
         cache: OffloadCache | None,
         offload_buffers: bool,
         dtype: str | torch.dtype | None = None,
         keep_in_fp32: Collection[str] = (),
     ) -> None:
         super().__init__(None, dtype, keep_in_fp32)
-        self._places = dict(places)
-        self._has_disk = any(place.on_disk for place in places.values())
+        self._destinations = dict(destinations)
+        self._has_disk = any(destination.on_disk for destination in destinations.values())
         self._cache = cache
         self._offload_buffers = offload_buffers
         self._file: CacheFile | None = None
@@ -292,7 +292,7 @@ class MapPlacer(Placer):
 
     def home(self, target: Target) -> torch.device | None:
         """The device that the map gives; the CPU for what is on disk."""
-        return self._place(target).home
+        return self._destination(target).home
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
         """Find what has to be written to the cache, which comes first: if the disk is full, nothing has changed."""
@@ -313,7 +313,7 @@ class MapPlacer(Placer):
 
     def _has_to_be_stored(self, source: WeightSource, step: Step) -> bool:
         tensor = step.target.tensor
-        if not self._place(step.target).on_disk or not tensor.numel():
+        if not self._destination(step.target).on_disk or not tensor.numel():
             return False
         if not (self._offload_buffers or isinstance(tensor, nn.Parameter)):
             return False
@@ -349,23 +349,23 @@ class MapPlacer(Placer):
                 assign(step.target, views[name])
         super().finish(rest)
 
-    def _place(self, target: Target) -> _Place:
+    def _destination(self, target: Target) -> _Destination:
         if len(target.names) == 1:
             return self._entry(target.names[0])
-        return min(map(self._entry, target.names), key=lambda place: place.slowness)
+        return min(map(self._entry, target.names), key=lambda destination: destination.slowness)
 
-    def _entry(self, name: str) -> _Place:
+    def _entry(self, name: str) -> _Destination:
         """That of the name or of the nearest module above it, noted for the next tensor of the module.
 
         Only buffers that no checkpoint holds can be without: they stay on the host.
         """
-        place = self._places.get(name)
-        if place is not None:
-            return place
+        destination = self._destinations.get(name)
+        if destination is not None:
+            return destination
         parent = name.rpartition(".")[0]
-        if parent not in self._places:
-            self._places[parent] = self._entry(parent) if parent else _Place(CPU, False)
-        return self._places[parent]
+        if parent not in self._destinations:
+            self._destinations[parent] = self._entry(parent) if parent else _Destination(CPU, False)
+        return self._destinations[parent]
 
 
 class Progress:

@@ -65,20 +65,20 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool | Non
     if include_buffers is None:
         include_buffers = environment.parse_flag_from_env(_INCLUDE_BUFFERS, False)
     target = torch.empty(0, device=device).device  # with its index
-    placement = _Placement(target, include_buffers)
+    context = _InitContext(target, include_buffers)
     everything: AbstractContextManager[Any] = nullcontext()
     if target.type == "meta":
         everything = _EmptyWithoutRoom()
     elif include_buffers:
         everything = target
     _install()
-    token = _placement.set(placement)
+    token = _current.set(context)
     try:
         with everything:
             yield
     finally:
-        _placement.reset(token)
-        placement.finish_all()
+        _current.reset(token)
+        context.finish_all()
 
 
 class _EmptyWithoutRoom(TorchFunctionMode):
@@ -100,7 +100,7 @@ class _EmptyWithoutRoom(TorchFunctionMode):
             return func(*args, **{**options, "device": "meta"})
 
 
-class _Placement:
+class _InitContext:
     """What one context does to the parameters and buffers that are registered in it."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
@@ -167,29 +167,29 @@ def _lazy_on(device: torch.device, tensor: Any) -> Any:
 
 
 # A context variable: each thread has its own, and contexts nest.
-_placement: ContextVar[_Placement | None] = ContextVar("accel_bigmodel_placement", default=None)
+_current: ContextVar[_InitContext | None] = ContextVar("accel_bigmodel_init_context", default=None)
 _installing = threading.Lock()
 
 
-def _active() -> _Placement | None:
+def _active() -> _InitContext | None:
     # A forward may make modules, as a slice of a ModuleList is one; torch.compile knows no context variables.
-    return None if torch.compiler.is_compiling() else _placement.get()
+    return None if torch.compiler.is_compiling() else _current.get()
 
 
 def _parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    placement = _active()
-    return None if placement is None else placement.parameter(parameter)
+    context = _active()
+    return None if context is None else context.parameter(parameter)
 
 
 def _buffer_hook(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-    placement = _active()
-    return None if placement is None else placement.buffer(module, buffer)
+    context = _active()
+    return None if context is None else context.buffer(module, buffer)
 
 
 def _module_hook(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    placement = _active()
-    if placement is not None:
-        placement.finish(child)
+    context = _active()
+    if context is not None:
+        context.finish(child)
 
 
 def _install() -> None:

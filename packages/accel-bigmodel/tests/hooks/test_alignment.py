@@ -111,7 +111,7 @@ def test_borrowing_ends_when_the_block_raises(offloaded, model):
     with pytest.raises(ZeroDivisionError), align_module_device(offloaded.linear, "cpu"):
         raise ZeroDivisionError
     assert offloaded.linear.weight.is_meta
-    assert offloaded.linear._hf_hook._loans._calls == []
+    assert offloaded.linear._hf_hook._borrowed._calls == []
 
 
 def test_borrowing_inside_a_borrowing(offloaded):
@@ -180,7 +180,7 @@ def test_the_state_dict_of_an_offloaded_model_has_all_values(model):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert model.own.is_meta
-    assert not any(hook._calls for hook in [model._hf_hook._loans, model.linear._hf_hook._loans])
+    assert not any(hook._calls for hook in [model._hf_hook._borrowed, model.linear._hf_hook._borrowed])
 
 
 def test_tied_entries_of_the_state_dict_share_memory():

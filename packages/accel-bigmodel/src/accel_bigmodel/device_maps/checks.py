@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.device_maps.budget import HOST_PLACES
-from accel_bigmodel.device_maps.device_usage import entry_of, main_device_of, place_of
+from accel_bigmodel.device_maps.device_usage import device_of, entry_of, main_device_of
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
@@ -201,7 +201,7 @@ def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevic
     for group in tied:
         devices = {name: _device_of(name, device_map) for name in group}
         # Offloaded weights compute on the main device.
-        computing = {main if (place := place_of(name, places)) == "cpu" else place for name in group}
+        computing = {main if (place := device_of(name, places)) == "cpu" else place for name in group}
         if len(computing) > 1:
             listed = ", ".join(f"{name} on {device!r}" for name, device in devices.items())
             raise DeviceMapError(

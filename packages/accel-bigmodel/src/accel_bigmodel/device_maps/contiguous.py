@@ -16,7 +16,7 @@ from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
 
-__all__ = ["Unit", "place_in_order", "units_of"]
+__all__ = ["Unit", "assign_in_order", "units_of"]
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Unit:
     size: int
 
 
-def place_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict[str, DeviceKey] | None:
+def assign_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict[str, DeviceKey] | None:
     """The map with the fewest offloaded layers that keeps budgets, or None if there is none.
 
     Args:

@@ -11,9 +11,9 @@ from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_ckpt.saving.plan import readable_size
 
-__all__ = ["Usage", "entry_of", "main_device_of", "place_of"]
+__all__ = ["Usage", "device_of", "entry_of", "main_device_of"]
 
-Place = TypeVar("Place")
+DeviceT = TypeVar("DeviceT")
 """How a map writes places: as keys of budgets, or as devices."""
 
 
@@ -24,13 +24,13 @@ def entry_of(name: str, device_map: Mapping[str, object]) -> str | None:
     return name if name in device_map else None
 
 
-def place_of(name: str, device_map: Mapping[str, Place]) -> Place | None:
+def device_of(name: str, device_map: Mapping[str, DeviceT]) -> DeviceT | None:
     """The device of that entry."""
     entry = entry_of(name, device_map)
     return None if entry is None else device_map[entry]
 
 
-def main_device_of(device_map: Mapping[str, Place]) -> Place | str:
+def main_device_of(device_map: Mapping[str, DeviceT]) -> DeviceT | str:
     """The device that computes for offloaded weights: the first of the map that is an accelerator, else the CPU."""
     # As text, because torch.device("cpu") is no string, and is not equal to one.
     return next((device for device in device_map.values() if str(device) not in HOST_PLACES), "cpu")
@@ -53,7 +53,7 @@ class Usage:
         """The usage of a map that covers every tensor."""
         used: dict[DeviceKey, int] = {}
         for name, size in outline.tensors():
-            device = place_of(name, device_map)
+            device = device_of(name, device_map)
             if device is not None:
                 used[device] = used.get(device, 0) + size
         # On an accelerator the layers on cpu and disk pass through, on the CPU those on disk.
@@ -62,7 +62,7 @@ class Usage:
         for device, sources in ((main, HOST_PLACES), ("cpu", ("disk",))):
             passing = [source for source in sources if source != device]
             groups = outline.groups(
-                layer for layer in outline.layers() if place_of(layer[0], device_map) in passing
+                layer for layer in outline.layers() if device_of(layer[0], device_map) in passing
             )
             # On an empty host nothing is in the way: it computes from mapped pages, which come and go.
             if groups and (device not in HOST_PLACES or used.get(device, 0)):
@@ -71,9 +71,9 @@ class Usage:
         buffers = sum(
             outline.sizes.get(name, 0)
             for name, _ in outline.model.named_buffers()
-            if place_of(name, device_map) in HOST_PLACES
+            if device_of(name, device_map) in HOST_PLACES
         )
-        apart = [group for group in outline.ties if len({place_of(name, device_map) for name in group}) > 1]
+        apart = [group for group in outline.ties if len({device_of(name, device_map) for name in group}) > 1]
         return cls(used, kept, buffers, [list(group) for group in apart])
 
     def room(self, device: DeviceKey, budgets: Mapping[DeviceKey, float]) -> float:

@@ -13,11 +13,11 @@ from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.device_maps.model_outline import Named, Outline, Part, class_names, home_of, is_within
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
-__all__ = ["Placement", "fallback_allocate", "main_devices", "place_greedily"]
+__all__ = ["Assignment", "assign_greedily", "fallback_allocate", "main_devices"]
 
 
 @dataclass
-class Placement:
+class Assignment:
     """Parts with their devices, in order of placing."""
 
     device_map: dict[str, DeviceKey] = field(default_factory=dict)
@@ -37,7 +37,9 @@ def main_devices(budgets: Iterable[DeviceKey]) -> list[DeviceKey]:
     return [*accelerators[:1], "cpu"]
 
 
-def place_greedily(outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool = False) -> Placement:
+def assign_greedily(
+    outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool = False
+) -> Assignment:
     """Fill device after device with the parts in order.
 
     A part that does not fit is split where it may be, else the next device's turn has come. Devices of
@@ -72,9 +74,9 @@ class _Greedy:
         """The bytes of that layer."""
         self.fallback = fallback
         self.falling_back = False
-        self.result = Placement()
+        self.result = Assignment()
 
-    def run(self) -> Placement:
+    def run(self) -> Assignment:
         while self.queue:
             if not self.devices:
                 self.result.complete = False

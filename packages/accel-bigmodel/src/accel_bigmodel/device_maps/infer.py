@@ -29,10 +29,10 @@ from torch import nn
 from accel_bigmodel.device_maps.balance import get_balanced_memory
 from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
 from accel_bigmodel.device_maps.checks import execution_device
-from accel_bigmodel.device_maps.contiguous import place_in_order
+from accel_bigmodel.device_maps.contiguous import assign_in_order
 from accel_bigmodel.device_maps.device_usage import Usage, main_device_of
 from accel_bigmodel.device_maps.explain import DeviceMapExplanation, explanation_of
-from accel_bigmodel.device_maps.greedy import Placement, place_greedily
+from accel_bigmodel.device_maps.greedy import Assignment, assign_greedily
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType
@@ -115,10 +115,10 @@ def _choose(
 ) -> dict[str, DeviceKey]:
     offered = [device for device, size in budgets.items() if device not in HOST_PLACES and size > 0]
     refuse_empty = strict and bool(offered) and outline.sizes[""] > 0
-    greedy = place_greedily(outline, budgets, fallback)
+    greedy = assign_greedily(outline, budgets, fallback)
     problems = _problems(outline, greedy, budgets)
     if problems or (refuse_empty and main_device_of(greedy.device_map) == "cpu"):
-        found = place_in_order(outline, budgets)
+        found = assign_in_order(outline, budgets)
     else:
         found = greedy.device_map
     if found is None or (refuse_empty and main_device_of(found) == "cpu"):
@@ -127,7 +127,7 @@ def _choose(
     return found
 
 
-def _nothing_fits(outline: Outline, greedy: Placement, problems: Sequence[str]) -> str:
+def _nothing_fits(outline: Outline, greedy: Assignment, problems: Sequence[str]) -> str:
     largest, names = outline.largest(outline.roots())
     text = "; ".join(problems)
     if not text:
@@ -147,14 +147,14 @@ def _nothing_fits(outline: Outline, greedy: Placement, problems: Sequence[str]) 
     )
 
 
-def _problems(outline: Outline, placed: Placement, budgets: Mapping[DeviceKey, float]) -> list[str]:
+def _problems(outline: Outline, placed: Assignment, budgets: Mapping[DeviceKey, float]) -> list[str]:
     if not placed.complete:
         full = ", ".join(f"{device!r}: {int(size)}" for device, size in budgets.items() if size < math.inf)
         return [f"the parts in order do not fit the devices ({full} bytes)"]
     return Usage.of(outline, placed.device_map).complaints(budgets)
 
 
-def _log_devices_left_empty(placed: Placement) -> None:
+def _log_devices_left_empty(placed: Assignment) -> None:
     if placed.too_small:
         needs = ", ".join(
             f"{device!r} with at least {size} bytes" for device, size in placed.too_small.items()

@@ -15,13 +15,12 @@ from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import ModelHook, computes_weight_early, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.offloaded_tensors import (
-    LENDING,
-    Loans,
-    ParkedTensor,
-    Place,
-    park,
-    places_in,
-    stand_in,
+    BORROW_LOCK,
+    Borrowed,
+    OffloadedTensor,
+    TensorLocation,
+    tensor_locations,
+    wrapped_like,
 )
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_ckpt.modules.names import listed
@@ -84,10 +83,10 @@ class AlignDevicesHook(ModelHook):
         self._made_map = False
         self._resolved_for: Any = ...
         self._device: torch.device | None = None
-        self._parked: list[tuple[Place, ParkedTensor]] = []
-        self._shadows: list[ParkedTensor] = []  # keeps tensors tied that were placed on the meta device
-        self._moved: list[tuple[Place, Tensor, torch.device]] = []
-        self._loans = Loans()
+        self._offloaded: list[tuple[TensorLocation, OffloadedTensor]] = []
+        self._meta_ties: list[OffloadedTensor] = []  # keeps tensors tied that were placed on the meta device
+        self._moved: list[tuple[TensorLocation, Tensor, torch.device]] = []
+        self._borrowed = Borrowed()
         self._input_devices: dict[int, list[torch.device | None]] = {}  # of the calls of each thread
 
     def __repr__(self) -> str:
@@ -102,27 +101,29 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights, or put them aside. If they were those of another module, it gets them back."""
+        """TensorLocation the weights, or put them aside. If they were those of another module, it gets them back."""
         if self._leaves_weights:
             return module
-        self._give_back()
+        self._restore_weights()
         device = self._where()
-        places = places_in(module, self.place_submodules)
-        aside = [place for place in places if self._offloads(place)]
-        kept = [place for place in places if not self._offloads(place)]
+        locations = tensor_locations(module, self.place_submodules)
+        aside = [location for location in locations if self._offloads(location)]
+        kept = [location for location in locations if not self._offloads(location)]
         if device is not None and device.type != "meta":
             _refuse_meta(kept)
         if self.offload:
             _refuse_unreachable(module, aside)
-            self._put_aside(aside, type(module).__name__)
-            self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
+            self._offload_tensors(aside, type(module).__name__)
+            self._moved = [(location, location.tensor, location.tensor.device) for location in kept]
         if device is not None:
-            self._shadows = [park(place.tensor) for place in kept] if device.type == "meta" else []
+            self._meta_ties = (
+                [OffloadedTensor.of(location.tensor) for location in kept] if device.type == "meta" else []
+            )
             try:
-                for place in kept:
-                    _place(place, device, self.tied_params_map)
+                for location in kept:
+                    _put_on(location, device, self.tied_params_map)
             except BaseException:  # the device is full
-                self._give_back()
+                self._restore_weights()
                 raise
         return module
 
@@ -148,19 +149,19 @@ class AlignDevicesHook(ModelHook):
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Give offloaded weights back to the module, where they were. What was only placed stays where it is."""
-        self._give_back()
+        self._restore_weights()
         return module
 
-    def _give_back(self) -> None:
-        self._loans.end_all()
+    def _restore_weights(self) -> None:
+        self._borrowed.end_all()
         self._input_devices.clear()
-        for place, parked in self._parked:
-            if parked.device.type != "meta" and not place.is_empty and place.tensor.is_meta:
-                place.put(parked.bring_back(self._value(place.name, parked)))
-        for place, original, device in self._moved:
-            if device.type != "meta" and not place.is_empty:
-                place.put(original if place.tensor.is_meta else moved_to(place.tensor, device))
-        self._parked, self._shadows, self._moved = [], [], []
+        for location, offloaded in self._offloaded:
+            if offloaded.device.type != "meta" and not location.is_empty and location.tensor.is_meta:
+                location.put(offloaded.restore(self._value(location.name, offloaded)))
+        for location, original, device in self._moved:
+            if device.type != "meta" and not location.is_empty:
+                location.put(original if location.tensor.is_meta else moved_to(location.tensor, device))
+        self._offloaded, self._meta_ties, self._moved = [], [], []
         if self._made_map:
             self.weights_map, self._made_map = None, False
 
@@ -171,30 +172,30 @@ class AlignDevicesHook(ModelHook):
             self._resolved_for = given
         return self._device
 
-    def _offloads(self, place: Place) -> bool:
-        return self.offload and (place.is_parameter or (self.offload_buffers and place.is_saved))
+    def _offloads(self, location: TensorLocation) -> bool:
+        return self.offload and (location.is_parameter or (self.offload_buffers and location.is_saved))
 
-    def _put_aside(self, places: list[Place], kind: str) -> None:
+    def _offload_tensors(self, locations: list[TensorLocation], kind: str) -> None:
         if self.weights_map is None:
-            _refuse_meta(places)
+            _refuse_meta(locations)
             # What is on the CPU is kept itself, so that the very same object comes back.
             self.weights_map = {
-                place.name: place.tensor
-                if place.tensor.device.type == "cpu"
-                else place.tensor.detach().to("cpu")
-                for place in places
+                location.name: location.tensor
+                if location.tensor.device.type == "cpu"
+                else location.tensor.detach().to("cpu")
+                for location in locations
             }
             self._made_map = True
         elif type(self.weights_map).__contains__ is not Mapping.__contains__:  # which would load every value
-            missing = [place.name for place in places if place.name not in self.weights_map]
+            missing = [location.name for location in locations if location.name not in self.weights_map]
             if missing:
                 raise StateMismatchError(
                     f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor "
                     "that is to be offloaded, from the module down"
                 )
-        self._parked = [(place, park(place.tensor)) for place in places]
-        for place, parked in self._parked:
-            place.put(parked.leave())
+        self._offloaded = [(location, OffloadedTensor.of(location.tensor)) for location in locations]
+        for location, offloaded in self._offloaded:
+            location.put(offloaded.release())
 
     @outside_graphs
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -216,7 +217,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _end(self, output: Any) -> Any:
-        self._loans.end()
+        self._borrowed.end()
         calls = self._input_devices.get(get_ident(), [])
         device = calls.pop() if calls else None
         if not calls:
@@ -224,21 +225,21 @@ class AlignDevicesHook(ModelHook):
         return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
     def _load(self, device: torch.device | None) -> None:
-        with LENDING:
-            self._loans.begin()
+        with BORROW_LOCK:
+            self._borrowed.begin()
             try:
-                for place, parked in self._parked:
-                    if not place.is_empty and place.tensor.is_meta:
-                        self._lend(place, parked, device or _home_of(parked))
+                for location, offloaded in self._offloaded:
+                    if not location.is_empty and location.tensor.is_meta:
+                        self._borrow(location, offloaded, device or _home_of(offloaded))
             except BaseException:
-                self._loans.end()
+                self._borrowed.end()
                 raise
 
-    def _lend(self, place: Place, parked: ParkedTensor, device: torch.device) -> None:
-        own, tied = place.tensor, list[dict[torch.device, Tensor]]()
+    def _borrow(self, location: TensorLocation, offloaded: OffloadedTensor, device: torch.device) -> None:
+        own, tied = location.tensor, list[dict[torch.device, Tensor]]()
 
         def make() -> Tensor:
-            value = self._value(place.name, parked)
+            value = self._value(location.name, offloaded)
             shared = None if self.tied_params_map is None else self.tied_params_map.get(value.data_ptr())
             if shared is not None and device in shared:
                 return shared[device].detach()
@@ -248,19 +249,19 @@ class AlignDevicesHook(ModelHook):
                 tied.append(shared)
             return data
 
-        tensor = stand_in(own, parked.lend(device, own.dtype, make).detach())
-        scales = self._int8_scales(place.name, tensor)
+        tensor = wrapped_like(own, offloaded.borrow(device, own.dtype, make).detach())
+        scales = self._int8_scales(location.name, tensor)
         if scales is not None:
             tensor.SCB = scales.to(device)  # type: ignore[attr-defined]
-        self._loans.put(place, tensor, partial(_taken_back, parked, device, own.dtype, tied))
+        self._borrowed.put(location, tensor, partial(_returned, offloaded, device, own.dtype, tied))
 
-    def _value(self, name: str, parked: ParkedTensor) -> Tensor:
+    def _value(self, name: str, offloaded: OffloadedTensor) -> Tensor:
         assert self.weights_map is not None
         value = self.weights_map[name]
-        if value.shape != parked.placeholder.shape:
+        if value.shape != offloaded.placeholder.shape:
             raise StateMismatchError(
                 f"weights_map has the shape {tuple(value.shape)} for {name!r}, but the module has "
-                f"{tuple(parked.placeholder.shape)}: these are the weights of another model"
+                f"{tuple(offloaded.placeholder.shape)}: these are the weights of another model"
             )
         return value
 
@@ -287,10 +288,13 @@ def align_inputs(
     return hook
 
 
-def _taken_back(
-    parked: ParkedTensor, device: torch.device, dtype: torch.dtype, tied: list[dict[torch.device, Tensor]]
+def _returned(
+    offloaded: OffloadedTensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    tied: list[dict[torch.device, Tensor]],
 ) -> None:
-    parked.take_back(device, dtype)
+    offloaded.give_back(device, dtype)
     for shared in tied:
         shared.pop(device, None)
 
@@ -321,26 +325,26 @@ def _all_on(values: Iterable[Any], device: torch.device) -> bool:
     return True
 
 
-def _place(place: Place, device: torch.device, tied: TiedParams | None) -> None:
-    tensor = place.tensor
+def _put_on(location: TensorLocation, device: torch.device, tied: TiedParams | None) -> None:
+    tensor = location.tensor
     if tensor.device == device:
         return
     if device.type == "meta":
-        place.put(park(tensor).placeholder)
+        location.put(OffloadedTensor.of(tensor).placeholder)
         return
     shared = None if tied is None else tied.get(tensor.data_ptr())
     if shared is None:
-        place.put(moved_to(tensor, device))
+        location.put(moved_to(tensor, device))
         return
     # Other modules need it on other devices, so it cannot itself be moved.
     if device not in shared:
-        shared[device] = stand_in(tensor, tensor.detach().to(device))
+        shared[device] = wrapped_like(tensor, tensor.detach().to(device))
     there = shared[device]
-    place.put(there if type(there) is type(tensor) else stand_in(tensor, there.detach()))
+    location.put(there if type(there) is type(tensor) else wrapped_like(tensor, there.detach()))
 
 
-def _home_of(parked: ParkedTensor) -> torch.device:
-    return torch.device("cpu") if parked.device.type == "meta" else parked.device
+def _home_of(offloaded: OffloadedTensor) -> torch.device:
+    return torch.device("cpu") if offloaded.device.type == "meta" else offloaded.device
 
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -349,20 +353,20 @@ def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     data = tensor.detach().to(device)
     if not torch._has_compatible_shallow_copy_type(tensor, data):
-        return stand_in(tensor, data)
+        return wrapped_like(tensor, data)
     tensor.data = data
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.detach().to(device)
     return tensor
 
 
-def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
+def _refuse_unreachable(module: nn.Module, locations: list[TensorLocation]) -> None:
     """Refuse to offload weights that are used where this hook cannot bring them in time.
 
     Hooks of PyTorch may compute another one from them before ``forward``; the compiled code of TorchScript calls its
     parts without their hooks, and holds its weights itself.
     """
-    owners = {place.name.rpartition(".")[0] for place in places}
+    owners = {location.name.rpartition(".")[0] for location in locations}
     for name, owner in module.named_modules():
         if name not in owners:
             continue
@@ -381,8 +385,8 @@ def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
             )
 
 
-def _refuse_meta(places: list[Place]) -> None:
-    names = [place.name for place in places if place.tensor.is_meta]
+def _refuse_meta(locations: list[TensorLocation]) -> None:
+    names = [location.name for location in locations if location.tensor.is_meta]
     if names:
         raise UninitializedTensorError(
             f"these tensors have no values (meta device): {listed(names)}. Load them before the hook is added, or "

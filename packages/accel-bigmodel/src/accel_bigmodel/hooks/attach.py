@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams, align_inputs
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_bigmodel.hooks.offloaded_tensors import places_in
+from accel_bigmodel.hooks.offloaded_tensors import tensor_locations
 from accel_bigmodel.offload_files import PrefixedDataset
 from accel_bigmodel.streaming.groups import never_called
 
@@ -29,7 +29,7 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Place a module and everything in it on a device, and let each submodule bring its inputs there.
+    """TensorLocation a module and everything in it on a device, and let each submodule bring its inputs there.
 
     Submodules that have a hook already, or nothing in their state dict, get none.
 
@@ -90,7 +90,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put hooks on a model whose blocks compute on different devices, or wait in different places.
+    """Put hooks on a model whose blocks compute on different devices, or wait in different locations.
 
     With mappings, each named block is placed, or offloaded, as its entry says, and the outermost module brings its
     output back to where its input was.
@@ -165,7 +165,7 @@ def _placing(
     offloaded: bool,
 ) -> Iterator[_Addition]:
     # Offloaded tensors of a module without a hook are brought by the module that it is a part of.
-    brought = offloaded and places_in(module, recurse=False)
+    brought = offloaded and tensor_locations(module, recurse=False)
     if hook_of(module) is None and _has_state(module) and not brought:
         yield module, AlignDevicesHook(device, **common), False
     whole = _offloads_whole if offloaded else _is_one_of
@@ -182,12 +182,12 @@ def _aligning(
     options: dict[str, Any],
     seen: set[nn.Module],
 ) -> Iterator[_Addition]:
-    if module in seen:  # it is at two places of the model
+    if module in seen:  # it is at two locations of the model
         return
     seen.add(module)
     whole = options["offload"] and _offloads_whole(module, preload_module_classes)
     prefix = f"{name}." if name else ""
-    if whole or places_in(module, recurse=False):
+    if whole or tensor_locations(module, recurse=False):
         mine = None if weights_map is None else PrefixedDataset(weights_map, prefix)
         yield module, AlignDevicesHook(weights_map=mine, place_submodules=whole, **options), True
     if not whole:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs
-from accel_bigmodel.hooks.offloaded_tensors import LENDING, Loans, Place, places_in, stand_in
+from accel_bigmodel.hooks.offloaded_tensors import (
+    BORROW_LOCK,
+    Borrowed,
+    TensorLocation,
+    tensor_locations,
+    wrapped_like,
+)
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -47,15 +53,15 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._before: list[tuple[Place, torch.dtype]] = []  # of all modules that it is on
-        self._loans = Loans()
+        self._before: list[tuple[TensorLocation, torch.dtype]] = []  # of all modules that it is on
+        self._borrowed = Borrowed()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Convert to the storage dtype; parameters stay the objects that they are."""
-        places = _floating(module)
-        self._before += [(place, place.tensor.dtype) for place in places]
-        for place in places:
-            self._convert(place, self.storage_dtype)
+        locations = _floating(module)
+        self._before += [(location, location.tensor.dtype) for location in locations]
+        for location in locations:
+            self._convert(location, self.storage_dtype)
         return module
 
     @outside_graphs
@@ -63,50 +69,54 @@ class LayerwiseCastingHook(ModelHook):
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put copies in the compute dtype in place of the stored tensors."""
-        with LENDING:
-            self._loans.begin()
+        with BORROW_LOCK:
+            self._borrowed.begin()
             try:
-                for place in _floating(module):
-                    stored = place.tensor
+                for location in _floating(module):
+                    stored = location.tensor
                     if stored.dtype != self.compute_dtype:
                         copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
-                        self._loans.put(place, stand_in(stored, copy))
+                        self._borrowed.put(location, wrapped_like(stored, copy))
             except BaseException:
-                self._loans.end()
+                self._borrowed.end()
                 raise
         return args, kwargs
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Let the copies go."""
-        self._loans.end()
+        self._borrowed.end()
         return output
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
         """Let the copies go."""
-        self._loans.end()
+        self._borrowed.end()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Convert to the dtypes from before."""
-        self._loans.end_all()
+        self._borrowed.end_all()
         tables = {id(table) for owner in module.modules() for table in (owner._parameters, owner._buffers)}
-        for place, dtype in self._before:
-            if id(place.table) in tables and not place.is_empty and place.tensor.dtype == self.storage_dtype:
-                self._convert(place, dtype)
+        for location, dtype in self._before:
+            if (
+                id(location.table) in tables
+                and not location.is_empty
+                and location.tensor.dtype == self.storage_dtype
+            ):
+                self._convert(location, dtype)
         self._before = [entry for entry in self._before if id(entry[0].table) not in tables]
         return module
 
-    def _convert(self, place: Place, dtype: torch.dtype) -> None:
-        tensor = place.tensor
+    def _convert(self, location: TensorLocation, dtype: torch.dtype) -> None:
+        tensor = location.tensor
         if tensor.dtype != dtype:
             grad, tensor.grad = tensor.grad, None
             tensor.data = tensor.detach().to(dtype, non_blocking=self.non_blocking)
             tensor.grad = None if grad is None else grad.to(dtype)
 
 
-def _floating(module: nn.Module) -> list[Place]:
-    return [place for place in places_in(module, True) if place.tensor.is_floating_point()]
+def _floating(module: nn.Module) -> list[TensorLocation]:
+    return [location for location in tensor_locations(module, True) if location.tensor.is_floating_point()]
 
 
 def attach_layerwise_casting_hooks(

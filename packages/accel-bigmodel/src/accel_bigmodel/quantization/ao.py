@@ -12,7 +12,7 @@ from torch import nn
 from accel_bigmodel.quantization.config import TorchAoQuantizationConfig
 from accel_bigmodel.quantization.engine import Pieces
 
-__all__ = ["QuantizationEngine", "TorchAoLinear"]
+__all__ = ["TorchAoEngine", "TorchAoLinear"]
 
 _PREFIX = "weight."
 _PACKED_OUTPUTS = 16  # that torch's kernel for the CPU packs together
@@ -54,7 +54,7 @@ def rebuilt(like: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return made
 
 
-class QuantizationEngine:
+class TorchAoEngine:
     """torchao, set up for one configuration."""
 
     def __init__(self, config: TorchAoQuantizationConfig) -> None:

@@ -15,7 +15,7 @@ from accel_bigmodel.quantization.config import BnbQuantizationConfig
 from accel_bigmodel.quantization.engine import Pieces
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["Linear4bit", "QuantizationEngine"]
+__all__ = ["BitsAndBytesEngine", "Linear4bit"]
 
 _BLOCK = 64  # weights that share a scale
 _NESTED_BLOCK = 256  # scales that share a scale
@@ -37,7 +37,7 @@ class Linear4bit(bnb.Linear4bit):  # type: ignore[misc] # bitsandbytes is not th
         super()._save_to_state_dict(*args, **kwargs)
 
 
-class QuantizationEngine:
+class BitsAndBytesEngine:
     """bitsandbytes, set up for one configuration."""
 
     def __init__(self, config: BnbQuantizationConfig) -> None:

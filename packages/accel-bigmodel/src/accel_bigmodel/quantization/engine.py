@@ -18,10 +18,10 @@ __all__ = ["Engine", "Pieces", "quantization_engine"]
 Pieces = Mapping[str, torch.Tensor]
 """Plain tensors that a quantised weight is saved as, by what stands behind ``<layer>.`` in their names."""
 
-# Engine → the one module that imports its package, with a class `QuantizationEngine`.
+# Package of an engine → the one module that imports it, and the class there.
 _ENGINES = {
-    "bitsandbytes": "accel_bigmodel.quantization.bnb",
-    "torchao": "accel_bigmodel.quantization.ao",
+    "bitsandbytes": ("accel_bigmodel.quantization.bnb", "BitsAndBytesEngine"),
+    "torchao": ("accel_bigmodel.quantization.ao", "TorchAoEngine"),
 }
 
 
@@ -68,13 +68,14 @@ def quantization_engine(config: QuantizationConfig) -> Engine:
         raise QuantizationError(
             f"{config!r} is no configuration; give a BnbQuantizationConfig or a TorchAoQuantizationConfig"
         )
+    module, name = _ENGINES[package]
     try:
-        home = importlib.import_module(_ENGINES[package])
+        home = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise MissingDependencyError(
             f"{config.format} weights need {package}: pip install 'accel-bigmodel[{package}]'"
         ) from error
-    engine: Engine = home.QuantizationEngine(config)
+    engine: Engine = getattr(home, name)(config)
     return engine

@@ -13,11 +13,16 @@ from accel_bigmodel.device_maps.budget import Sizes
 from accel_bigmodel.dispatch import dispatch_model, undispatch
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.quantization.config import QuantizationConfig
+from accel_bigmodel.quantization.device_map import (
+    Device,
+    PartDevices,
+    check_sizes,
+    get_quantized_model_device_map,
+)
 from accel_bigmodel.quantization.engine import Engine, quantization_engine
 from accel_bigmodel.quantization.packed import PackedWeights
-from accel_bigmodel.quantization.places import Device, Places, check_sizes, get_quantized_model_device_map
 from accel_bigmodel.quantization.selection import (
-    Layer,
+    SelectedLayer,
     is_named,
     kept_in_float32,
     select_layers,
@@ -94,7 +99,7 @@ def load_and_quantize_model(
     config = bnb_quantization_config
     layers = select_layers(model, config)
     warn_of_unknown(model, config)
-    places = Places(
+    places = PartDevices(
         get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     )
     check_sizes(layers, places, engine, config)
@@ -132,13 +137,13 @@ class _QuantizingPlacer(Placer):
         model: nn.Module,
         config: QuantizationConfig,
         engine: Engine,
-        layers: Sequence[Layer],
-        places: Places,
+        layers: Sequence[SelectedLayer],
+        places: PartDevices,
         has_folder: bool,
     ) -> None:
         super().__init__(dtype=config.dtype)
         self._has_folder = has_folder
-        self._model, self._config, self._engine, self._places = model, config, engine, places
+        self._model, self._config, self._engine, self._devices_of = model, config, engine, places
         self._keep = kept_in_float32(model, config)
         self._waiting = {id(layer.module.weight): layer for layer in layers}
         self._linear = {
@@ -157,7 +162,7 @@ class _QuantizingPlacer(Placer):
 
     def home(self, target: Target) -> torch.device:
         """As the device map says."""
-        return self._places.of(target.names[0])
+        return self._devices_of.of(target.names[0])
 
     def dtype(self, step: Step) -> torch.dtype:
         """As the configuration says."""
@@ -173,7 +178,7 @@ class _QuantizingPlacer(Placer):
         """
         assert self._packed is not None
         layers = {name: layer.module for layer in self._waiting.values() for name in layer.names}
-        self._packed.check(layers, self._engine, {name: self._places.of(name) for name in layers})
+        self._packed.check(layers, self._engine, {name: self._devices_of.of(name) for name in layers})
         self._refuse_homeless(
             step.target.names[0]
             for step in steps
@@ -196,7 +201,7 @@ class _QuantizingPlacer(Placer):
 
     def _waits_on_disk(self, name: str, tensor: torch.Tensor) -> bool:
         plain = isinstance(tensor, nn.Parameter) and id(tensor) not in self._waiting
-        return plain and tensor.numel() > 0 and self._places.is_on_disk(name)
+        return plain and tensor.numel() > 0 and self._devices_of.is_on_disk(name)
 
     def _refuse_homeless(self, names: Iterable[str]) -> None:
         """Of weights that are to wait on disk and are in no file as they are needed: `dispatch_model` comes last."""
@@ -236,7 +241,7 @@ class _QuantizingPlacer(Placer):
             _, layer = self._waiting.popitem()
             weight = layer.module.weight.detach()
             if weight.device.type != "meta":
-                home = self._places.of(layer.names[0])
+                home = self._devices_of.of(layer.names[0])
                 new = self._engine.quantize(layer.module, weight.to(self._config.dtype), home)
                 self._replace(layer, new)
         hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
@@ -245,10 +250,10 @@ class _QuantizingPlacer(Placer):
                 continue
             converts = tensor.dtype.is_floating_point and name not in hidden
             dtype = self._converted(name) if converts else tensor.dtype
-            tensor.data = tensor.data.to(self._places.of(name), dtype)
+            tensor.data = tensor.data.to(self._devices_of.of(name), dtype)
         trim_heap()
 
-    def _replace(self, layer: Layer, new: nn.Module) -> None:
+    def _replace(self, layer: SelectedLayer, new: nn.Module) -> None:
         for name in layer.names:
             self._model.set_submodule(name, new)
         self._quantized.update(id(parameter) for name, parameter in new.named_parameters() if name != "bias")

@@ -13,7 +13,7 @@ from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_ckpt.modules.ties import find_tied_parameters
 
 __all__ = [
-    "Layer",
+    "SelectedLayer",
     "get_keys_to_not_convert",
     "is_named",
     "kept_in_float32",
@@ -23,7 +23,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
+class SelectedLayer:
     """A layer that is to be quantised."""
 
     module: nn.Linear
@@ -66,7 +66,7 @@ def kept_in_float32(model: nn.Module, config: QuantizationConfig) -> list[str]:
     return sorted({name for names in listed for name in names})
 
 
-def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
+def select_layers(model: nn.Module, config: QuantizationConfig) -> list[SelectedLayer]:
     """The layers that are quantised: of the class ``nn.Linear`` itself, not skipped, with a weight of their own.
 
     A subclass may compute something else than the engine's layer that would replace it, or lend its weight to
@@ -86,7 +86,7 @@ def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), set()).add(module)
     layers = [
-        Layer(module, tuple(names))
+        SelectedLayer(module, tuple(names))
         for module, names in places.items()
         if len(users[id(module.weight)]) == 1 and not any(is_named(name, skipped) for name in names)
     ]
@@ -94,7 +94,7 @@ def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
     return layers
 
 
-def _check(model: nn.Module, layers: Collection[Layer], skipped: Collection[str]) -> None:
+def _check(model: nn.Module, layers: Collection[SelectedLayer], skipped: Collection[str]) -> None:
     if not layers:
         raise QuantizationError(
             f"{type(model).__name__} has no layer to quantise: only modules of the class nn.Linear are, inside of a "

@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.members import Item, Member
-from accel_bigmodel.streaming.slots import address_of
+from accel_bigmodel.streaming.slot_layout import address_of
+from accel_bigmodel.streaming.streamed_groups import Item, StreamedGroup
 
 __all__ = ["Saving"]
 
@@ -33,7 +33,7 @@ class Saving:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.slots: dict[int | None, Member] = {}  # active groups by the address of their slot
+        self.slots: dict[int | None, StreamedGroup] = {}  # active groups by the address of their slot
         self._device = device
         self._refusals: dict[int, Any] = {}
 
@@ -50,7 +50,7 @@ class Saving:
         number = member.layout.piece_at(begin)
         return _SavedWeight(member, number, tensor, self._device)
 
-    def refuse_gradients(self, member: Member) -> None:
+    def refuse_gradients(self, member: StreamedGroup) -> None:
         """Let the backward pass raise where it would give a streamed parameter a gradient."""
         for item in member.items:
             tensor = item.tensor
@@ -106,7 +106,7 @@ class _SavedByOthers:
 class _SavedWeight:
     """A view of a weight, by what it takes to make it again."""
 
-    def __init__(self, member: Member, number: int, view: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, member: StreamedGroup, number: int, view: torch.Tensor, device: torch.device) -> None:
         self._item: Item = member.items[number]
         self._tensor = self._item.tensor
         self._version = self._item.version()

@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import forwards_of
 
-if TYPE_CHECKING:
-    from accel_bigmodel.streaming.engine import Streamer
-
-__all__ = ["Gate", "gates_of"]
+__all__ = ["ForwardWrapper", "WeightStream", "wrappers_of"]
 
 
-class Gate:
+class WeightStream(Protocol):
+    """What a wrapper calls around a forward; :class:`~accel_bigmodel.streaming.streamer.Streamer` implements it."""
+
+    turn: threading.RLock
+    """Held during a forward, before ``lock``: models that share weights run one at a time."""
+    lock: threading.RLock
+    """Held during a forward of the model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights go."""
+
+    def is_running(self) -> bool:
+        """Whether this thread is in a forward of the model."""
+
+    def is_copied(self, memo: dict[int, Any]) -> bool:
+        """Whether ``copy.deepcopy``, whose memo this is, copies the whole model."""
+
+    def open(self, key: Hashable, order: Sequence[int], outermost: bool) -> None:
+        """A forward begins that may use these groups, by default in this order."""
+
+    def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
+        """It ended."""
+
+    def enter(self, group: int) -> None:
+        """A group's module needs its weights now."""
+
+    def leave(self, group: int) -> None:
+        """A group's module has run."""
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Surrounds a forward that autograd records."""
+
+    def owned(self, group: int, result: Any) -> Any:
+        """The result of a group's module, without views of device memory that is reused."""
+
+
+class ForwardWrapper:
     """Stands in for ``module.forward``.
 
     Not a pair of forward hooks: PyTorch calls none of these when a forward is interrupted from the keyboard, nor
@@ -33,16 +69,16 @@ class Gate:
     """
 
     def __init__(
-        self, streamer: Streamer, module: nn.Module, group: int | None, below: Sequence[int]
+        self, streamer: WeightStream, module: nn.Module, group: int | None, below: Sequence[int]
     ) -> None:
-        self._streamer: Streamer | None = streamer
+        self._streamer: WeightStream | None = streamer
         self._module = module
         self._group = group
         self.below = tuple(below)
         # A forward that somebody else put on the module is part of the chain; that of the class is found again.
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
         while (
-            isinstance(self._inner, Gate) and not self._inner.is_open()
+            isinstance(self._inner, ForwardWrapper) and not self._inner.is_active()
         ):  # left under a wrapper that went later
             self._inner = self._inner._inner
         self._bind()
@@ -56,7 +92,7 @@ class Gate:
         names = ("_streamer", "_module", "_group", "below", "_inner")
         return {name: self.__dict__[name] for name in names}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWrapper:
         new = memo[id(self)] = object.__new__(type(self))
         state = self.__getstate__()
         # Who copies a part of the model gets a plain part: an engine of its own would bring a copy of the whole model.
@@ -78,7 +114,7 @@ class Gate:
         with streamer.turn, streamer.lock:
             orderly = complete = False
             try:
-                streamer.open(self, outermost)
+                streamer.open(self, self.below, outermost)
                 if self._group is None:
                     result = self._forward(*args, **kwargs)
                 else:
@@ -92,7 +128,7 @@ class Gate:
                 streamer.close(outermost, orderly, complete)
 
     def _with_weights(
-        self, streamer: Streamer, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, streamer: WeightStream, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
             streamer.enter(group)
@@ -113,11 +149,11 @@ class Gate:
         """Where it brings them."""
         return None if self._streamer is None else self._streamer.device
 
-    def is_open(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it tells any engine."""
         return self._streamer is not None
 
-    def belongs_to(self, streamer: Streamer | None) -> bool:
+    def belongs_to(self, streamer: WeightStream | None) -> bool:
         """Whether it tells this engine."""
         return self._streamer is streamer
 
@@ -136,6 +172,6 @@ class Gate:
                 self._module.__dict__["forward"] = self._inner
 
 
-def gates_of(module: nn.Module) -> list[Gate]:
+def wrappers_of(module: nn.Module) -> list[ForwardWrapper]:
     """The gates at a module, also those under hooks and under other wrappers that name what they wrap."""
-    return [forward for forward in forwards_of(module) if isinstance(forward, Gate)]
+    return [forward for forward in forwards_of(module) if isinstance(forward, ForwardWrapper)]

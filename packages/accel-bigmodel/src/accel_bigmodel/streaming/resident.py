@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from accel_bigmodel.streaming.members import Member
-from accel_bigmodel.streaming.slots import Layout, Slot
-from accel_bigmodel.streaming.transfer import Transfer
+from accel_bigmodel.streaming.slot_layout import SlotLayout
+from accel_bigmodel.streaming.streamed_groups import StreamedGroup
+from accel_bigmodel.streaming.types import Slot, Transfer
 
 __all__ = ["Resident"]
 
@@ -21,12 +21,12 @@ class Resident:
         transfer: to the device.
     """
 
-    def __init__(self, member: Member, transfer: Transfer) -> None:
+    def __init__(self, member: StreamedGroup, transfer: Transfer) -> None:
         self._tensors = [item.tensor for item in member.items]
         self.nbytes = member.layout.nbytes
         self._hosts = [tensor.data for tensor in self._tensors]
         # Each in memory of its own, for who saves one saves its storage.
-        layouts = [Layout([host]) for host in self._hosts]
+        layouts = [SlotLayout([host]) for host in self._hosts]
         self._slots = [
             Slot(transfer.allocate(layout.pieces[0].nbytes), transfer.mark(None)) for layout in layouts
         ]

@@ -6,80 +6,21 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from accel_bigmodel.streaming.host_blocks import HostBlocks, Run
-from accel_bigmodel.streaming.slots import Layout, Slot
+from accel_bigmodel.streaming.slot_layout import SlotLayout
+from accel_bigmodel.streaming.types import Pending, Slot, Sources
 
-__all__ = ["AcceleratorTransfer", "HostTransfer", "Pending", "Transfer"]
+__all__ = ["AcceleratorTransfer", "HostTransfer"]
 
 # Buffers through which weights pass that are not pinned: one is filled while the other is sent.
 _STAGING_SLOTS = 2
-
-Sources = Sequence["torch.Tensor | None"]
-
-
-class Pending(Protocol):
-    """A copy that was asked for."""
-
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-
-    def wait(self) -> None:
-        """Let what this thread computes from now on see the copied values; raise what the copy failed with."""
-
-    def settle(self) -> None:
-        """As ``wait``, but whether the copy failed does not matter any more."""
-
-    def cancel(self) -> None:
-        """Leave the copy out if it has not begun; nobody needs it."""
-
-
-class Transfer(Protocol):
-    """Memory of a device, and one queue of copies to it.
-
-    Copies run one after the other, in the order in which they were asked for, beside the computation.
-    ``copy.deepcopy`` makes an independent one for the same device.
-    """
-
-    device: torch.device
-
-    host_blocks: HostBlocks
-    """Where sources may lie, that came from ``host_block``: these are copied without being packed."""
-
-    def host_block(self, nbytes: int) -> memoryview:
-        """New host memory from which the device copies fastest.
-
-        Raises:
-            RuntimeError: there is none; copies from other memory work.
-        """
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """New memory on the device, as 1-D uint8."""
-
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
-        """Ask for a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
-
-        Args:
-            name: of the group.
-            sources: tensors in host memory, in the order of the layout; ``None`` is left out.
-            layout: where they go in the slot.
-            slot: the target.
-        """
-
-    def mark(self, previous: Any) -> Any:
-        """The point that the computation has been asked to reach so far; ``previous`` is one to use again."""
-
-    def seconds(self) -> float:
-        """Seconds that finished copies took."""
-
-    def close(self) -> None:
-        """Wait for what was asked for, and free threads and buffers. A later copy takes them again."""
 
 
 class HostTransfer:
@@ -109,12 +50,14 @@ class HostTransfer:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
         """Ask the thread for a copy; see ``Transfer``."""
         runs = self.host_blocks.runs(sources, layout)
         return _HostCopy(self._thread.submit(self._copy, name, sources, runs, layout, slot))
 
-    def _copy(self, name: str, sources: Sources, runs: list[Run] | None, layout: Layout, slot: Slot) -> None:
+    def _copy(
+        self, name: str, sources: Sources, runs: list[Run] | None, layout: SlotLayout, slot: Slot
+    ) -> None:
         begin = time.perf_counter()
         if self._before_copy is not None:
             self._before_copy(name)
@@ -297,7 +240,7 @@ class AcceleratorTransfer:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
         """Ask for a copy; see ``Transfer``. Packing, which may have to read files, is the thread's work."""
         if self._stream is None:
             self._stream = self._new_stream()
@@ -316,7 +259,7 @@ class AcceleratorTransfer:
         self,
         sources: Sources,
         runs: list[Run] | None,
-        layout: Layout,
+        layout: SlotLayout,
         slot: Slot,
         targets: list[torch.Tensor],
         done: Any,
@@ -343,7 +286,7 @@ class AcceleratorTransfer:
         while self._timed and self._timed[0][1].query():
             self._seconds += _seconds_between(*self._timed.popleft())
 
-    def _pack(self, sources: Sources, layout: Layout) -> _Staging:
+    def _pack(self, sources: Sources, layout: SlotLayout) -> _Staging:
         """Put a group's tensors into the pinned buffer that was used before the other."""
         if len(self._staging) < _STAGING_SLOTS:
             self._staging.append(_Staging())

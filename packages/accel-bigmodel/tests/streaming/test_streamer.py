@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
 from accel_bigmodel import DeviceMapError, OffloadError
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, Tied, same, x
 

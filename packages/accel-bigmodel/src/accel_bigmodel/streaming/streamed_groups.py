@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.slots import Layout, Slot, address_of
+from accel_bigmodel.streaming.groups import Group
+from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of
+from accel_bigmodel.streaming.types import Pending, Slot
 from accel_ckpt.modules.ties import parent_and_leaf
 
-if TYPE_CHECKING:
-    from accel_bigmodel.streaming.groups import Group
-    from accel_bigmodel.streaming.transfer import Pending
-
-__all__ = ["Item", "Load", "Member", "TiedUses"]
+__all__ = ["Item", "Load", "StreamedGroup", "TiedUses"]
 
 
 class Item:
@@ -60,7 +57,7 @@ class Load:
 
     __slots__ = ("hosts", "nbytes", "partial", "pending", "slot", "versions", "views")
 
-    def __init__(self, member: Member, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, member: StreamedGroup, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
         assert slot.last_copy is not None
         self.slot = slot
         self.pending: Pending = slot.last_copy
@@ -72,7 +69,7 @@ class Load:
         self.nbytes = sum(source.nbytes for source in sources if source is not None)
 
 
-class Member:
+class StreamedGroup:
     """A group that is streamed.
 
     Args:
@@ -101,7 +98,7 @@ class Member:
                     f"{item.name!r} is a {type(tensor.data).__name__}, so it cannot be streamed; "
                     "place its module on the device"
                 )
-        self.layout = Layout([item.tensor for item in self.items])
+        self.layout = SlotLayout([item.tensor for item in self.items])
 
     def check_values(self) -> None:
         """Refuse tensors that have none.
@@ -124,7 +121,7 @@ class Member:
     def leave_out(self, elsewhere: Set[int]) -> bool:
         """Forget the tensors of these identities; false if there is nothing left to stream."""
         self.items = [item for item in self.items if id(item.tensor) not in elsewhere]
-        self.layout = Layout([item.tensor for item in self.items])
+        self.layout = SlotLayout([item.tensor for item in self.items])
         return bool(self.items)
 
     def describe(self, sources: Sequence[torch.Tensor | None]) -> None:
@@ -134,7 +131,7 @@ class Member:
             for item, source in zip(self.items, sources, strict=True)
         ]
         if not self.layout.describes(tensors):
-            self.layout = Layout(tensors)
+            self.layout = SlotLayout(tensors)
 
     def changed(self, load: Load, tied: TiedUses) -> bool:
         """Whether a tensor was changed since its copy was asked for."""
@@ -187,7 +184,7 @@ class TiedUses:
         members: the streamed groups.
     """
 
-    def __init__(self, members: Iterable[Member] = ()) -> None:
+    def __init__(self, members: Iterable[StreamedGroup] = ()) -> None:
         self._members = list(members)
         self._users: Counter[int] = Counter()
         self._hosts: dict[int, torch.Tensor] = {}
@@ -206,7 +203,7 @@ class TiedUses:
             return self._hosts[id(item.tensor)]
         return item.tensor.data
 
-    def hosts(self, member: Member) -> list[torch.Tensor] | None:
+    def hosts(self, member: StreamedGroup) -> list[torch.Tensor] | None:
         """The tensors of a group in host memory, as its modules have them now; ``None`` if one has no tensor."""
         for item in member.items:
             tensor = item.table.get(item.leaf)
@@ -217,7 +214,7 @@ class TiedUses:
                 self._count()
         return [self.host(item) for item in member.items]
 
-    def sources_now(self, member: Member) -> list[torch.Tensor | None]:
+    def sources_now(self, member: StreamedGroup) -> list[torch.Tensor | None]:
         """The tensors that have to be copied for a group which is needed at once.
 
         Raises:

@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,16 +16,17 @@ from torch import nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import computes_weight_early, outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
-from accel_bigmodel.streaming.forward_wrappers import Gate, gates_of
+from accel_bigmodel.streaming.block_packing import pack_into_blocks
+from accel_bigmodel.streaming.forward_wrappers import ForwardWrapper, wrappers_of
 from accel_bigmodel.streaming.groups import Group
-from accel_bigmodel.streaming.host_blocks import gather
-from accel_bigmodel.streaming.members import Load, Member, TiedUses
 from accel_bigmodel.streaming.residency import choose_resident, window_bytes
 from accel_bigmodel.streaming.resident import Resident
 from accel_bigmodel.streaming.schedule import Schedule
-from accel_bigmodel.streaming.slots import SlotPool, address_of
+from accel_bigmodel.streaming.slot_layout import address_of
+from accel_bigmodel.streaming.slots import SlotPool
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_bigmodel.streaming.transfer import Transfer
+from accel_bigmodel.streaming.streamed_groups import Load, StreamedGroup, TiedUses
+from accel_bigmodel.streaming.types import Transfer
 
 __all__ = ["Streamer"]
 
@@ -99,17 +100,17 @@ class Streamer:
         )
         self.turn = threading.RLock()  # taken before the lock; other engines may wait for the same
         self.lock = threading.RLock()
-        self._gates: list[Gate] = []
+        self._wrappers: list[ForwardWrapper] = []
         self._ready = False
         self._interrupted = False
         self._schedule = Schedule()
-        self._members: dict[int, Member] = {}
-        self._loaded: dict[int, Member] = {}  # those with a load, the first asked for first
+        self._members: dict[int, StreamedGroup] = {}
+        self._loaded: dict[int, StreamedGroup] = {}  # those with a load, the first asked for first
         self._tied = TiedUses()
         self._resident: list[Resident] = []
         self._pool = SlotPool(self._transfer, 0)
         self._saving = Saving(self._transfer.device)
-        self._moved = self._hits = self._misses = self._gathered = 0
+        self._moved = self._hits = self._misses = self._packed = 0
         self._waited = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -143,7 +144,7 @@ class Streamer:
             with self.turn, self.lock:
                 self._prepare()
                 for module, group, below in self._places():
-                    self._gates.append(Gate(self, module, group, below))
+                    self._wrappers.append(ForwardWrapper(self, module, group, below))
                 _attached.add(self)
         except BaseException:
             self.detach()  # when the lock is free: who holds it is in a forward
@@ -179,7 +180,10 @@ class Streamer:
                         f"{group.name!r} was compiled by torch.jit, which runs its parts without telling anybody, so "
                         "its weights cannot be streamed; place it on the device, or offload what it was compiled from"
                     )
-                if any(gate.is_open() and not gate.belongs_to(replacing) for gate in gates_of(module)):
+                if any(
+                    wrapper.is_active() and not wrapper.belongs_to(replacing)
+                    for wrapper in wrappers_of(module)
+                ):
                     raise OffloadError(
                         f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
                     )
@@ -192,9 +196,9 @@ class Streamer:
             _attached.discard(self)
             if self._interrupted:
                 self._recover()
-            for gate in reversed(self._gates or self._copied_gates()):
-                gate.remove()
-            self._gates = []
+            for wrapper in reversed(self._wrappers or self._copied_wrappers()):
+                wrapper.remove()
+            self._wrappers = []
             self._let_residents_go()
             self._saving.forget()
             self._schedule = Schedule()
@@ -206,10 +210,10 @@ class Streamer:
         """The tensors in host memory behind those that stay on the device, by the identity of the latter."""
         return {key: host for resident in self._resident for key, host in resident.homes()}
 
-    def _copied_gates(self) -> list[Gate]:
+    def _copied_wrappers(self) -> list[ForwardWrapper]:
         """Those that came with a copied model."""
-        gates = [gate for module in self._model.modules() for gate in gates_of(module)]
-        return [gate for gate in gates if gate.belongs_to(self)]
+        wrappers = [wrapper for module in self._model.modules() for wrapper in wrappers_of(module)]
+        return [wrapper for wrapper in wrappers if wrapper.belongs_to(self)]
 
     def is_copied(self, memo: dict[int, Any]) -> bool:
         """Whether ``copy.deepcopy`` is at work on the whole model; ``memo`` is its memory."""
@@ -240,7 +244,7 @@ class Streamer:
                     here.update(id(item.tensor) for item in member.items)
             moving = [member for member in members if member.index not in stay and member.leave_out(here)]
             waiting = [member for member in moving if member.name in self._in_memory]
-            self._gathered = gather(self._model, waiting, self._transfer) if waiting else 0
+            self._packed = pack_into_blocks(self._model, waiting, self._transfer) if waiting else 0
         except BaseException:
             self._let_residents_go()
             raise
@@ -251,10 +255,10 @@ class Streamer:
         self._pool = SlotPool(self._transfer, window if self._budget is None else self._budget - used, used)
         self._ready = True
 
-    def _new_members(self) -> list[Member]:
-        return [Member(self._model, number, group) for number, group in enumerate(self._groups)]
+    def _new_members(self) -> list[StreamedGroup]:
+        return [StreamedGroup(self._model, number, group) for number, group in enumerate(self._groups)]
 
-    def _choose(self, members: Sequence[Member]) -> set[int]:
+    def _choose(self, members: Sequence[StreamedGroup]) -> set[int]:
         sizes = [member.layout.nbytes for member in members]
         names = [member.name for member in members]
         return choose_resident(names, sizes, self._around() | self._early(), self._budget, self._prefetch)
@@ -290,7 +294,7 @@ class Streamer:
 
     @outside_graphs
     @_outside_transforms
-    def open(self, gate: Gate, outermost: bool) -> None:
+    def open(self, key: Hashable, order: Sequence[int], outermost: bool) -> None:
         """A module that is a group's or contains groups begins its forward."""
         if not outermost:
             return
@@ -299,8 +303,8 @@ class Streamer:
         self._interrupted = True  # until the contrary is known
         if not self._ready:
             self._prepare()
-        self._schedule.assume(gate, gate.below)
-        self._schedule.begin(gate)
+        self._schedule.assume(key, order)
+        self._schedule.begin(key)
         self._ahead()
 
     @outside_graphs
@@ -406,7 +410,7 @@ class Streamer:
                 if sources is None or not self._load(member, sources):
                     return
 
-    def _load_now(self, member: Member) -> Load:
+    def _load_now(self, member: StreamedGroup) -> Load:
         """Ask for a group that is needed; groups that were moved ahead make room, the latest first."""
         expected = self._schedule.upcoming(self._prefetch)
         for other in [other for other in self._loaded.values() if not other.active]:
@@ -427,7 +431,7 @@ class Streamer:
         return load
 
     def _load(
-        self, member: Member, sources: Sequence[torch.Tensor | None], *, must: bool = False
+        self, member: StreamedGroup, sources: Sequence[torch.Tensor | None], *, must: bool = False
     ) -> Load | None:
         """Ask for the copy of a group to a slot; ``None`` if there is no room.
 
@@ -451,7 +455,7 @@ class Streamer:
         self._moved += load.nbytes
         return load
 
-    def _wait(self, member: Member, load: Load) -> None:
+    def _wait(self, member: StreamedGroup, load: Load) -> None:
         begin = None if load.pending.ready() else time.perf_counter()
         try:
             load.pending.wait()
@@ -466,7 +470,7 @@ class Streamer:
         if begin is not None:
             self._waited += time.perf_counter() - begin
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: StreamedGroup) -> None:
         load = self._loaded.pop(member.index).load
         assert load is not None
         member.load = None
@@ -484,7 +488,7 @@ class Streamer:
             slot_bytes=self._pool.nbytes,
             resident_bytes=sum(resident.nbytes for resident in self._resident),
             peak_bytes=self._pool.peak,
-            page_locked_bytes=self._gathered,
+            page_locked_bytes=self._packed,
         )
 
 

@@ -13,18 +13,18 @@ from accel_bigmodel.device_maps.infer import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine
-from accel_bigmodel.quantization.selection import Layer, is_named, kept_in_float32, select_layers
+from accel_bigmodel.quantization.selection import SelectedLayer, is_named, kept_in_float32, select_layers
 from accel_bigmodel.quantization.support import OFFLOADED, check_support
 from accel_state.host.devices import default_device
 
-__all__ = ["Device", "Places", "check_sizes", "get_quantized_model_device_map"]
+__all__ = ["Device", "PartDevices", "check_sizes", "get_quantized_model_device_map"]
 
 Device = int | str | torch.device
 
 CPU = torch.device("cpu")
 
 
-class Places:
+class PartDevices:
     """A device map, ready to be asked about single names.
 
     Args:
@@ -102,7 +102,7 @@ def get_quantized_model_device_map(
         default = device.type if device.index is None else device.index
         found = {"": default if device_map is None else device_map}
     check_device_map(model, found, strict=True)
-    places = Places(found)
+    places = PartDevices(found)
     for layer in layers:
         for name in layer.names:
             try:
@@ -115,7 +115,7 @@ def get_quantized_model_device_map(
 def _inferred(
     model: nn.Module,
     config: QuantizationConfig,
-    layers: Sequence[Layer],
+    layers: Sequence[SelectedLayer],
     mode: str,
     max_memory: Sizes | None,
     no_split_module_classes: str | Iterable[str] | None,
@@ -132,7 +132,9 @@ def _inferred(
     return dict(resolve_device_map(model, mode, budgets, no_split_module_classes, config.stored_as, special))
 
 
-def check_sizes(layers: Iterable[Layer], places: Places, engine: Engine, config: QuantizationConfig) -> None:
+def check_sizes(
+    layers: Iterable[SelectedLayer], places: PartDevices, engine: Engine, config: QuantizationConfig
+) -> None:
     """Refuse layers that the engine cannot quantise where they go.
 
     Raises:
