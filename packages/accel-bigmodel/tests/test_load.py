@@ -177,6 +177,17 @@ def test_a_missing_offload_folder_names_the_tensors(tmp_path, saved):
     assert is_untouched(again)
 
 
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+@pytest.mark.parametrize("folder", [3, b"folder", ["folder"]])
+def test_an_offload_folder_that_is_no_path(saved, load, folder):
+    model = empty()
+    with pytest.raises(
+        OffloadError, match=rf"offload_folder is {re.escape(repr(folder))}; give the path of a folder"
+    ):
+        load(model, saved[1], {"": "cpu"}, offload_folder=folder)
+    assert is_untouched(model)
+
+
 def test_an_offload_folder_that_is_a_file(tmp_path, saved):
     _, path = saved
     (tmp_path / "x").write_text("mine")

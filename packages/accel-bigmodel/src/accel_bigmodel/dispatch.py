@@ -15,7 +15,6 @@ from accel_bigmodel.device_maps.budget import available_host_memory
 from accel_bigmodel.device_maps.checks import (
     check_all_have_values,
     check_device_map,
-    check_exists,
     execution_device,
 )
 from accel_bigmodel.device_maps.device_usage import device_of, main_device_of
@@ -30,7 +29,7 @@ from accel_bigmodel.hooks.base import (
     hook_of,
     take_hook_off,
 )
-from accel_bigmodel.offload_cache import OffloadCache
+from accel_bigmodel.offload_cache import OffloadCache, check_folder
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
 from accel_bigmodel.paging.pager import Pager
 from accel_bigmodel.streaming.groups import Group, plan_groups
@@ -40,6 +39,7 @@ from accel_bigmodel.streaming.transfer import AcceleratorTransfer
 from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (
     check_is_module,
@@ -136,24 +136,28 @@ def dispatch_model(
         ValueError: ``device_memory`` or ``host_memory`` is no size.
     """
     device_budget, host_budget = memory_sizes(device_memory, host_memory)
+    check_folder(offload_dir, "offload_dir")
     check_device_map(model, device_map, strict=True)
     check_all_have_values(device_map)
     places = {name: _device(place) for name, place in device_map.items()}
-    main = torch.device(main_device_of(places)) if main_device is None else _computing_device(main_device)
-    check_exists(main, "main_device is")
+    main = (
+        torch.device(main_device_of(places))
+        if main_device is None
+        else _computing_device(main_device, "main_device")
+    )
     if transfer is not None and execution_device(transfer.device) != execution_device(main):
         raise DeviceMapError(
             f"the transfer brings weights to {str(transfer.device)!r}, but the main device is {str(main)!r}; "
             "make the transfer for that device"
         )
 
-    def make_plan() -> _Plan:
+    def make_plan() -> tuple[_Plan, Streamer | None]:
         streams = transfer is not None or main != CPU
-        return _Plan(model, places, main, streams, buffers=offload_buffers)
+        plan = _Plan(model, places, main, streams, buffers=offload_buffers)
+        return plan, _streamer(plan, preload_module_classes, device_budget, transfer)
 
-    plan = make_plan()
+    plan, streamer = make_plan()
     values = _values(plan, state_dict, offload_dir, offload_index)
-    streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
     attached = _dispatch_of(model)
     before = attached.mover if attached is not None and isinstance(attached.mover, Streamer) else None
     if streamer is not None:
@@ -163,8 +167,9 @@ def dispatch_model(
     undispatch(model)
     if values:
         _fill(model, values)
-        plan = make_plan()  # for the tensors in the place of those without values
-        streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
+        plan, streamer = (
+            make_plan()
+        )  # again, because filling puts new tensors in place of those on the meta device
     if offload_dir is not None:
         _keep_on_disk(plan, offload_dir)
     mover = streamer or _pager(plan, preload_module_classes, host_budget)
@@ -303,19 +308,20 @@ def _device(place: Device) -> torch.device | str:
     return "disk" if place == "disk" else execution_device(place) or CPU
 
 
-def _computing_device(device: Device) -> torch.device:
-    found = _device(device)
-    if not isinstance(found, torch.device):
+def _computing_device(device: Device, argument: str) -> torch.device:
+    """A device that a user chose to compute on, which exists."""
+    if str(device) in ("disk", "meta"):
         raise DeviceMapError(
-            f"{device!r} cannot compute; give the index of an accelerator, or a device such as 'cpu'"
+            f"{argument} is {device!r}, which cannot compute; give the index of an accelerator, or a device such as "
+            "'cpu'"
         )
-    return found
+    return execution_device(existing_device(device, f"{argument} is", error=DeviceMapError)) or CPU
 
 
 def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
     check_is_module(model)
     if wanted is not None:
-        return _computing_device(wanted)
+        return _computing_device(wanted, "execution_device")
     first = next(model.parameters(), None)
     return CPU if first is None or first.device.type == "meta" else first.device
 

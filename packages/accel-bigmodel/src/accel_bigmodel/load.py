@@ -15,7 +15,7 @@ from accel_bigmodel.device_maps.checks import check_all_have_values, check_devic
 from accel_bigmodel.device_maps.infer import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
-from accel_bigmodel.offload_cache import CacheFile, OffloadCache
+from accel_bigmodel.offload_cache import CacheFile, OffloadCache, check_folder
 from accel_ckpt.coordination import do_together
 from accel_ckpt.loading.load_model import (
     LoadReport,
@@ -225,6 +225,7 @@ def _load(
     """What both functions do; they are the only ones to call it, which warnings rely on."""
 
     def make_placer() -> Placer:
+        check_folder(offload_folder, "offload_folder")
         if device_map is None:
             return Placer(None, dtype, keep_in_fp32)
         cache = None if offload_folder is None else OffloadCache(offload_folder)

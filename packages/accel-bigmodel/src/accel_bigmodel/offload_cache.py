@@ -21,13 +21,28 @@ from accel_ckpt.format.reader import MappedShard
 from accel_ckpt.saving.writer import about_tensors, lay_out, plain_on
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["CacheFile", "OffloadCache"]
+__all__ = ["CacheFile", "OffloadCache", "check_folder"]
 
 # A new layout of the files gets a new number, and old files are written anew.
 _FORMAT = "1"
 
 _PART = re.compile(r"\.offload-[0-9a-f]{32}\.safetensors\.part-[0-9a-f]{12}")
 _DEAD = 600  # seconds without a write
+
+
+def check_folder(folder: object, argument: str) -> None:
+    """Refuse what is not a path of a folder; None is allowed.
+
+    Args:
+        folder: as a user gave it.
+        argument: the name of the argument, for the message.
+
+    Raises:
+        OffloadError: it is neither text nor a path.
+    """
+    if not isinstance(folder, str | os.PathLike | None):
+        raise OffloadError(f"{argument} is {folder!r}; give the path of a folder, as text or a Path")
+
 
 About = Mapping[str, tuple[Sequence[int], torch.dtype]]
 

@@ -300,6 +300,8 @@ def test_a_missing_offload_folder_is_noticed_before_anything_is_quantised(engine
     device_map = {"embed": "disk", "lm_head": "disk", "": "cpu"}
     save_model(trained, tmp_path / "m", safe_serialization=safe is True)
     model, folder = (trained, None) if safe is None else (meta_model(), tmp_path / "m")
+    with pytest.raises(OffloadError, match="offload_folder is 3; give the path of a folder"):
+        load_and_quantize_model(model, config, folder, device_map, offload_folder=3)
     with pytest.raises(OffloadError, match=r"embed\.weight should wait on disk.*pass offload_folder"):
         load_and_quantize_model(model, config, folder, device_map)
     assert engine.seen == []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, memory_budgets
 from accel_bigmodel.device_maps.model_outline import class_names, get_module_leaves
 from accel_ckpt.modules.sizes import DType, compute_module_sizes
 
@@ -27,7 +27,7 @@ def get_balanced_memory(
     low_zero: bool = False,
     *,
     reserve: Size | Sizes | None = None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     """Budgets for ``infer_auto_device_map`` that spread the model evenly over the accelerators.
 
     Each but the last gets its share of the model and 1.25 times the larger of an unsplittable block and the mean
@@ -46,7 +46,7 @@ def get_balanced_memory(
     Raises:
         DeviceMapError: from ``get_max_memory``.
     """
-    budgets = get_max_memory(max_memory, reserve=reserve)
+    budgets = memory_budgets(max_memory, reserve=reserve)
     counted = [device for device in budgets if device not in HOST_PLACES and budgets[device] > 0]
     if not counted:
         return budgets

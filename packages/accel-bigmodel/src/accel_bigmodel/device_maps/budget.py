@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ __all__ = ["available_host_memory", "get_max_memory"]
 
 DeviceKey = int | str
 """A place for weights: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
-Size = int | str
-"""Bytes, or text such as ``"5GB"``."""
+Size = float | str
+"""Bytes, ``math.inf`` for no limit, or text such as ``"5GB"``."""
 Sizes = Mapping[Any, Size]
 """Sizes by ``DeviceKey``, which is not said: to a type checker ``{"cpu": "5GB"}`` has keys of another type."""
 
@@ -31,13 +31,16 @@ def get_max_memory(
     max_memory: Sizes | None = None,
     *,
     reserve: Size | Sizes | None = None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     """Bytes for weights on each device, accelerators first, then ``"mps"``, ``"cpu"`` and ``"disk"``.
 
+    Sizes given as text become bytes in the caller's ``max_memory`` too, because clients read them there afterwards
+    (``from_pretrained`` of transformers compares them with what this returns).
+
     Args:
-        max_memory: bytes or sizes such as ``"5GB"`` by device; it is not changed. By default the free memory of
-            every accelerator, and of the host what ``available_host_memory`` says, unless accelerator and host
-            share one memory.
+        max_memory: bytes, ``math.inf`` for no limit, or sizes such as ``"5GB"``, by device. By default the free memory
+            of every accelerator, and for the host ``available_host_memory()``, unless accelerator and host share one
+            memory.
         reserve: bytes to leave free, for activations and the KV cache: of every accelerator with a budget (of the
             host, if there is none), or by device.
 
@@ -45,6 +48,23 @@ def get_max_memory(
         DeviceMapError: a key is no device, a size cannot be read or is negative, or a reserve is larger than what
             there is.
     """
+    budgets = memory_budgets(max_memory, reserve=reserve)
+    if isinstance(max_memory, MutableMapping):
+        sizes: MutableMapping[Any, Size] = max_memory
+        sizes.update(
+            {
+                device: size
+                for device, size in _in_order(max_memory).items()
+                if isinstance(max_memory[device], str)
+            }
+        )
+    return budgets
+
+
+def memory_budgets(
+    max_memory: Sizes | None = None, *, reserve: Size | Sizes | None = None
+) -> dict[DeviceKey, float]:
+    """The budgets of ``get_max_memory``; the caller's ``max_memory`` stays as it is."""
     budgets = _free_memory() if max_memory is None else _in_order(max_memory)
     reserves = _reserves(reserve, budgets)
     for device, kept in reserves.items():
@@ -57,7 +77,7 @@ def get_max_memory(
     return budgets
 
 
-def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
+def _in_order(max_memory: Sizes) -> dict[DeviceKey, float]:
     if not isinstance(max_memory, Mapping):
         raise DeviceMapError(
             f"max_memory is {max_memory!r}; give bytes or sizes by device, as {{0: '10GB', 'cpu': '30GB'}}"
@@ -78,10 +98,23 @@ def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
             count,
         )
     order: list[DeviceKey] = [*indices, *(place for place in _PLACES if place in max_memory)]
-    return {device: _bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
+    return {device: size_in_bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
 
 
-def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, int]:
+def size_in_bytes(size: Size, subject: str) -> float:
+    """Bytes of a budget; infinity is no limit.
+
+    Args:
+        size: as a user gave it.
+        subject: how the error begins.
+
+    Raises:
+        DeviceMapError: it is not a size.
+    """
+    return math.inf if size == math.inf else _bytes(size, subject)
+
+
+def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, float]) -> dict[DeviceKey, int]:
     if reserve is None:
         return {}
     if not isinstance(reserve, Mapping):
@@ -97,7 +130,7 @@ def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, int]) ->
     return {device: _bytes(size, f"reserve[{device!r}]") for device, size in reserve.items()}
 
 
-def _bytes(size: Size | float, what: str) -> int:
+def _bytes(size: Size, what: str) -> int:
     # Factors such as 0.9 * free make floats, and sizes from arrays are NumPy's.
     given: Any = size
     if isinstance(given, Real) and math.isfinite(given):
@@ -113,8 +146,8 @@ def _accelerators() -> int:
     return 0 if kind in ("cpu", "mps") else device_count(kind)
 
 
-def _free_memory() -> dict[DeviceKey, int]:
-    budgets: dict[DeviceKey, int] = {}
+def _free_memory() -> dict[DeviceKey, float]:
+    budgets: dict[DeviceKey, float] = {}
     shared = False
     kind = default_device().type
     for index in range(_accelerators()):

@@ -13,10 +13,10 @@ from torch import nn
 from accel_bigmodel.device_maps.budget import HOST_PLACES
 from accel_bigmodel.device_maps.device_usage import device_of, entry_of, main_device_of
 from accel_bigmodel.errors import DeviceMapError
+from accel_ckpt.modules.devices import existing_device, parse_device
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
-from accel_state.host.devices import default_device, device_count
 
 __all__ = [
     "check_all_have_values",
@@ -102,49 +102,33 @@ def check_tied_parameters_on_same_device(
 
 
 def execution_device(device: AnyDevice) -> torch.device | None:
-    """The device that an entry of a map means; None for ``"cpu"`` and ``"disk"``, which only say where weights wait.
+    """The device that an entry of a map computes on; None for ``"cpu"`` and ``"disk"``, which only hold weights.
 
     Raises:
-        DeviceMapError: it is no device.
+        DeviceMapError: it is not a device.
     """
     if device in HOST_PLACES:
         return None
-    kind = default_device().type
-    try:
-        if isinstance(device, int):
-            return torch.device("cuda" if kind == "cpu" else kind, device)
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise DeviceMapError(
-            f"{device!r} is no device; give the index of an accelerator, 'cpu', 'disk', or a device such as 'cuda:1'"
-        ) from None
+    found = parse_device(device, error=DeviceMapError)
     if found.type == "cpu":
         return None
-    # PyTorch's stubs say that there always is an index.
+    # PyTorch's stubs declare that there always is an index.
     index: int | None = found.index
     return torch.device(found.type, 0) if index is None and found.type != "meta" else found
 
 
-def check_exists(device: AnyDevice, said: str) -> None:
+def check_exists(device: AnyDevice, subject: str) -> None:
     """Refuse a device that this machine does not have.
 
     Args:
         device: as in a device map.
-        said: the beginning of the message: what somebody said of it.
+        subject: how the message begins, before the device.
 
     Raises:
         DeviceMapError: it is not there.
     """
-    found = execution_device(device)
-    if found is None or found.type == "meta":
-        return
-    count = device_count(found.type)
-    if found.index >= count:
-        here = f"only {count} of that kind here" if count else f"no {found.type} device here"
-        raise DeviceMapError(
-            f"{said} {device!r}, but there is {here}; use 'cpu' or 'disk', or a device that "
-            "torch.accelerator finds"
-        )
+    if device not in HOST_PLACES:
+        existing_device(device, subject, error=DeviceMapError)
 
 
 def _has(model: nn.Module, name: object) -> bool:

@@ -134,7 +134,7 @@ def _why(
     full = [text for other in passed if (text := rooms.full(other, size))]
     if not full:
         return "fits"
-    whole = _class_kept_whole(outline, name)
+    whole = outline.kept_whole.get(name)
     return f"does not fit {', '.join(full)}" + (f"; {whole} is not split" if whole else "")
 
 
@@ -175,13 +175,6 @@ def _largest_behind(
         behind.append(largest)
         largest = max(largest, own.get(entry, (0, "")), key=lambda layer: layer[0])
     return behind[::-1]
-
-
-def _class_kept_whole(outline: Outline, name: str) -> str:
-    # Not get_submodule(), which modules of torch.jit do not have.
-    module = dict(outline.model.named_modules(remove_duplicate=False)).get(name)
-    kind = type(module).__name__
-    return kind if kind in outline.no_split else ""
 
 
 def _summary(device: DeviceKey, usage: Usage, budgets: Mapping[DeviceKey, float]) -> str:

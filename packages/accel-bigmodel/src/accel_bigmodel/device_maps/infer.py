@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from accel_bigmodel.device_maps.balance import get_balanced_memory
-from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, memory_budgets
 from accel_bigmodel.device_maps.checks import execution_device
 from accel_bigmodel.device_maps.contiguous import assign_in_order
 from accel_bigmodel.device_maps.device_usage import Usage, main_device_of
@@ -88,7 +88,7 @@ def infer_auto_device_map(
     Raises:
         DeviceMapError: budgets that nothing fits, with what was missing; or as ``get_max_memory``.
     """
-    budgets = _with_disk(get_max_memory(max_memory, reserve=reserve))
+    budgets = _with_disk(memory_budgets(max_memory, reserve=reserve))
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     device_map = _infer(outline, budgets, fallback_allocation, strict, offload_buffers)
     if clean_result:
@@ -259,14 +259,14 @@ def _budgets_of_mode(
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
     reserve: Size | Sizes | None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     if mode not in MODES:
         raise DeviceMapError(
             f"device_map={mode!r} is not one of {', '.join(map(repr, MODES))}; to put everything on one device give "
             f"a map, as {{'': {mode!r}}}"
         )
     if mode == "sequential":
-        return get_max_memory(max_memory, reserve=reserve)
+        return memory_budgets(max_memory, reserve=reserve)
     return get_balanced_memory(
         model,
         max_memory,
@@ -305,7 +305,7 @@ def explain_device_map(
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     if isinstance(device_map, Mapping):
         places = {name: _key(device) for name, device in device_map.items()}
-        given = get_max_memory(max_memory, reserve=reserve)
+        given = memory_budgets(max_memory, reserve=reserve)
     else:
         given = _budgets_of_mode(
             model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
@@ -324,7 +324,7 @@ def _key(device: DeviceKey | torch.device) -> DeviceKey:
     return computes.type if computes.type in ("mps", "meta") else computes.index
 
 
-def _with_disk(budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, float]:
+def _with_disk(budgets: Mapping[DeviceKey, float]) -> dict[DeviceKey, float]:
     return {**budgets, "disk": budgets.get("disk", math.inf)}
 
 

@@ -122,6 +122,13 @@ class Outline:
         return [member for group in groups for member in group if not is_within(member, name)]
 
     @cached_property
+    def kept_whole(self) -> Mapping[str, str]:
+        """The classes of the modules that stay whole because of their class, by name of the module."""
+        # Not get_submodule(), which modules of torch.jit do not have.
+        modules = self.model.named_modules(remove_duplicate=False)
+        return {name: kind for name, module in modules if (kind := type(module).__name__) in self.no_split}
+
+    @cached_property
     def _ties_of(self) -> Mapping[str, Sequence[Sequence[str]]]:
         """For each part with tied parameters in it, their groups."""
         found = defaultdict(list)

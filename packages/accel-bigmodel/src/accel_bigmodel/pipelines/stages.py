@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from accel_bigmodel.device_maps.budget import Sizes
+from accel_bigmodel.device_maps.budget import Sizes, size_in_bytes
 from accel_bigmodel.device_maps.model_outline import class_names
-from accel_bigmodel.errors import PipelineError
+from accel_bigmodel.errors import DeviceMapError, PipelineError
 from accel_bigmodel.streaming.groups import never_called
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
@@ -173,13 +173,14 @@ def _cut(entries: list[_Entry], parts: int) -> list[int]:
 
 
 def _check_memory(entries: list[_Entry], device_map: Mapping[str, int], max_memory: Sizes) -> None:
-    from accel_ckpt.saving.plan import convert_file_size_to_int
-
     for part in sorted(set(device_map.values())):
         size = sum(entry.size for entry in entries if device_map[entry.name] == part)
         if part not in max_memory:
             raise PipelineError(f"max_memory says nothing of process {part}; it names {list(max_memory)}")
-        limit = convert_file_size_to_int(max_memory[part])
+        try:
+            limit = size_in_bytes(max_memory[part], f"max_memory[{part}]")
+        except DeviceMapError as error:
+            raise PipelineError(str(error)) from error
         if size > limit:
             raise PipelineError(
                 f"process {part} would hold {size} bytes, but max_memory gives it {limit}, and the model cannot be "

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from accel_bigmodel.device_maps.budget import Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import Sizes, memory_budgets
 from accel_bigmodel.device_maps.checks import check_device_map
 from accel_bigmodel.device_maps.infer import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
@@ -128,7 +128,7 @@ def _inferred(
         if name not in quantized and tensor.dtype.is_floating_point
     }
     # Scales take memory beside the weights.
-    budgets = {place: int(size / (1 + config.overhead)) for place, size in get_max_memory(max_memory).items()}
+    budgets = {device: size / (1 + config.overhead) for device, size in memory_budgets(max_memory).items()}
     return dict(resolve_device_map(model, mode, budgets, no_split_module_classes, config.stored_as, special))
 
 

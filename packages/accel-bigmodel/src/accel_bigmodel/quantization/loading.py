@@ -12,6 +12,7 @@ from torch import nn
 from accel_bigmodel.device_maps.budget import Sizes
 from accel_bigmodel.dispatch import dispatch_model, undispatch
 from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.offload_cache import check_folder
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.device_map import (
     Device,
@@ -95,6 +96,7 @@ def load_and_quantize_model(
         StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
     """
     check_is_module(model)
+    check_folder(offload_folder, "offload_folder")
     engine = quantization_engine(bnb_quantization_config)
     config = bnb_quantization_config
     layers = select_layers(model, config)
