@@ -122,9 +122,7 @@ def test_split_ties(two_devices):
     check_device_map(model, {"embed": "cpu", "norm": "disk", "head": "disk"}, strict=True)
     # Offloaded weights compute on the main device, here 0.
     check_device_map(model, {"embed": "cpu", "norm": 0, "head": 0}, strict=True)
-    with pytest.raises(
-        DeviceMapError, match=r"splits parameters that are one: embed.weight on 0, head.weight on 1"
-    ):
+    with pytest.raises(DeviceMapError, match=r"splits tied parameters: embed.weight on 0, head.weight on 1"):
         check_device_map(model, {"embed": 0, "norm": 0, "head": 1}, strict=True)
     with pytest.raises(DeviceMapError, match=r"embed.weight on 'cpu', head.weight on 1"):
         check_device_map(model, {"norm": 0, "embed": "cpu", "head": 1}, strict=True)

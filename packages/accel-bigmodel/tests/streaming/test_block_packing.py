@@ -295,7 +295,7 @@ def test_what_cannot_be_locked_is_streamed_all_the_same(packed, monkeypatch, cap
             same(model(x()), plain(x()))
     assert streamer.stats().page_locked_bytes == 2 * (SIZE * SIZE + 2 * SIZE) * 4
     assert [runs for _, runs in transfer.asked][:4] == [1, 1, None, None]
-    assert f"{2 * BLOCK_BYTES:,} bytes of weights" in caplog.text
+    assert f"{2 * BLOCK_BYTES:,} bytes of offloaded weights" in caplog.text
     assert ("1,000 bytes of host memory are free" if why == "free" else "no more page-locked") in caplog.text
 
 

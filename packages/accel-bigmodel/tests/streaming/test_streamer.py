@@ -402,7 +402,7 @@ def test_groups_that_run_inside_others_beyond_the_budget_are_named(attach):
     model = Chain(Caller(block), Block(), block)
     attached = attach(model, budget=BLOCK_BYTES, prefetch=1)
     with pytest.raises(
-        OffloadError, match=r"weights of '2' take 2,048 bytes.*those of '0', which runs around it"
+        OffloadError, match=r"weights of '2' take 2,048 bytes.*those of '0', whose forward calls it"
     ):
         attached.model(x())
     attached.check_home()

@@ -12,9 +12,9 @@ from accel_ckpt.modules.sizes import DType, compute_module_sizes
 
 __all__ = ["get_balanced_memory"]
 
-# Of free memory that nobody gave a budget for, one device keeps this share for activations.
+# Share of its free memory that a single device keeps for activations when no budget was given.
 _KEPT_OF_A_SINGLE_DEVICE = 0.1
-# An even share of a model is never cut at a layer's edge; each device gets this many layers more.
+# An even share does not end at a layer boundary, so each device gets this many layers more.
 _EXTRA_LAYERS = 1.25
 
 
@@ -36,7 +36,7 @@ def get_balanced_memory(
 
     Args:
         model: on any device, also meta.
-        max_memory: the most by device, as for ``get_max_memory``; devices with 0 are not counted.
+        max_memory: the maximum of each device, as for ``get_max_memory``; devices with 0 are not counted.
         no_split_module_classes: classes whose modules stay whole.
         dtype: dtype that the weights will have.
         special_dtypes: dtypes of single tensors by name.
@@ -68,7 +68,7 @@ def get_balanced_memory(
 
 
 def _block(model: nn.Module, sizes: Mapping[str, int], classes: str | Iterable[str] | None) -> int:
-    """Bytes of the largest unsplittable block, of which each class is represented by its first."""
+    """Bytes of the largest unsplittable block; of each class only the first block counts."""
     wanted = class_names(classes)
     first: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Whether a device map that a user wrote fits the model and the machine."""
+"""Checks whether a user's device map fits the model and the machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 AnyDevice = int | str | torch.device
 logger = logging.getLogger(__name__)
-_NAMED = 8  # so many names are listed in a message
+_NAMED = 8  # the most names that a message lists
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, strict: bool = False) -> None:
@@ -37,18 +37,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
     Args:
         model: on any device, also meta.
         device_map: devices by name of module or tensor.
-        strict: refuse names that the model does not have (else they are warned of), devices that this machine does
-            not have, and maps under which the parts of a tied group compute on different devices.
+        strict: refuse names that the model does not have (otherwise a warning), devices that this machine does not
+            have, and maps under which tied parameters compute on different devices.
 
     Raises:
-        DeviceMapError: names what has no device, or what ``strict`` refuses; or ``device_map`` is no map.
-        TypeError: ``model`` is no module.
+        DeviceMapError: names tensors without a device, or what ``strict`` refuses; or ``device_map`` is not a map.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     if not isinstance(device_map, Mapping):
         raise DeviceMapError(
-            f"device_map is {device_map!r}; give a map from names of modules to devices, as {{'': 'cpu'}}, or make one "
-            "with infer_auto_device_map"
+            f"device_map is {device_map!r}; give a map from names of modules to devices, such as {{'': 'cpu'}}, or "
+            "make one with infer_auto_device_map"
         )
     unknown = [name for name in device_map if not _has(model, name)]
     if unknown:
@@ -78,25 +78,25 @@ def check_all_have_values(device_map: Mapping[str, AnyDevice]) -> None:
     """
     if without := [name for name, place in device_map.items() if str(place) == "meta"]:
         raise DeviceMapError(
-            f"the device map leaves {', '.join(map(repr, without))} without values ('meta'), so that the model "
-            "cannot run; load_checkpoint_in_model loads parts of a model"
+            f"the device map leaves {', '.join(map(repr, without))} without values ('meta'), so the model cannot run; "
+            "to load parts of a model, use load_checkpoint_in_model"
         )
 
 
 def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevice]
 ) -> None:
-    """Warn of each group of tied parameters that a map puts on several devices.
+    """Warn about each group of tied parameters that a map puts on several devices.
 
     Raises:
-        DeviceMapError: the map gives one of the parameters no device.
+        DeviceMapError: one of the parameters has no device in the map.
     """
     for group in tied_params:
         devices = {name: _device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             logger.warning(
-                "Tied parameters are on different devices: %s. Each device will hold a copy of its own; give them "
-                "one device in the map, or use device_map='auto'.",
+                "Tied parameters are on different devices: %s. Each device will hold its own copy; give them one "
+                "device in the map, or use device_map='auto'.",
                 devices,
             )
 
@@ -133,7 +133,7 @@ def check_exists(device: AnyDevice, subject: str) -> None:
 
 def _has(model: nn.Module, name: object) -> bool:
     """Whether a module, parameter or buffer has this name."""
-    if not isinstance(name, str):  # the device, in a map that is the wrong way round
+    if not isinstance(name, str):  # the device, in a map with keys and values swapped
         return False
     if not name:
         return True
@@ -153,7 +153,7 @@ def _all_names(model: nn.Module) -> set[str]:
 
 def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
     listed = [repr(name) for name in unknown[:_NAMED]]
-    # For the first only: the same mistake mostly made all, and a look through a large model's names takes a second.
+    # For the first only: usually all have the same mistake, and searching a large model's names takes a second.
     if close := difflib.get_close_matches(str(unknown[0]), names, n=1):
         listed[0] += f" (is {close[0]!r} meant?)"
     more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
@@ -163,7 +163,7 @@ def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:
-    """What a checkpoint holds; not asked of ``state_dict()``, which hooks of other libraries may change."""
+    """The names in a checkpoint; not from ``state_dict()``, which hooks of other libraries may change."""
     for name, _ in model.named_parameters(remove_duplicate=False):
         yield name
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -189,6 +189,6 @@ def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevic
         if len(computing) > 1:
             listed = ", ".join(f"{name} on {device!r}" for name, device in devices.items())
             raise DeviceMapError(
-                f"the device_map splits parameters that are one: {listed}. Give them one device, or infer the map "
-                "with infer_auto_device_map, which keeps them together"
+                f"the device_map splits tied parameters: {listed}. Give them one device, or infer the map with "
+                "infer_auto_device_map, which keeps them together"
             )

@@ -1,4 +1,4 @@
-"""The hook that brings a module's inputs, and its weights if they wait elsewhere, to the device that computes."""
+"""The hook that moves a module's inputs, and its offloaded weights, to the execution device."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring inputs to the device that computes, and optionally weights for the time of the forward only.
+    """Move inputs to the execution device, and optionally weights for the duration of the forward.
 
-    With ``offload`` the weights are on the meta device between calls. Who trains must not offload: a gradient for an
-    offloaded weight is refused. A tensor with values that someone puts in the place of an offloaded one is used as it
-    is, and stays.
+    With ``offload`` the weights are on the meta device between calls. Weights in training cannot be offloaded: a
+    gradient for an offloaded weight is refused. A tensor with values that replaces an offloaded one on the module is
+    used as it is, and stays.
 
     Args:
         execution_device: where inputs and weights are during the forward; ``None`` moves nothing.
-        offload: take the weights from ``weights_map`` before each forward, and let them go after it.
-        io_same_device: bring the output to where the first tensor of the input was.
-        weights_map: values by name, from the module down; may load them when asked. Default: those that the module has
-            when the hook is added, in host memory.
+        offload: take the weights from ``weights_map`` before each forward, and free them after it.
+        io_same_device: move the output to the device of the first input tensor.
+        weights_map: values by name, relative to the module; may load them on access. Default: the module's values when
+            the hook is added, in host memory.
         offload_buffers: offload persistent buffers too; other buffers stay on the execution device.
-        place_submodules: the weights of submodules are this hook's business too.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        tied_params_map: address of a tied tensor's values → device → the tensor that has them there; hooks that share
-            the map share these tensors.
+        place_submodules: handle the weights of submodules too.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        tied_params_map: address of a tied tensor's values → device → the tensor with these values there; hooks that
+            share the map share these tensors.
 
     Raises:
         DeviceMapError: when added, if there is no such device.
-        UninitializedTensorError: when added, if a tensor on the meta device has values nowhere.
+        UninitializedTensorError: when added, if a tensor on the meta device has no values anywhere.
         OffloadError: when added, if a hook of PyTorch needs the weights before ``forward`` (old weight normalisation),
             or if the module is compiled by ``torch.jit``.
-        StateMismatchError: when added or called, if ``weights_map`` misses a name or has another shape for it.
+        StateMismatchError: when added or called, if ``weights_map`` lacks a name or has another shape for it.
     """
 
     def __init__(
@@ -84,10 +84,12 @@ class AlignDevicesHook(ModelHook):
         self._resolved_for: Any = ...
         self._device: torch.device | None = None
         self._offloaded: list[tuple[TensorLocation, OffloadedTensor]] = []
-        self._meta_ties: list[OffloadedTensor] = []  # keeps tensors tied that were placed on the meta device
+        self._meta_ties: list[OffloadedTensor] = []  # keep tensors tied that were placed on the meta device
         self._moved: list[tuple[TensorLocation, Tensor, torch.device]] = []
         self._borrowed = Borrowed()
-        self._input_devices: dict[int, list[torch.device | None]] = {}  # of the calls of each thread
+        self._input_devices: dict[
+            int, list[torch.device | None]
+        ] = {}  # by thread, one entry per running call
 
     def __repr__(self) -> str:
         shown = (
@@ -101,7 +103,7 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """TensorLocation the weights, or put them aside. If they were those of another module, it gets them back."""
+        """Place or offload the weights. If the hook was on another module, that one gets its weights back."""
         if self._leaves_weights:
             return module
         self._restore_weights()
@@ -130,7 +132,7 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights, and the arguments that are elsewhere."""
+        """Move the weights and arguments to the execution device."""
         if self.offload or self.io_same_device:
             return self._begin(args, kwargs)
         device = self._where()
@@ -139,16 +141,16 @@ class AlignDevicesHook(ModelHook):
         return self._send(args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the weights go, and bring the output to where the input was."""
+        """Free the weights, and move the output to where the input was."""
         return self._end(output) if self.offload or self._input_devices else output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Let the weights go."""
+        """Free the weights."""
         if self.offload or self._input_devices:
             self._end(None)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give offloaded weights back to the module, where they were. What was only placed stays where it is."""
+        """Give offloaded weights back to the module, on their original device. Weights that were only placed stay."""
         self._restore_weights()
         return module
 
@@ -178,7 +180,7 @@ class AlignDevicesHook(ModelHook):
     def _offload_tensors(self, locations: list[TensorLocation], kind: str) -> None:
         if self.weights_map is None:
             _refuse_meta(locations)
-            # What is on the CPU is kept itself, so that the very same object comes back.
+            # Tensors on the CPU are kept themselves, so that the same objects come back.
             self.weights_map = {
                 location.name: location.tensor
                 if location.tensor.device.type == "cpu"
@@ -186,12 +188,14 @@ class AlignDevicesHook(ModelHook):
                 for location in locations
             }
             self._made_map = True
-        elif type(self.weights_map).__contains__ is not Mapping.__contains__:  # which would load every value
+        elif (
+            type(self.weights_map).__contains__ is not Mapping.__contains__
+        ):  # else it would load every value
             missing = [location.name for location in locations if location.name not in self.weights_map]
             if missing:
                 raise StateMismatchError(
-                    f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor "
-                    "that is to be offloaded, from the module down"
+                    f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor to "
+                    "offload, relative to the module"
                 )
         self._offloaded = [(location, OffloadedTensor.of(location.tensor)) for location in locations]
         for location, offloaded in self._offloaded:
@@ -266,7 +270,7 @@ class AlignDevicesHook(ModelHook):
         return value
 
     def _int8_scales(self, name: str, value: Tensor) -> Tensor | None:
-        """The scales of a weight that bitsandbytes quantised, which stand beside it in its state dict."""
+        """The scales of a weight that bitsandbytes quantised, which are beside it in its state dict."""
         if value.dtype != torch.int8 or not name.endswith("weight") or self.weights_map is None:
             return None
         scales = f"{name.removesuffix('weight')}SCB"
@@ -278,10 +282,10 @@ def align_inputs(
     io_same_device: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> AlignDevicesHook:
-    """A hook that brings inputs to a device, and leaves weights alone: they are there, or come by themselves.
+    """A hook that moves inputs to a device and does not touch weights, which are there or are streamed.
 
-    Of no class of its own, because other libraries build a hook anew by the name that its class has in Accelerate, as
-    PEFT does for modules that are trained beside an adapter.
+    Not a separate class, because other libraries rebuild a hook from the name that its class has in Accelerate, as PEFT
+    does for modules that are trained beside an adapter.
     """
     hook = AlignDevicesHook(device, io_same_device=io_same_device, skip_keys=skip_keys)
     hook._leaves_weights = True
@@ -300,13 +304,13 @@ def _returned(
 
 
 def _dtype_for(value: Tensor, own: Tensor) -> torch.dtype:
-    # Integers in the place of floating numbers are quantised: their dtype is the point of them.
+    # Integers in place of floating numbers are quantised values, so their dtype must stay.
     number = value.dtype.is_floating_point or value.dtype.is_complex
     return own.dtype if number else value.dtype
 
 
 def _all_on(values: Iterable[Any], device: torch.device) -> bool:
-    """Whether sending these to a device would change nothing; says no if in doubt."""
+    """Whether sending these to a device would change nothing; False if unknown."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
@@ -336,7 +340,7 @@ def _put_on(location: TensorLocation, device: torch.device, tied: TiedParams | N
     if shared is None:
         location.put(moved_to(tensor, device))
         return
-    # Other modules need it on other devices, so it cannot itself be moved.
+    # Other modules need it on other devices, so the tensor itself cannot be moved.
     if device not in shared:
         shared[device] = wrapped_like(tensor, tensor.detach().to(device))
     there = shared[device]
@@ -348,7 +352,7 @@ def _home_of(offloaded: OffloadedTensor) -> torch.device:
 
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device: the same object where torch can do that, so that ties and optimizers keep it."""
+    """A tensor on a device: the same object where torch allows that, so that ties and optimizers keep it."""
     if tensor.device == device:
         return tensor
     data = tensor.detach().to(device)
@@ -361,10 +365,10 @@ def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _refuse_unreachable(module: nn.Module, locations: list[TensorLocation]) -> None:
-    """Refuse to offload weights that are used where this hook cannot bring them in time.
+    """Refuse to offload weights that are used before this hook can load them.
 
-    Hooks of PyTorch may compute another one from them before ``forward``; the compiled code of TorchScript calls its
-    parts without their hooks, and holds its weights itself.
+    Some hooks of PyTorch compute a weight from others before ``forward``; compiled TorchScript code calls its
+    submodules without their hooks, and holds its weights itself.
     """
     owners = {location.name.rpartition(".")[0] for location in locations}
     for name, owner in module.named_modules():
@@ -373,13 +377,13 @@ def _refuse_unreachable(module: nn.Module, locations: list[TensorLocation]) -> N
         where = f"{type(owner).__name__} {name!r}" if name else type(owner).__name__
         if isinstance(owner, torch.jit.ScriptModule):
             raise OffloadError(
-                f"{where} is compiled by torch.jit, so its weights cannot be brought for the time of a forward: "
-                "offload the module as it was before torch.jit.script or torch.jit.trace, or do not offload this one"
+                f"{where} is compiled by torch.jit, so its weights cannot be loaded for the duration of a forward: "
+                "offload the module from before torch.jit.script or torch.jit.trace, or do not offload this one"
             )
         if kind := computes_weight_early(owner):
             raise OffloadError(
                 f"{kind} of torch.nn.utils computes a weight of {where} before its forward, when the weights that it "
-                "needs have not come yet: use torch.nn.utils.parametrizations instead, make it permanent "
+                "needs are not loaded yet: use torch.nn.utils.parametrizations instead, make it permanent "
                 "(torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove), or do not offload this "
                 "module"
             )

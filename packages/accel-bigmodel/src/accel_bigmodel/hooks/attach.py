@@ -1,4 +1,4 @@
-"""Putting hooks that align devices on all modules of a model that need one."""
+"""Adding hooks that align devices to all modules of a model that need one."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """TensorLocation a module and everything in it on a device, and let each submodule bring its inputs there.
+    """Place a module and everything in it on a device, and make each submodule move its inputs there.
 
-    Submodules that have a hook already, or nothing in their state dict, get none.
+    Submodules that have a hook already, or have an empty state dict, get none.
 
     Args:
         module: changed in place.
         execution_device: where weights and inputs go.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        preload_module_classes: names of classes whose submodules are not called on their own, so need no hook.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        preload_module_classes: names of classes whose submodules are not called themselves, so need no hook.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -55,18 +55,18 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put an :class:`AlignDevicesHook` on every submodule that has tensors of its own, after hooks that are there.
+    """Put an :class:`AlignDevicesHook` on every submodule that has its own tensors, after existing hooks.
 
     Args:
         module: changed in place.
         execution_device: where weights and inputs are during a forward.
-        offload: take the weights from ``weights_map`` for each forward only.
+        offload: load the weights from ``weights_map`` for the duration of each forward.
         weights_map: values by name, from the model down.
         offload_buffers: offload persistent buffers too.
-        module_name: what ``module`` is called in ``weights_map``; empty for the model itself.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        module_name: the name of ``module`` in ``weights_map``; empty for the model itself.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
         preload_module_classes: names of classes that use the weights of their submodules without calling them: all
-            their weights are brought before their forward.
+            their weights are loaded before their forward.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     options = {
@@ -90,19 +90,19 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put hooks on a model whose blocks compute on different devices, or wait in different locations.
+    """Put hooks on a model whose blocks compute on different devices, or are offloaded or not.
 
-    With mappings, each named block is placed, or offloaded, as its entry says, and the outermost module brings its
-    output back to where its input was.
+    With mappings, each named block is placed or offloaded as its entry says, and the outermost module moves its output
+    back to where its input was.
 
     Args:
         module: changed in place.
         execution_device: one for all, or by name of the block.
         offload: one for all, or by name of the block.
-        weights_map: values of what is offloaded by name, from the model down.
+        weights_map: values of offloaded weights by name, relative to the model.
         offload_buffers: offload persistent buffers too.
-        module_name: what ``module`` is called in the mappings; empty for the model itself.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        module_name: the name of ``module`` in the mappings; empty for the model itself.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
         preload_module_classes: as for :func:`attach_align_device_hook`.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
@@ -164,7 +164,7 @@ def _placing(
     *,
     offloaded: bool,
 ) -> Iterator[_Addition]:
-    # Offloaded tensors of a module without a hook are brought by the module that it is a part of.
+    # Offloaded tensors of a module without a hook are loaded by the module that contains it.
     brought = offloaded and tensor_locations(module, recurse=False)
     if hook_of(module) is None and _has_state(module) and not brought:
         yield module, AlignDevicesHook(device, **common), False
@@ -182,7 +182,7 @@ def _aligning(
     options: dict[str, Any],
     seen: set[nn.Module],
 ) -> Iterator[_Addition]:
-    if module in seen:  # it is at two locations of the model
+    if module in seen:  # the model contains it twice
         return
     seen.add(module)
     whole = options["offload"] and _offloads_whole(module, preload_module_classes)
@@ -196,7 +196,7 @@ def _aligning(
 
 
 def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module, and of those in it that only hold others, whose hooks would never run."""
+    """The children of a module; containers, whose hooks would never run, are replaced by their children."""
     for name, child in module.named_children():
         if never_called(child):
             yield from _called_children(child, f"{prefix}{name}.")
@@ -205,7 +205,7 @@ def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _add_all(additions: Iterable[_Addition]) -> None:
-    """Add hooks one after the other, each where those before it have been added; all of them or, on an error, none."""
+    """Add hooks in order, each with the previous ones in effect; on an error all are removed again."""
     done: list[tuple[nn.Module, AlignDevicesHook, ModelHook | None, bool]] = []
     try:
         for module, hook, append in additions:
@@ -232,7 +232,7 @@ def _by_name(
 
 
 def _blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module and all in it, outermost first; a shared one under each of its names."""
+    """The module and its submodules, outermost first; a shared one under each of its names."""
     return list(module.named_modules(prefix=name, remove_duplicate=False))
 
 
@@ -242,12 +242,12 @@ def _is_one_of(module: nn.Module, classes: Collection[str] | None) -> bool:
 
 
 def _offloads_whole(module: nn.Module, classes: Collection[str] | None) -> bool:
-    # Attention of torch computes with the weights of its output layer without calling that.
+    # Attention of torch computes with the weights of its output layer without calling it.
     return _is_one_of(module, classes) or isinstance(module, nn.MultiheadAttention)
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether the state dict has an entry, without making one."""
+    """Whether the state dict has an entry, without building it."""
     return any(True for _ in module.parameters()) or any(
         buffer is not None and leaf not in owner._non_persistent_buffers_set
         for owner in module.modules()

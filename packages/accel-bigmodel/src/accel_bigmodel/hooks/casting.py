@@ -1,4 +1,4 @@
-"""Weights stored in a small dtype and computed with in a larger one, layer by layer."""
+"""Layerwise casting: weights stored in a small dtype, and converted to a larger one for each layer's forward."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _CASTABLE = (
 )
 
 
-# Modules of torch that compute with the weights of layers in them without calling these.
+# Modules of torch that compute with the weights of their layers without calling them.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class LayerwiseCastingHook(ModelHook):
     """Store the floating tensors of a module in one dtype, and compute with copies in another.
 
-    The stored values are never written back, so calls do not wear them out. When the hook is taken off, tensors get the
-    dtypes that they had, though not the digits that storing them took.
+    The stored values are never written back, so calls do not change them. When the hook is removed, tensors get their
+    original dtypes back, but not the precision lost by storing them.
 
     Args:
-        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
-        compute_dtype: during forward, such as ``torch.bfloat16``.
+        storage_dtype: dtype between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: dtype during forward, such as ``torch.bfloat16``.
         non_blocking: as in ``Tensor.to``.
     """
 
@@ -53,11 +53,11 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._before: list[tuple[TensorLocation, torch.dtype]] = []  # of all modules that it is on
+        self._before: list[tuple[TensorLocation, torch.dtype]] = []  # of all modules with this hook
         self._borrowed = Borrowed()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert to the storage dtype; parameters stay the objects that they are."""
+        """Convert to the storage dtype; parameters keep their identity."""
         locations = _floating(module)
         self._before += [(location, location.tensor.dtype) for location in locations]
         for location in locations:
@@ -84,17 +84,17 @@ class LayerwiseCastingHook(ModelHook):
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the copies go."""
+        """Free the copies."""
         self._borrowed.end()
         return output
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
-        """Let the copies go."""
+        """Free the copies."""
         self._borrowed.end()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Convert to the dtypes from before."""
+        """Convert back to the original dtypes."""
         self._borrowed.end_all()
         tables = {id(table) for owner in module.modules() for table in (owner._parameters, owner._buffers)}
         for location, dtype in self._before:
@@ -130,21 +130,21 @@ def attach_layerwise_casting_hooks(
     """Store the weights of linear and convolutional layers in a small dtype, and compute with a larger one.
 
     A layer's weights exist in the larger dtype only during its own forward. A layer that shares a parameter with a
-    module that is left alone, such as an embedding, is left alone too, with a warning. So are the layers inside
-    torch's own attention and encoder layers (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), which use
-    the weights without calling the layers.
+    module that is not cast, such as an embedding, is not cast either, with a warning. Nor are the layers inside torch's
+    own attention and encoder layers (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), which use the weights
+    without calling the layers.
 
     Args:
         module: changed in place; its hooks are kept.
-        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
-        compute_dtype: during forward, such as ``torch.bfloat16``.
-        skip_modules_pattern: regular expressions; where one is found in the full name of a module, it and all in it
-            are left alone.
-        skip_modules_classes: modules of these classes and all in them are left alone.
+        storage_dtype: dtype between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: dtype during forward, such as ``torch.bfloat16``.
+        skip_modules_pattern: regular expressions; a module whose full name contains a match is not cast, nor are its
+            submodules.
+        skip_modules_classes: modules of these classes and their submodules are not cast.
         non_blocking: as in ``Tensor.to``.
 
     Raises:
-        ValueError: a dtype is not a floating one, or PyTorch cannot convert to it; nothing has been changed.
+        ValueError: a dtype is not a floating dtype, or PyTorch cannot convert to it; nothing was changed.
     """
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

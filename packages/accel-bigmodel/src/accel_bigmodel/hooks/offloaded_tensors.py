@@ -1,4 +1,4 @@
-"""Tensors that have no values between the calls that need them, and tensors that stand in for others during a call."""
+"""Offloaded tensors, which have no values between calls, and tensors that replace a module's own during a call."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class TensorLocation:
     """Where a module holds a parameter or buffer."""
 
     name: str
-    """From the module down that was asked for its locations."""
+    """Relative to the module whose locations were listed."""
     table: MutableMapping[str, Any]
-    """The dictionary of the submodule that owns the tensor."""
+    """The dictionary of the submodule that registers the tensor."""
     leaf: str
     is_parameter: bool
     is_saved: bool
     """It is in the state dict."""
     keeper: nn.Module | None
-    """The submodule, if it has notes of its own of what is set, as recurrent layers have."""
+    """The submodule, if it keeps its own references to what is set, as recurrent layers do."""
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now."""
+        """The tensor that is registered now."""
         found: Tensor = self.table[self.leaf]
         return found
 
     @property
     def is_empty(self) -> bool:
-        """Whether somebody has taken the tensor away, as by ``layer.bias = None``."""
+        """Whether the tensor was removed, as by ``layer.bias = None``."""
         return self.table.get(self.leaf) is None
 
     def put(self, tensor: Tensor) -> None:
-        """Put another tensor there."""
+        """Register another tensor."""
         if self.keeper is None:
             self.table[self.leaf] = tensor
         else:
@@ -53,9 +53,9 @@ class TensorLocation:
 
 
 def tensor_locations(module: nn.Module, recurse: bool) -> list[TensorLocation]:
-    """Where a module, and with ``recurse`` its submodules, hold their tensors.
+    """The locations of the tensors of a module, and with ``recurse`` of its submodules.
 
-    What is in parts that are never called, such as an ``nn.ParameterList``, is the module's own.
+    Tensors of submodules that are only containers, such as an ``nn.ParameterList``, count as the module's own.
     """
     found = []
     for prefix, owner in module.named_modules() if recurse else _with_lists("", module):
@@ -80,8 +80,8 @@ def _with_lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 _Kind = tuple[torch.device, torch.dtype]
 
-# Held while the tensors of a call are put in place or taken away: threads may call a model at the same time, and
-# modules may share tensors. A second call finds them in place, and the last one takes them away.
+# Held while the tensors of a call are registered or removed: threads may call a model concurrently, and modules may
+# share tensors. A second call uses those of the first, and the last one to end removes them.
 BORROW_LOCK = threading.RLock()
 
 
@@ -90,14 +90,14 @@ _by_identity: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakVa
 
 
 class OffloadedTensor:
-    """A parameter or buffer whose values wait elsewhere; one object for all modules that share the tensor.
+    """A parameter or buffer whose values are offloaded; one object for all modules that share the tensor.
 
-    They then share the placeholder between calls, the values during calls that overlap, and at the end the tensor that
-    comes back: tied stays tied.
+    The modules share the placeholder between calls, the values during overlapping calls, and the restored tensor at the
+    end, so ties are kept.
 
     Attributes:
-        placeholder: stands for it on the meta device; the tensor itself if that is where it is.
-        device: where it was.
+        placeholder: its substitute on the meta device; the tensor itself if it is there already.
+        device: where it was originally.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -118,7 +118,7 @@ class OffloadedTensor:
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has lent nothing. It brings back the copy of the tensor, where a tied module or the map copied it."""
+        """A copy has no borrowed values. It restores the copy of the tensor, if a tied module or the map copied it."""
         return {"device": self.device, "placeholder": self.placeholder, "original": self._original()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -131,20 +131,20 @@ class OffloadedTensor:
             _by_identity[id(original)] = self
 
     def represents(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor that was parked."""
+        """Whether this is the offloaded tensor or its placeholder."""
         return tensor is self.placeholder or tensor is self._original()
 
     def borrow(self, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """The values on a device in a dtype, made by ``make`` unless they are on loan so already."""
+        """The values on a device in a dtype, made by ``make`` unless another call has borrowed them already."""
         data, count = self._copies.get((device, dtype)) or (make(), 0)
         self._copies[device, dtype] = data, count + 1
         return data
 
     def give_back(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """End one loan.
+        """Return values that were borrowed once.
 
         Returns:
-            Whether it was the last one of its kind.
+            Whether no other call has borrowed them.
         """
         data, count = self._copies.pop((device, dtype))
         if count > 1:
@@ -152,9 +152,9 @@ class OffloadedTensor:
         return count == 1
 
     def restore(self, value: Tensor) -> Tensor:
-        """The tensor as it was, with these values: the same object if anyone still has it.
+        """The original tensor with these values: the same object if a reference to it still exists.
 
-        What was done to the placeholder, as by ``half()`` or ``requires_grad_()``, holds for it too.
+        Changes to the placeholder, as by ``half()`` or ``requires_grad_()``, apply to it too.
         """
         original, placeholder = self._original(), self.placeholder
         if original is None or original is placeholder:
@@ -168,18 +168,18 @@ class OffloadedTensor:
         return original
 
     def release(self) -> Tensor:
-        """The values go, the placeholder stays."""
+        """Offload the tensor again; returns the placeholder."""
         self._is_back = False
         return self.placeholder
 
 
 def wrapped_like(tensor: Tensor, data: Tensor) -> Tensor:
-    """``data`` as what ``tensor`` is: a parameter with its class, attributes and ``requires_grad``, or a buffer."""
+    """``data`` wrapped like ``tensor``: a parameter with its class, attributes and ``requires_grad``, or a buffer."""
     return rewrap(tensor, data) if isinstance(tensor, nn.Parameter) else data
 
 
 class Borrowed:
-    """Tensors that stand in for a module's own during a call, one layer per call: a module may call itself."""
+    """Tensors that replace a module's own during a call; one list per call, because a module may call itself."""
 
     def __init__(self) -> None:
         self._calls: list[list[tuple[TensorLocation, Tensor, Tensor, Callable[[], object]]]] = []
@@ -189,14 +189,14 @@ class Borrowed:
         self._calls.append([])
 
     def put(self, location: TensorLocation, tensor: Tensor, ended: Callable[[], object] = bool) -> None:
-        """Let ``tensor`` stand in for what is at ``location`` until the call ends.
+        """Register ``tensor`` at ``location`` until the call ends.
 
-        A gradient that would be accumulated in it, and lost with it, is refused.
+        A gradient for it is refused, because it would be lost with the tensor.
 
         Args:
             location: of a module's tensor.
             tensor: with values.
-            ended: called when the tensor has been taken away.
+            ended: called after the tensor was removed.
         """
         if tensor.requires_grad and torch.is_grad_enabled():
             tensor.register_hook(_Refusal(location.name))  # type: ignore[no-untyped-call]
@@ -204,36 +204,37 @@ class Borrowed:
         location.put(tensor)
 
     def end(self) -> None:
-        """The call that began last ends; what ``forward`` itself put in place of a lent tensor stays."""
+        """End the latest call; a tensor that ``forward`` registered in place of a borrowed one stays."""
         with BORROW_LOCK:
             for location, own, tensor, ended in reversed(self._calls.pop() if self._calls else ()):
                 if location.table.get(location.leaf) is tensor:
                     location.put(_beneath(own))
-                else:  # another hook's tensor may stand over it, and be given back later
+                else:  # another hook's tensor may have replaced it, and be removed later
                     tensor._borrowed_over = own  # type: ignore[attr-defined]
                 ended()
 
     def end_all(self) -> None:
-        """Every call ends."""
+        """End every call."""
         while self._calls:
             self.end()
 
 
 def _beneath(tensor: Tensor) -> Tensor:
-    """A tensor, or what it stood over if its own loan has ended meanwhile."""
+    """A tensor, or the one that it replaced if it was itself borrowed and has been returned."""
     while (own := vars(tensor).get("_borrowed_over")) is not None:
         tensor = own
     return tensor
 
 
 class _Refusal:
-    """Raises when the gradient of a lent parameter has been computed."""
+    """Raises when the gradient of a borrowed parameter is computed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, grad: Tensor) -> NoReturn:
         raise OffloadError(
-            f"a gradient was computed for {self.name!r}, whose values are only here during the forward, so it would be "
-            "lost: freeze what is offloaded (requires_grad_(False)), or take the hook off before training"
+            f"a gradient was computed for {self.name!r}, whose values are loaded only during the forward, so the "
+            "gradient would be lost: freeze offloaded weights (requires_grad_(False)), or remove the hook before "
+            "training"
         )

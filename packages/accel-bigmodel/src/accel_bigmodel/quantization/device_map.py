@@ -1,4 +1,4 @@
-"""On which device each part of a quantised model is."""
+"""The device map of a quantised model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ CPU = torch.device("cpu")
 
 
 class PartDevices:
-    """A device map, ready to be asked about single names.
+    """Looks up the devices of single names in a device map.
 
     Args:
-        device_map: name of a module or tensor → device; parameters are covered, devices are there.
+        device_map: name of a module or tensor → device; covers all parameters, with existing devices.
     """
 
     def __init__(self, device_map: Mapping[str, Device]) -> None:
@@ -37,31 +37,31 @@ class PartDevices:
 
     @property
     def main(self) -> torch.device:
-        """Where what waits elsewhere computes: the first device of the map that is not the CPU, or else the CPU."""
+        """The device that computes with offloaded weights: the first of the map that is not the CPU, else the CPU."""
         return next((device for device in self._devices.values() if device not in (None, CPU)), None) or CPU
 
     @property
     def are_several(self) -> bool:
-        """Whether parts are in different places."""
+        """Whether parts are on different devices."""
         return len({*self._devices.values()}) > 1
 
     def of(self, name: str) -> torch.device:
-        """The device of a module or tensor; the CPU for what is on disk."""
+        """The device of a module or tensor; the CPU for those on disk."""
         return self._find(name) or CPU
 
     def is_on_disk(self, name: str) -> bool:
-        """Whether a module or tensor waits on disk."""
+        """Whether a module or tensor is kept on disk."""
         return self._find(name) is None
 
     def kind(self, name: str) -> str:
-        """The kind of the device of a module, as the table of what runs where calls it."""
+        """The device of a module as the support table names it: its type, or ``"offloaded"``."""
         device = self._find(name)
         waits = device is None or (device == CPU and self.main != CPU)
         return OFFLOADED if waits or device is None else device.type
 
     def _find(self, name: str) -> torch.device | None:
         fitting = [key for key in self._devices if key == "" or name == key or name.startswith(f"{key}.")]
-        # Only buffers that no checkpoint holds may be left out of a map.
+        # Only non-persistent buffers may be missing from a map.
         return self._devices[max(fitting, key=len)] if fitting else self.main
 
 
@@ -80,15 +80,15 @@ def get_quantized_model_device_map(
 
     Args:
         model: not quantised yet, on any device.
-        bnb_quantization_config: of any engine.
+        bnb_quantization_config: configuration for any engine.
         device_map: a map; a device for the whole model; ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
             ``"sequential"``, which infer one. ``None``: the accelerator, or the CPU if there is none.
-        max_memory: bytes by device, for a map that is inferred.
-        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
+        max_memory: bytes by device, for an inferred map.
+        no_split_module_classes: classes whose modules stay whole, for an inferred map.
 
     Raises:
-        DeviceMapError: the map leaves something out, names what is not there, or splits tied weights.
-        QuantizationError: a layer that is to be quantised would have to wait on the host or on disk.
+        DeviceMapError: the map omits a tensor, names something that does not exist, or splits tied weights.
+        QuantizationError: a layer to quantise would be offloaded to the host or disk.
     """
     config = bnb_quantization_config
     layers = select_layers(model, config)
@@ -127,7 +127,7 @@ def _inferred(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if name not in quantized and tensor.dtype.is_floating_point
     }
-    # Scales take memory beside the weights.
+    # Scales take memory besides the weights.
     budgets = {device: size / (1 + config.overhead) for device, size in memory_budgets(max_memory).items()}
     return dict(resolve_device_map(model, mode, budgets, no_split_module_classes, config.stored_as, special))
 
@@ -135,15 +135,15 @@ def _inferred(
 def check_sizes(
     layers: Iterable[SelectedLayer], places: PartDevices, engine: Engine, config: QuantizationConfig
 ) -> None:
-    """Refuse layers that the engine cannot quantise where they go.
+    """Refuse layers that the engine cannot quantise on their device.
 
     Raises:
-        QuantizationError: names all of them and the reasons.
+        QuantizationError: names all of them with reasons.
     """
     found = {layer.names[0]: engine.why_not(layer.module, places.of(layer.names[0])) for layer in layers}
     refused = {name: reason for name, reason in found.items() if reason is not None}
     if refused:
         raise QuantizationError(
-            f"{config.format}: {'; '.join(f'{name} {reason}' for name, reason in refused.items())}. Leave them as they "
-            f"are with skip_modules, added to what you skip already: {list(refused)}"
+            f"{config.format}: {'; '.join(f'{name} {reason}' for name, reason in refused.items())}. To leave them "
+            f"unquantised, add these to skip_modules: {list(refused)}"
         )

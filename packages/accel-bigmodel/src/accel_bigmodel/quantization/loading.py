@@ -1,4 +1,4 @@
-"""Loading a model with quantised weights: each weight is quantised as it is read."""
+"""Loading a model with quantised weights: each weight is quantised when it is read."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["load_and_quantize_model"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Bytes of full weights after which what quantising them took is given back.
+# Bytes of unquantised weights after which freed memory is returned to the system.
 _TRIM = 1 << 25
 
 
@@ -58,42 +58,42 @@ def load_and_quantize_model(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Model:
-    """Quantise the linear layers of a model, with the weights of a checkpoint or those that the model has.
+    """Quantise the linear layers of a model, with the weights of a checkpoint or its own.
 
-    A weight at a time is read, quantised and put on its device, so that of a model built under
-    ``init_empty_weights`` no more than one layer is ever in memory in full precision. Layers that are quantised become
-    layers of the engine, whose weights do not train. What was saved from a quantised model is read as it is.
+    One weight at a time is read, quantised and put on its device, so that at most one layer of a model built under
+    ``init_empty_weights`` is in memory in full precision. Quantised layers become layers of the engine, whose weights
+    cannot be trained. Checkpoints saved from a quantised model are loaded as they are.
 
     Args:
-        model: changed in place. Its weights may be on the meta device if there is a checkpoint.
+        model: changed in place. Its weights may be on the meta device if a checkpoint is given.
         bnb_quantization_config: what to quantise, and how: a `BnbQuantizationConfig` or `TorchAoQuantizationConfig`.
         weights_location: a file, an index, a folder, or a repository ``org/name`` of a hub. ``None``: the model's own
             weights are quantised.
-        device_map: where parts of the model go: a map, a device for all of it, or a word such as ``"auto"``. By default
-            all of it goes to the accelerator, or to the CPU if there is none.
-        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
-        max_memory: bytes by device, for a map that is inferred.
-        offload_folder: for modules that are not quantised and that the map puts on ``"disk"``, if the checkpoint does
-            not hold them in the dtype that they get.
-        offload_state_dict: accepted as Accelerate does; there is nothing to offload, because weights are read one
-            at a time.
-        strict: what of missing, unexpected and mismatched names is an error: see ``load_checkpoint_in_model``.
+        device_map: devices of the parts of the model: a map, one device for all of it, or a word such as ``"auto"``. By
+            default all of it goes to the accelerator, or to the CPU if there is none.
+        no_split_module_classes: classes whose modules stay whole, for an inferred map.
+        max_memory: bytes by device, for an inferred map.
+        offload_folder: for unquantised modules on ``"disk"``, if the checkpoint does not hold them in the required
+            dtype.
+        offload_state_dict: accepted for compatibility with Accelerate; no effect, because weights are read one at a
+            time.
+        strict: which missing, unexpected and mismatched names are errors: see ``load_checkpoint_in_model``.
         revision: of a repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
+        token: for a private repository; by default the token of the login.
 
     Returns:
-        The model, with ``hf_device_map``, ``quantization_method`` and, of bitsandbytes, ``is_loaded_in_8bit`` and
-        ``is_loaded_in_4bit``. ``is_quantized`` is not set: who sets it, in transformers, also sets ``hf_quantizer``.
+        The model, with ``hf_device_map``, ``quantization_method`` and, for bitsandbytes, ``is_loaded_in_8bit`` and
+        ``is_loaded_in_4bit``. ``is_quantized`` is not set, because transformers expects ``hf_quantizer`` beside it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         MissingDependencyError: the engine is not installed.
-        QuantizationError: nothing to quantise; a layer that cannot be quantised, or not on this device; a checkpoint
-            that was quantised in another way. Names the layers.
-        DeviceMapError: the map leaves out a tensor, or names a device that is not there.
-        UninitializedTensorError: the model has tensors on the meta device and no values for them.
-        OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
-        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
+        QuantizationError: there is nothing to quantise; a layer cannot be quantised, or not on its device; the
+            checkpoint was quantised with another configuration. Names the layers.
+        DeviceMapError: the map omits a tensor, or names a device that does not exist.
+        UninitializedTensorError: the model has tensors on the meta device without values.
+        OffloadError: ``offload_folder`` is needed and missing, is not a path, or cannot be written.
+        StateMismatchError: depending on ``strict``; lists the first names of each kind, and counts the rest.
     """
     check_is_module(model)
     check_folder(offload_folder, "offload_folder")
@@ -106,13 +106,13 @@ def load_and_quantize_model(
     )
     check_sizes(layers, places, engine, config)
     placer = _QuantizingPlacer(model, config, engine, layers, places, has_folder=offload_folder is not None)
-    del layers  # and with it the weights that are replaced
+    del layers  # and with them the weights that are replaced
     if weights_location is None:
         _check_has_values(model)
         placer.prepare_own()
         placer.finish(())
     else:
-        must_run = places.are_several  # as dispatch_model demands
+        must_run = places.are_several  # as dispatch_model requires
         request = Request(weights_location, strict, revision=revision, token=token, must_run=must_run)
         load_weights(model, request, placer)
     for name, value in {**engine.flags, "hf_device_map": places.device_map}.items():
@@ -127,12 +127,12 @@ def _check_has_values(model: nn.Module) -> None:
         check_nothing_on_meta(model)
     except UninitializedTensorError as error:
         raise UninitializedTensorError(
-            f"{error}; give weights_location, the checkpoint that has them"
+            f"{error}; give weights_location, a checkpoint with these values"
         ) from error
 
 
 class _QuantizingPlacer(Placer):
-    """Quantises the weights of layers as they come, and converts the other tensors."""
+    """Quantises the weights of layers as they are loaded, and converts other tensors."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _QuantizingPlacer(Placer):
         self._since_trim = 0
 
     def view(self, source: WeightSource) -> WeightSource:
-        """Weights that are quantised already, as what they were before."""
+        """The checkpoint, with weights that are quantised already shown as single tensors of the layer's shape."""
         self._packed = PackedWeights(source, self._linear, self._config.dtype)
         return self._packed
 
@@ -174,9 +174,9 @@ class _QuantizingPlacer(Placer):
         return super().dtype(step)
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
-        """Compare weights that are quantised already with what the engine makes. Layers are replaced last.
+        """Compare weights that are quantised already with those the engine makes. Layers are replaced last.
 
-        By then their biases have values, which go over to the new layers.
+        By then their biases, which the new layers take over, have values.
         """
         assert self._packed is not None
         layers = {name: layer.module for layer in self._waiting.values() for name in layer.names}
@@ -187,12 +187,12 @@ class _QuantizingPlacer(Placer):
             if self._waits_on_disk(step.target.names[0], step.target.tensor)
             and not (source.is_mapped(step.source) and self.dtype(step) == step.saved)
         )
-        self._linear.clear()  # modules that are replaced go, with their weights
-        undispatch(self._model)  # what brings its weights would go on to bring those that are replaced
+        self._linear.clear()  # frees modules that are replaced, with their weights
+        undispatch(self._model)  # a streamer would continue to move the weights that are replaced
         return sorted(steps, key=lambda step: id(step.target.tensor) in self._waiting)
 
     def prepare_own(self) -> None:
-        """As ``prepare``, for the weights that the model has."""
+        """As ``prepare``, for the model's own weights."""
         self._refuse_homeless(
             name
             for name, tensor in self._model.named_parameters()
@@ -206,12 +206,12 @@ class _QuantizingPlacer(Placer):
         return plain and tensor.numel() > 0 and self._devices_of.is_on_disk(name)
 
     def _refuse_homeless(self, names: Iterable[str]) -> None:
-        """Of weights that are to wait on disk and are in no file as they are needed: `dispatch_model` comes last."""
+        """Refuse weights to keep on disk that no file holds as needed, before `dispatch_model`, which runs last."""
         found = () if self._has_folder else sorted(names)
         if found:
             raise OffloadError(
-                f"{listed(found)} should wait on disk, and no safetensors file holds them in the dtype that they "
-                "get; pass offload_folder, a folder to write them to once"
+                f"{listed(found)} are to be kept on disk, but no safetensors file holds them in the required dtype; "
+                "pass offload_folder, a folder to write them to once"
             )
 
     def _converted(self, name: str) -> torch.dtype:
@@ -222,7 +222,7 @@ class _QuantizingPlacer(Placer):
         return False
 
     def put(self, step: Step, value: torch.Tensor) -> None:
-        """Quantise it, or convert it."""
+        """Quantise or convert a tensor."""
         layer = self._waiting.pop(id(step.target.tensor), None)
         if layer is None:
             super().put(step, value)
@@ -236,7 +236,7 @@ class _QuantizingPlacer(Placer):
         self._replace(layer, new)
 
     def finish(self, rest: Sequence[Target]) -> None:
-        """Quantise and convert what no checkpoint held."""
+        """Quantise and convert tensors that are not in the checkpoint."""
         model = self._model
         self._packed = None
         while self._waiting:

@@ -19,25 +19,25 @@ __all__ = ["pack_into_blocks"]
 
 logger = logging.getLogger(__name__)
 
-# Bytes of a block. A power of two, to which PyTorch rounds page-locked memory up. What gathering takes beside the
-# weights at any moment is one block.
+# Bytes of a block. A power of two, to which PyTorch rounds page-locked memory up. Packing needs the memory of one block
+# besides the weights.
 _BLOCK = 1 << 30
 
-# Of the host memory that is free, for one more block: page-locked memory is never swapped out.
+# Share of the free host memory that a new block may take: page-locked memory is never swapped out.
 _FREE_SHARE = 0.8
 
 
 def pack_into_blocks(model: nn.Module, groups: Sequence[StreamedGroup], transfer: Transfer) -> int:
-    """Let the weights of groups lie one after the other in blocks of host memory, block after block.
+    """Move the weights of groups into blocks of host memory, one after another.
 
-    Parameters keep their identity and values, and each has a storage of its own, of just its bytes: who saves or shares
-    one takes nothing else along. Groups stay as they are that have a tensor which shares its memory with others, and
-    so does everything from where there is no memory for another block.
+    Parameters keep their identity and values, and each has its own storage of exactly its bytes, so that saving or
+    sharing one includes nothing else. A group with a tensor that shares memory with others is left unchanged, and so is
+    everything after the point where no memory is left for another block.
 
     Args:
         model: contains the groups.
         groups: those to pack.
-        transfer: gives the blocks.
+        transfer: makes the blocks.
 
     Returns:
         Bytes of the weights that are in blocks.
@@ -70,7 +70,7 @@ def pack_into_blocks(model: nn.Module, groups: Sequence[StreamedGroup], transfer
 
 
 def _is_alone(tensor: torch.Tensor, sharing: Counter[int | None]) -> bool:
-    """Whether nothing else of the model is in a tensor's memory. Views of a mapped file are of its different parts."""
+    """Whether a tensor shares its memory with no other of the model. Views of a mapped file are of distinct parts."""
     if mapped_file_of(tensor) is not None:
         return True
     return tensor.untyped_storage().nbytes() == tensor.nbytes and sharing[address_of(tensor)] == 1
@@ -84,8 +84,8 @@ def _new_block(transfer: Transfer, nbytes: int, left: int) -> memoryview | None:
         return transfer.host_block(nbytes)
     except RuntimeError as error:
         logger.warning(
-            "%s bytes of weights that wait in host memory stay in memory that is not page-locked, so that each forward "
-            "packs them on their way to %s, which is slower: %s", f"{left:,}", transfer.device, error,
+            "%s bytes of offloaded weights stay in host memory that is not page-locked, so that each forward "
+            "has to stage them on their way to %s, which is slower: %s", f"{left:,}", transfer.device, error,
         )  # fmt: skip
         return None
 
@@ -93,5 +93,5 @@ def _new_block(transfer: Transfer, nbytes: int, left: int) -> memoryview | None:
 def _moved(tensor: torch.Tensor, block: memoryview, begin: int) -> torch.Tensor:
     own = torch.frombuffer(block, dtype=torch.uint8, count=tensor.nbytes, offset=begin)
     (new,) = SlotLayout([tensor]).views(own)
-    with torch.inference_mode():  # which may write tensors of either kind
+    with torch.inference_mode():  # may write inference tensors and others
         return new.copy_(tensor)

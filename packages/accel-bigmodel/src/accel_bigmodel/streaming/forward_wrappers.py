@@ -1,4 +1,4 @@
-"""The places where a module's forward is surrounded: weights come before it and go after it, whatever happens."""
+"""Wrappers of a module's forward, which make its weights available before it and release them after it."""
 
 from __future__ import annotations
 
@@ -56,16 +56,16 @@ class WeightStream(Protocol):
 
 
 class ForwardWrapper:
-    """Stands in for ``module.forward``.
+    """Replaces ``module.forward``.
 
-    Not a pair of forward hooks: PyTorch calls none of these when a forward is interrupted from the keyboard, nor
-    where ``module.forward`` is called directly.
+    Not a pair of forward hooks: PyTorch does not call those after a keyboard interrupt, nor where ``module.forward`` is
+    called directly.
 
     Args:
-        streamer: whom it tells.
-        module: whose forward it surrounds.
+        streamer: is called around the forward.
+        module: whose forward is wrapped.
         group: number of the group that the module needs; ``None`` if it only contains such modules.
-        below: numbers of the groups of the module and of those in it, in their order there.
+        below: numbers of the groups of the module and its submodules, in module order.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class ForwardWrapper:
         self._module = module
         self._group = group
         self.below = tuple(below)
-        # A forward that somebody else put on the module is part of the chain; that of the class is found again.
+        # A forward that others set on the module is part of the chain; that of the class is looked up.
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
         while (
             isinstance(self._inner, ForwardWrapper) and not self._inner.is_active()
-        ):  # left under a wrapper that went later
+        ):  # left beneath a wrapper that was removed later
             self._inner = self._inner._inner
         self._bind()
         module.__dict__["forward"] = self
@@ -95,7 +95,7 @@ class ForwardWrapper:
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWrapper:
         new = memo[id(self)] = object.__new__(type(self))
         state = self.__getstate__()
-        # Who copies a part of the model gets a plain part: an engine of its own would bring a copy of the whole model.
+        # A copy of a part of the model is plain: its own streamer would need a copy of the whole model.
         if self._streamer is not None and not self._streamer.is_copied(memo):
             state["_streamer"] = None
         new.__setstate__(copy.deepcopy(state, memo))
@@ -106,7 +106,7 @@ class ForwardWrapper:
         self._bind()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, with the weights it needs."""
+        """Run the forward with the weights it needs."""
         streamer = self._streamer
         if streamer is None:
             return self._forward(*args, **kwargs)
@@ -141,26 +141,26 @@ class ForwardWrapper:
 
     @property
     def offload(self) -> bool:
-        """Whether it brings the weights of its module; what ``has_offloaded_params`` asks."""
+        """Whether it provides the weights of its module; ``has_offloaded_params`` reads this."""
         return self._streamer is not None and self._group is not None
 
     @property
     def execution_device(self) -> torch.device | None:
-        """Where it brings them."""
+        """The device of the weights during a forward."""
         return None if self._streamer is None else self._streamer.device
 
     def is_active(self) -> bool:
-        """Whether it tells any engine."""
+        """Whether a streamer is attached."""
         return self._streamer is not None
 
     def belongs_to(self, streamer: WeightStream | None) -> bool:
-        """Whether it tells this engine."""
+        """Whether this streamer is attached."""
         return self._streamer is streamer
 
     def remove(self) -> None:
-        """Take it off the module; where somebody wrapped it meanwhile, it only passes calls on from now on.
+        """Remove it from the module; if something wraps it by now, it stays and only passes calls on.
 
-        Hooks, which keep what they wrap as ``_old_forward``, leave no trace of it when they go.
+        Hooks, which keep what they wrap as ``_old_forward``, are updated, so that removing them does not bring it back.
         """
         self._streamer = None
         if self._module.__dict__.get("_old_forward") is self:
@@ -173,5 +173,5 @@ class ForwardWrapper:
 
 
 def wrappers_of(module: nn.Module) -> list[ForwardWrapper]:
-    """The gates at a module, also those under hooks and under other wrappers that name what they wrap."""
+    """The wrappers on a module, including those beneath hooks and other wrappers that set ``__wrapped__``."""
     return [forward for forward in forwards_of(module) if isinstance(forward, ForwardWrapper)]

@@ -13,17 +13,17 @@ from accel_bigmodel.streaming.slot_layout import SlotLayout, aligned
 __all__ = ["HostBlocks", "Run"]
 
 Run = tuple[torch.Tensor, int]
-"""Bytes of a block, and the byte of a slot where they go."""
+"""Consecutive bytes of a block, and their offset in a slot."""
 
 
 class HostBlocks:
-    """The blocks that a transfer has given. Each lives as long as a tensor lies in it."""
+    """The blocks that a transfer has made. A block lives as long as a tensor is in it."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, torch.Tensor] = {}  # by address
 
     def add(self, block: torch.Tensor) -> memoryview:
-        """Know a block (1-D uint8) from now on, until nothing views what this returns any more."""
+        """Register a block (1-D uint8) until nothing views the returned memory any more."""
         address = block.data_ptr()
         array = block.numpy()
         self._blocks[address] = block
@@ -34,17 +34,18 @@ class HostBlocks:
         return len(self._blocks)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in a block."""
+        """Whether a tensor is in a block."""
         return _block_at(tensor.data_ptr(), self._blocks, sorted(self._blocks)) is not None
 
     def runs(self, sources: Sequence[torch.Tensor | None], layout: SlotLayout) -> list[Run] | None:
-        """What to copy so that a slot has the sources as the layout says; ``None`` if one is in no block, or not so.
+        """The byte ranges to copy so that a slot holds the sources in its layout; ``None`` if a source is not in a
+        block, or has other strides.
 
-        The runs view the blocks themselves, of which PyTorch knows until when copies need them, unlike the tensors in
-        them.
+        The runs are views of the blocks, whose memory PyTorch keeps until copies are done; it does not do so for the
+        tensors in them.
         """
         begins = sorted(self._blocks)
-        # Of each: the block, the first byte in it and the one behind the last, the first byte in the slot.
+        # For each: the block, its first byte and the one after its last, and the first byte in the slot.
         spans: list[tuple[torch.Tensor, int, int, int]] = []
         for source, piece in zip(sources, layout.pieces, strict=True):
             if source is None or not piece.nbytes:

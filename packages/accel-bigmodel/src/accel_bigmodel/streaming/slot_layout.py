@@ -10,17 +10,17 @@ import torch
 
 __all__ = ["ALIGNMENT", "SlotLayout", "address_of", "aligned"]
 
-# Bytes; as the allocators of devices align what they give.
+# Bytes; the alignment of device allocators.
 ALIGNMENT = 512
 
 
 def aligned(nbytes: int) -> int:
-    """Bytes that a tensor of so many takes with what aligns the next one."""
+    """Bytes that a tensor takes including the padding that aligns the next one."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Where the memory of a tensor begins; ``None`` for tensors without their own, as sparse and wrapping ones."""
+    """Where the memory of a tensor begins; ``None`` for tensors without storage, such as sparse and wrapper tensors."""
     try:
         return tensor.untyped_storage().data_ptr()
     except NotImplementedError:
@@ -31,7 +31,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
 class _Piece:
     shape: torch.Size
     stride: tuple[int, ...]
-    """Here: dense, also where the tensor's is not."""
+    """Dense, even where the tensor's own stride is not."""
     dtype: torch.dtype
     inference: bool
     tensor_stride: tuple[int, ...]
@@ -39,7 +39,7 @@ class _Piece:
     nbytes: int
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
-        # As the tensor was made, whatever mode this runs in: a parameter cannot change between the two kinds.
+        # Inference tensor or not as the original, whatever the current mode: a parameter cannot change between the two.
         with torch.inference_mode(self.inference):
             bare = torch.empty(0, dtype=self.dtype, device=buffer.device)
             return bare.set_(
@@ -48,10 +48,10 @@ class _Piece:
 
 
 class SlotLayout:
-    """Where in one piece of memory each tensor of a group lies. Dense tensors keep their memory format.
+    """Offsets of a group's tensors in one piece of memory. Dense tensors keep their memory format.
 
     Args:
-        tensors: on any device; only their shapes, strides and dtypes are looked at.
+        tensors: on any device; only their shapes, strides and dtypes are used.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -65,9 +65,9 @@ class SlotLayout:
         self._begins = [piece.begin for piece in self.pieces]
 
     def describes(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the tensors still are of the shapes, strides, dtypes and kind that the layout was made for.
+        """Whether the tensors still have the shapes, strides and dtypes that the layout was made for.
 
-        Strides count because kernels round otherwise for another memory format.
+        Strides count because kernels round differently for another memory format.
         """
         for tensor, piece in zip(tensors, self.pieces, strict=True):
             if (
@@ -84,6 +84,6 @@ class SlotLayout:
         return [piece.view(buffer) for piece in self.pieces]
 
     def piece_at(self, begin: int) -> int:
-        """Number of the tensor in which a byte lies."""
-        # Tensors without bytes begin where the next one does; the last of those that begin there has bytes.
+        """Number of the tensor that contains a byte."""
+        # Empty tensors begin where the next one does; only the last of those that begin there has bytes.
         return bisect_right(self._begins, begin) - 1

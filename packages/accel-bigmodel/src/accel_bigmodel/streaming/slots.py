@@ -9,12 +9,12 @@ __all__ = ["SlotPool"]
 
 
 class SlotPool:
-    """Slots, used again for whatever fits, whose bytes together never exceed a limit.
+    """Reusable slots whose total size never exceeds a limit.
 
     Args:
         transfer: allocates them.
         limit: bytes.
-        resident: bytes on the device that others hold; only counted in ``peak``.
+        resident: other bytes on the device; only counted in ``peak``.
     """
 
     def __init__(self, transfer: Transfer, limit: int, resident: int = 0) -> None:
@@ -26,11 +26,11 @@ class SlotPool:
         self.peak = resident
 
     def take(self, nbytes: int, *, beyond: bool = False) -> Slot | None:
-        """A slot of at least so many bytes, or ``None`` if what others use leaves no room for one.
+        """A slot of at least this size, or ``None`` if the slots in use leave no room for one.
 
         Args:
-            nbytes: bytes that it needs.
-            beyond: the limit may be exceeded if it must.
+            nbytes: bytes needed.
+            beyond: exceed the limit if necessary.
         """
         nbytes = max(ALIGNMENT, aligned(nbytes))
         fitting = min(
@@ -49,17 +49,17 @@ class SlotPool:
         return self._allocate(nbytes)
 
     def give_back(self, slot: Slot) -> None:
-        """Let the next group have a slot. What copies were begun to it may still run: the next one follows them."""
+        """Return a slot for the next group. Copies to it may still run; the next copy runs after them."""
         self._free.append(slot)
 
     def fresh(self) -> SlotPool:
-        """An empty pool in place of this one, whose slots are forgotten."""
+        """An empty pool that replaces this one and its slots."""
         new = SlotPool(self._transfer, self._limit, self._resident)
         new.peak = self.peak
         return new
 
     def clear(self) -> None:
-        """Free what is not in use."""
+        """Free the slots that are not in use."""
         while self._free:
             self._discard(self._free[0])
 
@@ -71,6 +71,6 @@ class SlotPool:
 
     def _discard(self, slot: Slot) -> None:
         if slot.last_copy is not None:
-            slot.last_copy.settle()  # else the memory would go to others while it is written
+            slot.last_copy.settle()  # otherwise the allocator could reuse the memory while it is written
         self._free.remove(slot)
         self.nbytes -= slot.buffer.nbytes

@@ -17,19 +17,19 @@ Sources = Sequence["torch.Tensor | None"]
 
 
 class Pending(Protocol):
-    """A copy that was asked for."""
+    """A copy that was requested."""
 
     def ready(self) -> bool:
         """Whether ``wait`` would return at once."""
 
     def wait(self) -> None:
-        """Let what this thread computes from now on see the copied values; raise what the copy failed with."""
+        """Make later computation of this thread see the copied values; raise the error of a failed copy."""
 
     def settle(self) -> None:
-        """As ``wait``, but whether the copy failed does not matter any more."""
+        """As ``wait``, but ignore whether the copy failed."""
 
     def cancel(self) -> None:
-        """Leave the copy out if it has not begun; nobody needs it."""
+        """Skip the copy if it has not begun; it is no longer needed."""
 
 
 class Slot:
@@ -40,13 +40,13 @@ class Slot:
     def __init__(self, buffer: torch.Tensor, used_until: Any) -> None:
         self.buffer = buffer
         self.address = address_of(buffer)
-        # Point of the device's computation before which nothing may be written; see Transfer.mark.
+        # The slot may be written after this point of the device's computation; see Transfer.mark.
         self.used_until = used_until
         self.last_copy: Pending | None = None
         self._views: dict[SlotLayout, list[torch.Tensor]] = {}
 
     def views(self, layout: SlotLayout) -> list[torch.Tensor]:
-        """The tensors of a layout in this slot; made once."""
+        """The tensors of a layout in this slot; made once per layout."""
         found = self._views.get(layout)
         if found is None:
             found = self._views[layout] = layout.views(self.buffer)
@@ -56,40 +56,40 @@ class Slot:
 class Transfer(Protocol):
     """Memory of a device, and one queue of copies to it.
 
-    Copies run one after the other, in the order in which they were asked for, beside the computation.
-    ``copy.deepcopy`` makes an independent one for the same device.
+    Copies run one after another in the order of the requests, concurrently with the computation. ``copy.deepcopy``
+    makes an independent one for the same device.
     """
 
     device: torch.device
 
     host_blocks: HostBlocks
-    """Where sources may lie, that came from ``host_block``: these are copied without being packed."""
+    """The blocks made by ``host_block``; sources in them are copied without being packed first."""
 
     def host_block(self, nbytes: int) -> memoryview:
-        """New host memory from which the device copies fastest.
+        """New host memory of the kind that the device copies from fastest.
 
         Raises:
-            RuntimeError: there is none; copies from other memory work.
+            RuntimeError: none is left; copies from other memory still work.
         """
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """New memory on the device, as 1-D uint8."""
 
     def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
-        """Ask for a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
+        """Request a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
 
         Args:
             name: of the group.
-            sources: tensors in host memory, in the order of the layout; ``None`` is left out.
+            sources: tensors in host memory, in the order of the layout; ``None`` is not copied.
             layout: where they go in the slot.
             slot: the target.
         """
 
     def mark(self, previous: Any) -> Any:
-        """The point that the computation has been asked to reach so far; ``previous`` is one to use again."""
+        """The end of the computation queued so far; ``previous`` is a mark to reuse."""
 
     def seconds(self) -> float:
         """Seconds that finished copies took."""
 
     def close(self) -> None:
-        """Wait for what was asked for, and free threads and buffers. A later copy takes them again."""
+        """Wait for requested copies, and free threads and buffers. A later copy makes them again."""
