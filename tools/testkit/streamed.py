@@ -5,8 +5,8 @@ import copy
 import torch
 from torch import nn
 
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 
 SIZE = 16

@@ -265,7 +265,7 @@ def test_where_brute_force_finds_a_map_there_is_one(case, fallback):
             found = infer(case, strict=True, fallback_allocation=fallback)
         except DeviceMapError:
             with pytest.raises(
-                DeviceMapError, match=r"no map of Branch keeps these budgets: .*takes \d+ bytes"
+                DeviceMapError, match=r"no device map of Branch fits these budgets: .*takes \d+ bytes"
             ):
                 infer(case, strict=True, fallback_allocation=fallback)
             return

@@ -26,7 +26,6 @@ from accel_bigmodel import (
     remove_hook_from_module,
     undispatch,
 )
-from accel_bigmodel.device_maps import checks
 from accel_bigmodel.hooks.base import hook_of
 from accel_bigmodel.streaming.transfer import HostTransfer
 from accel_ckpt import (
@@ -38,6 +37,7 @@ from accel_ckpt import (
     save_model,
 )
 from accel_ckpt.memory import mapped_file_of
+from accel_ckpt.modules import devices
 
 
 class Block(nn.Module):
@@ -366,9 +366,11 @@ def where(model):
         ({"device_map": "auto"}, DeviceMapError, "device_map is 'auto'; give a map"),
         ({"device_map": None}, DeviceMapError, "device_map is None; give a map"),
         ({"device_map": {"embed": "meta", "": "cpu"}}, DeviceMapError, "leaves 'embed' without values"),
-        ({"main_device": 99}, DeviceMapError, "99"),
-        ({"main_device": "disk"}, DeviceMapError, "'disk' cannot compute"),
-        ({"main_device": "meta"}, DeviceMapError, "brings weights to 'cpu', but the main device is 'meta'"),
+        ({"main_device": 99}, DeviceMapError, "main_device is 99, but this machine has"),
+        ({"main_device": "disk"}, DeviceMapError, "main_device is 'disk', which cannot compute"),
+        ({"main_device": "meta"}, DeviceMapError, "main_device is 'meta', which cannot compute"),
+        ({"main_device": "gpu"}, DeviceMapError, "main_device is 'gpu', which is not a device"),
+        ({"offload_dir": 3}, OffloadError, "offload_dir is 3; give the path of a folder"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_changed(expected, dispatched, options, error, match):
@@ -602,7 +604,7 @@ def test_what_waits_in_host_memory_is_gathered_and_what_waits_on_disk_stays_ther
 @pytest.fixture
 def fake_accelerators(monkeypatch):
     """Two devices of tensors without values: an operation on tensors of two devices is an error there, too."""
-    monkeypatch.setattr(checks, "device_count", lambda kind: 2)
+    monkeypatch.setattr(devices, "device_count", lambda kind: 2)
     with torch.no_grad(), FakeTensorMode():  # autograd would look for a real device
         yield
 
@@ -660,7 +662,10 @@ def test_a_module_that_is_added_later_is_named_when_it_is_on_the_wrong_device(fa
     model = dispatch_model(Two(), {"first": 0, "second": 1})
     model(torch.ones(3, 4))
     model.added = Scale("cpu")
-    with pytest.raises(OffloadError, match=r"added\.weight \(on cpu\) came to it.*dispatch_model"):
+    with pytest.raises(
+        OffloadError,
+        match=r"added after dispatch and are not in the device map: added\.weight \(on cpu\).*dispatch_model",
+    ):
         model(torch.ones(3, 4))
 
 

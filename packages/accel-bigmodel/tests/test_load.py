@@ -177,11 +177,22 @@ def test_a_missing_offload_folder_names_the_tensors(tmp_path, saved):
     assert is_untouched(again)
 
 
+@pytest.mark.parametrize("load", [load_checkpoint_in_model, load_checkpoint_and_dispatch])
+@pytest.mark.parametrize("folder", [3, b"folder", ["folder"]])
+def test_an_offload_folder_that_is_no_path(saved, load, folder):
+    model = empty()
+    with pytest.raises(
+        OffloadError, match=rf"offload_folder is {re.escape(repr(folder))}; give the path of a folder"
+    ):
+        load(model, saved[1], {"": "cpu"}, offload_folder=folder)
+    assert is_untouched(model)
+
+
 def test_an_offload_folder_that_is_a_file(tmp_path, saved):
     _, path = saved
     (tmp_path / "x").write_text("mine")
     again = empty()
-    with pytest.raises(OffloadError, match="x: there is a file of that name"):
+    with pytest.raises(OffloadError, match="x: a file of that name exists"):
         load_checkpoint_in_model(again, path, {"": "disk"}, tmp_path / "x", dtype="float16")
     assert is_untouched(again)
 
@@ -418,7 +429,9 @@ def test_words_instead_of_a_map(saved):
 def test_a_budget_that_nothing_fits(saved):
     _, path = saved
     model = empty()
-    with pytest.raises(DeviceMapError, match=r"no map of Net keeps these budgets.*bytes on 0.*'body\.1'"):
+    with pytest.raises(
+        DeviceMapError, match=r"no device map of Net fits these budgets.*bytes on 0.*'body\.1'"
+    ):
         load_checkpoint_and_dispatch(model, path, "auto", max_memory={0: 20, "cpu": 1000})
     assert model.head.weight.is_meta
 

@@ -195,7 +195,7 @@ def test_a_folder_that_is_a_file(tmp_path):
     path = tmp_path / "x"
     path.write_text("mine")
     for folder in (path, path / "below"):
-        with pytest.raises(OffloadError, match="there is a file of that name; choose another folder"):
+        with pytest.raises(OffloadError, match="a file of that name exists; choose another folder"):
             OffloadCache(folder).keep(some())
     assert path.read_text() == "mine"
 

@@ -98,7 +98,7 @@ def test_replacing_a_file_does_not_change_what_was_loaded(tmp_path):
 def test_a_file_of_another_size_is_refused(tmp_path, size):
     (tmp_path / "weight.dat").write_bytes(bytes(size))
     with pytest.raises(
-        CorruptCheckpointError, match=rf"has {size} bytes.*\[2\], which takes 8.*another model"
+        CorruptCheckpointError, match=rf"has {size} bytes.*\[2\], as in its index, takes 8.*another model"
     ):
         load_offloaded_weight(tmp_path / "weight.dat", {"dtype": "float32", "shape": [2]})
 
@@ -271,7 +271,7 @@ def test_the_index_of_a_folder_names_files_in_it_only(tmp_path, how):
     with pytest.raises(UnsafeCheckpointError):
         OffloadedWeightsLoader(save_folder=folder)
     (folder / "index.json").write_text(json.dumps({"a": {"safetensors_file": 3}}))
-    with pytest.raises(CorruptCheckpointError, match="the file 3, which is no name"):
+    with pytest.raises(CorruptCheckpointError, match="the file 3, which is not a name"):
         OffloadedWeightsLoader(save_folder=folder)
 
 

@@ -1,4 +1,4 @@
-"""Putting a model where its device map says, so that it runs from there."""
+"""Dispatching a model: placing its parts as a device map says, so that it runs from there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from accel_bigmodel.device_maps.budget import available_host_memory
 from accel_bigmodel.device_maps.checks import (
     check_all_have_values,
     check_device_map,
-    check_exists,
     execution_device,
 )
-from accel_bigmodel.device_maps.device_usage import main_device_of, place_of
+from accel_bigmodel.device_maps.device_usage import device_of, main_device_of
 from accel_bigmodel.errors import DeviceMapError, OffloadError
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_inputs
 from accel_bigmodel.hooks.alignment import has_offloaded_params
@@ -30,15 +29,17 @@ from accel_bigmodel.hooks.base import (
     hook_of,
     take_hook_off,
 )
-from accel_bigmodel.offload_cache import OffloadCache
+from accel_bigmodel.offload_cache import OffloadCache, check_folder
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
 from accel_bigmodel.paging.pager import Pager
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import Group, plan_groups
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_bigmodel.streaming.transfer import AcceleratorTransfer, Transfer
+from accel_bigmodel.streaming.streamer import Streamer
+from accel_bigmodel.streaming.transfer import AcceleratorTransfer
+from accel_bigmodel.streaming.types import Transfer
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.memory import MappedFile, mapped_file_of
+from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import listed, prefixed_modules
 from accel_ckpt.modules.tensors import (
     check_is_module,
@@ -57,14 +58,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 CPU = torch.device("cpu")
 
-# Of the host memory that is free, for mapped weights; the rest is for activations and for everybody else.
+# Share of the free host memory for mapped weights; the rest is for activations and other processes.
 _MAPPED_SHARE = 0.8
 
 
 class Dispatch:
-    """What was done to a model: where its parts are, and what brings them.
+    """What dispatching did to a model: where its parts are, and what moves their weights.
 
-    A copy of the model has weights of its own in memory, and a mover of its own.
+    A copy of the model has its own weights in memory, and its own mover.
     """
 
     def __init__(
@@ -72,11 +73,11 @@ class Dispatch:
     ) -> None:
         self.device_map = dict(device_map)
         self.main_device = main_device
-        """Where modules compute whose weights wait elsewhere."""
+        """Where modules with offloaded weights compute."""
         self.mover = mover
-        """What brings weights, if something has to: to a device, or from the disk to memory ahead of their use."""
+        """The streamer that copies offloaded weights to a device, or the pager that reads them from disk; or None."""
         self.hooks: list[tuple[nn.Module, ModelHook]] = []
-        """What was put on modules, beside the hooks that users put there."""
+        """Modules with the hooks that dispatching added, without those of users."""
 
 
 def dispatch_model(
@@ -95,64 +96,67 @@ def dispatch_model(
     host_memory: int | str | None = None,
     transfer: Transfer | None = None,
 ) -> Model:
-    """Put a model where a device map says.
+    """Place the parts of a model as a device map says.
 
     Modules on an accelerator are moved there. Modules on ``"cpu"`` and ``"disk"`` compute on the main device: their
-    weights are brought to it just in time, ahead of their use, and between forwards are where they wait. If the main
-    device is the CPU nothing has to be brought: weights on disk are views of the mapped files, which the pages come
-    from as they are touched. Parameters keep their identity, and always have their real values, so that
-    ``state_dict()`` and saving need to know nothing of all this.
+    weights are copied to it just ahead of their use, and are on the host or on disk between forwards. If the main
+    device is the CPU, nothing is copied: weights on disk are views of mapped files, whose pages are read when touched.
+    Parameters keep their identity and always have their real values, so ``state_dict()`` and saving work as usual.
 
     Args:
-        model: its tensors have values, or ``state_dict`` or ``offload_index`` has them. Changed in place.
+        model: its tensors have values, or ``state_dict`` or ``offload_index`` provides them. Changed in place.
         device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``.
-        main_device: where modules on ``"cpu"`` and ``"disk"`` compute; by default the first accelerator of the map, or
-            else the CPU.
+        main_device: where modules on ``"cpu"`` and ``"disk"`` compute; by default the first accelerator of the map,
+            otherwise the CPU.
         state_dict: values of tensors on the meta device.
-        offload_dir: a folder for weights on ``"disk"`` that are in no safetensors file yet.
+        offload_dir: folder for weights on ``"disk"`` that are not in a safetensors file yet.
         offload_index: what ``offload_dir`` holds, as ``save_offload_index`` writes it, for tensors on the meta device.
-        offload_buffers: buffers wait on the host, too, instead of staying on the main device. Those that a state dict
-            leaves out always stay.
-        skip_keys: keyword arguments and keys of outputs that are left on the device on which they are.
-        preload_module_classes: classes of modules whose weights, those of their children too, are brought before their
-            forward begins, because it uses weights of children itself.
-        force_hooks: put inputs on the device also where the map has one device only.
-        device_memory: bytes of the main device for weights that wait elsewhere; some then stay there for good. By
-            default what two blocks need.
+        offload_buffers: offload buffers too, instead of keeping them on the main device. Non-persistent buffers always
+            stay there.
+        skip_keys: keyword arguments and keys of outputs that are not moved between devices.
+        preload_module_classes: classes of modules whose weights, including those of their children, are copied before
+            their forward begins, because it uses weights of children itself.
+        force_hooks: move inputs to the device even if the map has only one device.
+        device_memory: bytes on the main device for offloaded weights; with room to spare, some stay there permanently.
+            By default what two blocks need.
         host_memory: bytes of host memory that mapped files may fill when everything computes on the CPU; by default
-            most of what is free. A model with more is read ahead of its use, and dropped behind.
-        transfer: how weights are brought to the main device; by default on a side stream.
+            80% of the free memory. The weights of a larger model are read ahead of their use and evicted after it.
+        transfer: how weights are copied to the main device; by default on a side stream.
 
     Returns:
         The model.
 
     Raises:
-        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights;
-            the main device is none that computes, or not the transfer's.
-        OffloadError: weights are to wait on disk and are in no file, and there is no ``offload_dir``.
-        UninitializedTensorError: tensors on the meta device, with no values for them.
+        DeviceMapError: the map does not cover the model, names something that does not exist, or splits tied weights;
+            the main device cannot compute, or is not the transfer's.
+        OffloadError: weights on ``"disk"`` are not in a file, and there is no ``offload_dir``; or it is not a path.
+        UninitializedTensorError: tensors on the meta device have no values.
         StateMismatchError: the values have other shapes.
-        ValueError: ``device_memory`` or ``host_memory`` is no size.
+        ValueError: ``device_memory`` or ``host_memory`` is not a size.
     """
     device_budget, host_budget = memory_sizes(device_memory, host_memory)
+    check_folder(offload_dir, "offload_dir")
     check_device_map(model, device_map, strict=True)
     check_all_have_values(device_map)
     places = {name: _device(place) for name, place in device_map.items()}
-    main = torch.device(main_device_of(places)) if main_device is None else _computing_device(main_device)
-    check_exists(main, "main_device is")
+    main = (
+        torch.device(main_device_of(places))
+        if main_device is None
+        else _computing_device(main_device, "main_device")
+    )
     if transfer is not None and execution_device(transfer.device) != execution_device(main):
         raise DeviceMapError(
-            f"the transfer brings weights to {str(transfer.device)!r}, but the main device is {str(main)!r}; "
-            "make the transfer for that device"
+            f"the transfer copies weights to {str(transfer.device)!r}, but the main device is {str(main)!r}; make the "
+            "transfer for that device"
         )
 
-    def make_plan() -> _Plan:
+    def make_plan() -> tuple[_Plan, Streamer | None]:
         streams = transfer is not None or main != CPU
-        return _Plan(model, places, main, streams, buffers=offload_buffers)
+        plan = _Plan(model, places, main, streams, buffers=offload_buffers)
+        return plan, _streamer(plan, preload_module_classes, device_budget, transfer)
 
-    plan = make_plan()
+    plan, streamer = make_plan()
     values = _values(plan, state_dict, offload_dir, offload_index)
-    streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
     attached = _dispatch_of(model)
     before = attached.mover if attached is not None and isinstance(attached.mover, Streamer) else None
     if streamer is not None:
@@ -162,8 +166,9 @@ def dispatch_model(
     undispatch(model)
     if values:
         _fill(model, values)
-        plan = make_plan()  # for the tensors in the place of those without values
-        streamer = _streamer(plan, preload_module_classes, device_budget, transfer)
+        plan, streamer = (
+            make_plan()
+        )  # again, because filling puts new tensors in place of those on the meta device
     if offload_dir is not None:
         _keep_on_disk(plan, offload_dir)
     mover = streamer or _pager(plan, preload_module_classes, host_budget)
@@ -196,16 +201,16 @@ def cpu_offload(
     device_memory: int | str | None = None,
     transfer: Transfer | None = None,
 ) -> Model:
-    """Let the weights of a model wait in host memory, and bring them to a device block by block.
+    """Keep the weights of a model in host memory, and copy them to a device block by block.
 
     Args:
         model: changed in place.
         execution_device: where it computes; by default the device of its first parameter.
-        offload_buffers: as in :func:`dispatch_model`, and so the others.
+        offload_buffers: as in :func:`dispatch_model`.
         state_dict: values of tensors on the meta device.
-        preload_module_classes: classes whose children's weights are brought with their own.
+        preload_module_classes: classes whose children's weights are copied with their own.
         device_memory: bytes of the device for the weights.
-        transfer: how weights are brought.
+        transfer: how weights are copied.
     """
     device = _execution_device(model, execution_device)
     return dispatch_model(
@@ -225,20 +230,20 @@ def disk_offload(
     host_memory: int | str | None = None,
     transfer: Transfer | None = None,
 ) -> Model:
-    """Let the weights of a model wait on disk.
+    """Keep the weights of a model on disk.
 
-    Weights that are views of safetensors files stay what they are, and nothing is written. Others are written to the
+    Weights that are views of safetensors files stay as they are, and nothing is written. Others are written to the
     folder once.
 
     Args:
         model: changed in place.
-        offload_dir: for weights that are in no safetensors file yet.
+        offload_dir: for weights that are not in a safetensors file yet.
         execution_device: where it computes; by default the device of its first parameter.
-        offload_buffers: as in :func:`dispatch_model`, and so the others.
-        preload_module_classes: classes whose children's weights are brought with their own.
+        offload_buffers: as in :func:`dispatch_model`.
+        preload_module_classes: classes whose children's weights are copied with their own.
         device_memory: bytes of the device for the weights.
         host_memory: bytes of host memory that mapped files may fill.
-        transfer: how weights are brought.
+        transfer: how weights are copied.
     """
     device = _execution_device(model, execution_device)
     return dispatch_model(
@@ -249,7 +254,8 @@ def disk_offload(
 
 
 def undispatch(model: Model) -> Model:
-    """Take back what ``dispatch_model`` attached, and nothing else. Every tensor stays where it waits: with its values.
+    """Remove what ``dispatch_model`` attached, and nothing else. Every tensor keeps its values, on the device where it
+    is between forwards.
 
     Args:
         model: a model, dispatched or not.
@@ -272,13 +278,13 @@ def undispatch(model: Model) -> Model:
 
 
 def offload_stats(model: nn.Module) -> StreamStats | None:
-    """Bytes of weights moved, the rate, and the time waited since a model was dispatched.
+    """Bytes of weights copied, the rate, and the time waited since a model was dispatched.
 
     Args:
         model: as ``dispatch_model`` or ``load_checkpoint_and_dispatch`` returned it.
 
     Returns:
-        ``None`` if its weights need no moving: all are where they compute, or are views of files that fit the memory.
+        ``None`` if its weights need no copies: all are where they compute, or are views of files that fit in memory.
 
     Raises:
         OffloadError: it was not dispatched.
@@ -290,7 +296,7 @@ def offload_stats(model: nn.Module) -> StreamStats | None:
 
 
 def _carrier(model: nn.Module) -> nn.Module:
-    """The module that has the attributes set on a model: what ``torch.compile`` makes passes them to what it wraps."""
+    """The module that holds the attributes set on a model; ``torch.compile`` wrappers pass them on to it."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -302,19 +308,20 @@ def _device(place: Device) -> torch.device | str:
     return "disk" if place == "disk" else execution_device(place) or CPU
 
 
-def _computing_device(device: Device) -> torch.device:
-    found = _device(device)
-    if not isinstance(found, torch.device):
+def _computing_device(device: Device, argument: str) -> torch.device:
+    """A device that a user chose to compute on, which exists."""
+    if str(device) in ("disk", "meta"):
         raise DeviceMapError(
-            f"{device!r} cannot compute; give the index of an accelerator, or a device such as 'cpu'"
+            f"{argument} is {device!r}, which cannot compute; give the index of an accelerator, or a device such as "
+            "'cpu'"
         )
-    return found
+    return execution_device(existing_device(device, f"{argument} is", error=DeviceMapError)) or CPU
 
 
 def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
     check_is_module(model)
     if wanted is not None:
-        return _computing_device(wanted)
+        return _computing_device(wanted, "execution_device")
     first = next(model.parameters(), None)
     return CPU if first is None or first.device.type == "meta" else first.device
 
@@ -322,10 +329,10 @@ def _execution_device(model: nn.Module, wanted: Device | None) -> torch.device:
 def memory_sizes(
     device_memory: int | str | None, host_memory: int | str | None
 ) -> tuple[int | None, int | None]:
-    """What :func:`dispatch_model` is told of memory, in bytes.
+    """The memory arguments of :func:`dispatch_model`, in bytes.
 
     Raises:
-        ValueError: one is no size; says which.
+        ValueError: one is not a size; names it.
     """
     found: dict[str, int | None] = {}
     for name, size in (("device_memory", device_memory), ("host_memory", host_memory)):
@@ -374,7 +381,7 @@ def _values(
 
 
 def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Put values in place of tensors on the meta device; the first name of a tied one has the say."""
+    """Put values in place of tensors on the meta device; a tied tensor takes the value of its first name."""
     ties = find_tied_parameters(model)
     for name, value in values.items():
         set_module_tensor_to_device(model, name, CPU, value=value)
@@ -382,7 +389,7 @@ def _fill(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 
 class _Plan:
-    """Which tensors of a model go where. A tensor with several names goes to the fastest of their places."""
+    """Where each tensor of a model goes. A tensor with several names goes to the fastest of their devices."""
 
     def __init__(
         self,
@@ -396,16 +403,16 @@ class _Plan:
         self.places = places
         self.main = main
         self.streams = streams
-        """Whether weights that wait are brought to another place to compute with them."""
+        """Whether offloaded weights are copied to another device to compute with them."""
         self.offload_buffers = buffers
         self.moved: list[tuple[torch.Tensor, torch.Tensor | torch.device]] = []
-        """Tensors that ``move`` moved, and what they were, or where: what was on a device would fill it."""
+        """Tensors that ``move`` moved, with their old data, or only the old device if keeping data would fill it."""
         self.tensors: dict[int, torch.Tensor] = {}
         self.homes: dict[int, torch.device | str] = {}
         self.names: dict[int, str] = {}
         for prefix, _, module in prefixed_modules(model):
-            # Buffers that no state dict holds may have no place; they go where most is computed.
-            around = place_of(prefix[:-1], places) or main
+            # Non-persistent buffers may be missing from the map; they go to the main device.
+            around = device_of(prefix[:-1], places) or main
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     self._add(prefix + leaf, parameter, places.get(prefix + leaf, around))
@@ -424,15 +431,15 @@ class _Plan:
         self.names.setdefault(key, name)
 
     def at(self, place: torch.device | str) -> dict[str, torch.Tensor]:
-        """The tensors of a place by their first name."""
+        """The tensors of a device by their first name."""
         return {self.names[key]: tensor for key, tensor in self.tensors.items() if self.homes[key] == place}
 
     def waiting(self) -> Collection[str]:
-        """Entries of the map whose weights wait elsewhere than on the device that computes with them."""
+        """Entries of the map whose weights are offloaded."""
         return [name for name, place in self.places.items() if place in ("disk", CPU)]
 
     def move(self) -> None:
-        """Put tensors of devices there; what waits is on the host. All are where they were if one cannot be moved."""
+        """Move tensors to their devices, and offloaded ones to the host. If one cannot be moved, all go back."""
         try:
             for key, tensor in self.tensors.items():
                 home = self.homes[key]
@@ -457,7 +464,7 @@ def _slowness(place: torch.device | str) -> int:
 
 
 def _loose(plan: _Plan) -> dict[str, nn.Parameter]:
-    """Parameters that are to wait on disk and are in no file. Buffers, which forwards may change, are in memory."""
+    """Parameters to keep on disk that are not in a file. Buffers stay in memory, because forwards may change them."""
     return {
         name: tensor
         for name, tensor in plan.at("disk").items()
@@ -466,12 +473,12 @@ def _loose(plan: _Plan) -> dict[str, nn.Parameter]:
 
 
 def _check_files(plan: _Plan, homes: Mapping[int, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters that are to wait on disk and will be in no file.
+    """Refuse parameters to keep on disk that will not be in a file.
 
     Args:
-        plan: where they are to wait.
-        homes: what those will be again that a mover has on a device now, by their identity.
-        values: what those will be that have no values now, by name.
+        plan: where tensors go.
+        homes: host tensors of weights that a mover has on a device now, by identity.
+        values: values that tensors on the meta device will get, by name.
     """
     loose = []
     for name, tensor in _loose(plan).items():
@@ -480,13 +487,13 @@ def _check_files(plan: _Plan, homes: Mapping[int, torch.Tensor], values: Mapping
             loose.append(name)
     if loose:
         raise OffloadError(
-            f"{listed(sorted(loose))} should wait on disk, and are in no safetensors file that is mapped; "
-            "load them with load_checkpoint_and_dispatch from one, or pass offload_dir, a folder to write them to"
+            f"{listed(sorted(loose))} are to be kept on disk, but are not in a mapped safetensors file; load them "
+            "from one with load_checkpoint_and_dispatch, or pass offload_dir, a folder to write them to"
         )
 
 
 def _keep_on_disk(plan: _Plan, folder: str | os.PathLike[str]) -> None:
-    """Make every parameter that waits on disk a view of a file."""
+    """Make every parameter that is kept on disk a view of a file."""
     if loose := _loose(plan):
         views = OffloadCache(folder).keep(loose)
         for name, tensor in loose.items():
@@ -502,7 +509,7 @@ def _groups(plan: _Plan, preload: Sequence[str] | None) -> list[Group]:
 def _streamer(
     plan: _Plan, preload: Sequence[str] | None, budget: int | None, transfer: Transfer | None
 ) -> Streamer | None:
-    """What brings weights to the device that computes, if some wait elsewhere."""
+    """The streamer, if weights are offloaded from the device that computes."""
     if not plan.streams or not plan.waiting():
         return None
     groups = _groups(plan, preload)
@@ -514,13 +521,13 @@ def _streamer(
 
 
 def _pager(plan: _Plan, preload: Sequence[str] | None, budget: int | None) -> Pager | None:
-    """What reads mapped files ahead of their use, if they exceed the memory they may fill."""
+    """The pager, if the mapped files exceed the memory they may fill."""
     if plan.streams or not plan.waiting():
         return None
     if budget is None:
         budget = int(_MAPPED_SHARE * available_host_memory())
     tensors = plan.tensors.values()
-    fits = sum(t.nbytes for t in tensors) <= budget  # the quicker question, which most models answer
+    fits = sum(t.nbytes for t in tensors) <= budget  # quicker to compute, and enough for most models
     if fits or sum(t.nbytes for t in tensors if mapped_file_of(t) is not None) <= budget:
         return None
     return Pager(plan.model, _groups(plan, preload), budget=budget)
@@ -539,28 +546,28 @@ class FilesUnchanged(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """One look at each file."""
+        """Check each file."""
         for file in self.files:
             file.check_unchanged()
         return args, kwargs
 
     def __reduce__(self) -> Any:
-        # Copies of the weights, and weights that were pickled, are views of no file.
+        # Weights that were copied or pickled are not views of a file.
         return FilesUnchanged, ((),)
 
 
 class WrongDevice(ModelHook):
-    """Says what may be done when a forward fails because tensors are on different devices.
+    """Explains what to do when a forward fails because tensors are on different devices.
 
     Args:
-        names: of the tensors that were there when the model was dispatched.
+        names: of the tensors that the model had when it was dispatched.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Look for names that are new, and for modules that use weights of others."""
+        """Look for tensors that were added, and for modules that use weights of their children."""
         error = sys.exception()
         if (
             not isinstance(error, RuntimeError)
@@ -572,8 +579,8 @@ class WrongDevice(ModelHook):
         added = [f"{name} (on {tensor.device})" for name, tensor in tensors if name not in self.names]
         if added:
             raise OffloadError(
-                f"{error}. After the model was dispatched, {', '.join(added)} came to it, which no device map has "
-                "placed; call dispatch_model again with a map that names them"
+                f"{error}. These tensors were added after dispatch and are not in the device map: {', '.join(added)}. "
+                "Call dispatch_model again with a map that names them"
             ) from error
         where = _innermost_module(error)
         if where is not None and any(
@@ -581,20 +588,21 @@ class WrongDevice(ModelHook):
         ):
             kind = type(where).__name__
             raise OffloadError(
-                f"{error}. This comes from the forward of {kind}. If it uses weights of modules in it without calling "
-                f"these, they are not on the device then: dispatch the model with preload_module_classes=[{kind!r}]"
+                f"{error}. This comes from the forward of {kind}. If it uses weights of its submodules without "
+                "calling them, these are not on the device at that time: dispatch the model with "
+                f"preload_module_classes=[{kind!r}]"
             ) from error
 
 
 def _innermost_module(error: BaseException) -> nn.Module | None:
-    """The module in one of whose methods an error was raised."""
+    """The innermost module among the methods in which an error was raised."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     owners = (frame.f_locals.get("self") for frame in reversed(frames))
     return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
 
 def _spread(plan: _Plan) -> bool:
-    """Whether parts of the model compute, or wait, on several devices."""
+    """Whether parts of the model are on several devices."""
     places = set(plan.places.values())
     return plan.main != CPU and (len(places) > 1 or not places.isdisjoint({"disk", CPU}))
 
@@ -620,10 +628,10 @@ def _hooks(
 
 
 def _encoder_hook(model: nn.Module) -> Iterator[tuple[nn.Module, ModelHook]]:
-    """For the encoder of an encoder-decoder a hook that brings outputs back to the device of the inputs.
+    """A hook for the encoder of an encoder-decoder that moves outputs back to the device of the inputs.
 
-    transformers' ``generate()`` asks the hook of a dispatched model's encoder for that. Where there is no hook it makes
-    one of Accelerate's, and fails if Accelerate is not installed.
+    transformers' ``generate()`` requires this of the encoder's hook in a dispatched model. Without a hook it makes one
+    of Accelerate's, and fails if Accelerate is not installed.
     """
     get_encoder = getattr(model, "get_encoder", None)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
@@ -633,7 +641,7 @@ def _encoder_hook(model: nn.Module) -> Iterator[tuple[nn.Module, ModelHook]]:
 
 
 def _guard(model: nn.Module) -> None:
-    """Guard a model against being moved, by itself or with a module that contains it."""
+    """Make methods raise that would move a model, alone or with a module that contains it."""
     for module in (model, _carrier(model)):
         for name in MOVES:
             if hasattr(type(module), name):
@@ -649,7 +657,7 @@ def _module(model: nn.Module, name: str) -> nn.Module:
 
 
 class _Refusal:
-    """Stands in place of a method that would move a dispatched model."""
+    """Replaces a method that would move a dispatched model."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -660,16 +668,16 @@ class _Refusal:
     def refuse(self) -> NoReturn:
         """Raise the error."""
         raise OffloadError(
-            f"model.{self.name}() would move parts of a model that a device map has put elsewhere, and leave others "
-            "behind. Load it again with another device_map, or call accel_bigmodel.undispatch(model) before moving "
-            "it; it must fit the device then"
+            f"model.{self.name}() would move some parts of a dispatched model away from where its device map puts "
+            "them, and leave others behind. Load it again with another device_map, or call "
+            "accel_bigmodel.undispatch(model) before moving it; the whole model must then fit the device"
         )
 
 
 class _RefusalInside(_Refusal):
-    """Stands in place of ``_apply``, by which a module that contains a dispatched model would move it.
+    """Replaces ``_apply``, by which a module that contains a dispatched model would move it.
 
-    What only changes dtypes passes.
+    Changes of dtype only are allowed.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Names of dtypes that PyTorch has no single dtype for."""
+"""Names of quantised formats that have no dtype in PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["CustomDtype"]
 
 
 class CustomDtype(Enum):
-    """Kinds of quantised weights, for sizes and device maps (``dtype`` and ``special_dtypes``)."""
+    """Formats of quantised weights, for sizes and device maps (``dtype`` and ``special_dtypes``)."""
 
     FP8 = "fp8"
     INT4 = "int4"

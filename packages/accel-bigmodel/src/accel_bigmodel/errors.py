@@ -2,11 +2,10 @@
 
 AccelError
 └── BigModelError (RuntimeError)
-    ├── DeviceMapError (ValueError)      a map misses modules, names unknown ones, or asks for what is not there
-    ├── OffloadError                     something that a model whose weights wait elsewhere cannot do
-    ├── QuantizationError (ValueError)   a combination of format, device and module that cannot be quantised
-    ├── PipelineError (ValueError)       a model or input that cannot be cut into stages
-    └── EstimateError (ValueError)       a model or configuration whose memory cannot be told
+    ├── DeviceMapError (ValueError) a map misses modules, names unknown ones, or uses a missing device ├── OffloadError
+    an operation that a model with offloaded weights does not support ├── QuantizationError (ValueError) a combination
+    of format, device and module that cannot be quantised ├── PipelineError (ValueError) a model or input that cannot be
+    split into stages └── EstimateError (ValueError) a model or configuration whose memory cannot be estimated
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class BigModelError(AccelError, RuntimeError):
 
 
 class DeviceMapError(BigModelError, ValueError):
-    """A device map misses tensors, names modules or devices that are not there, or splits what belongs together."""
+    """A device map misses tensors, names modules or devices that do not exist, or splits tied weights."""
 
 
 class OffloadError(BigModelError):
-    """Something was asked of a dispatched model that it cannot do while its weights wait elsewhere."""
+    """A dispatched model does not support an operation while its weights are offloaded."""
 
 
 class QuantizationError(BigModelError, ValueError):
@@ -40,8 +39,8 @@ class QuantizationError(BigModelError, ValueError):
 
 
 class PipelineError(BigModelError, ValueError):
-    """A model or its example inputs cannot be cut into stages."""
+    """A model or its example inputs cannot be split into stages."""
 
 
 class EstimateError(BigModelError, ValueError):
-    """A model or its configuration does not tell how much memory it needs."""
+    """The memory that a model needs cannot be estimated from it or its configuration."""

@@ -1,4 +1,4 @@
-"""Loading a checkpoint to many devices, host memory and disk."""
+"""Loading a checkpoint to several devices, host memory and disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_bigmodel.device_maps.checks import check_all_have_values, check_devic
 from accel_bigmodel.device_maps.infer import resolve_device_map
 from accel_bigmodel.dispatch import dispatch_model, memory_sizes
 from accel_bigmodel.errors import DeviceMapError, OffloadError
-from accel_bigmodel.offload_cache import CacheFile, OffloadCache
+from accel_bigmodel.offload_cache import CacheFile, OffloadCache, check_folder
 from accel_ckpt.coordination import do_together
 from accel_ckpt.loading.load_model import (
     LoadReport,
@@ -40,7 +40,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 CPU = torch.device("cpu")
 
-# Seconds that a load may take before it shows how far it is; most are over by then, because nothing is moved.
+# Seconds before a load shows a progress bar; most loads are done by then, because no weights are copied.
 _PATIENCE = 1.0
 
 
@@ -62,57 +62,57 @@ def load_checkpoint_in_model(
     token: str | bool | None = None,
     progress: bool = True,
 ) -> LoadReport:
-    """Load weights into a model, each tensor to the place that a device map gives it.
+    """Load weights into a model, each tensor to the device that a device map gives it.
 
-    The map, the names, shapes and dtypes are checked before a tensor is read or the model changed. Tensors on the host
-    become private views of mapped safetensors files: nothing is copied, and pages are read when they are touched. Those
-    of ``.bin`` files are read. What is on ``"disk"`` stays there: in the safetensors file that it is in, or, if that is
-    none or has another dtype, in a file that is written to ``offload_folder`` once and found there by the next load.
+    The map and the names, shapes and dtypes are checked before a tensor is read or the model is changed. Tensors on the
+    host become private views of mapped safetensors files: nothing is copied, and pages are read when touched. Tensors
+    of ``.bin`` files are read. Tensors on ``"disk"`` stay there: in their safetensors file, or, if there is none or its
+    dtype differs, in a file that is written to ``offload_folder`` once and reused by the next load.
 
     Args:
         model: changed in place; parameters that have values keep their identity.
-        checkpoint: a file, an index, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an index, or of a
-            distributed checkpoint. A string ``org/name`` that is no local path is a repository of a hub, whose weights
-            are downloaded to huggingface_hub's cache.
+        checkpoint: a file, an index, a folder with ``model.safetensors``, ``pytorch_model.bin`` or an index, or the
+            folder of a distributed checkpoint. A string ``org/name`` that is not a local path is a repository of a hub,
+            whose weights are downloaded to huggingface_hub's cache.
         device_map: name of a module or tensor → index of an accelerator, a device, ``"cpu"`` or ``"disk"``; ``""`` is
-            the whole model. ``"meta"``: these are not read by this process. ``None``: every tensor stays on its
-            device, those without one go to the CPU.
-        offload_folder: for tensors on ``"disk"`` that are not in a safetensors file as they are needed.
-        dtype: floating tensors become this dtype. Without it they take the dtype of the model's tensor.
-        offload_state_dict: either way there is never a state dict in memory that could be offloaded: tensors go one by
-            one from the file to their place.
-        offload_buffers: buffers on ``"disk"`` that are in no safetensors file are written to ``offload_folder`` like
+            the whole model. Tensors on ``"meta"`` are not read by this process. ``None``: every tensor stays on its
+            device; tensors on the meta device go to the CPU.
+        offload_folder: for tensors on ``"disk"`` that are not in a safetensors file in the required dtype.
+        dtype: floating tensors are converted to this dtype; by default to that of the model's tensor.
+        offload_state_dict: no effect: tensors are loaded one by one, so there is never a state dict in memory to
+            offload.
+        offload_buffers: buffers on ``"disk"`` that are not in a safetensors file are written to ``offload_folder`` like
             parameters, instead of staying in memory.
-        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these in their name, between dots, become
-            float32.
+        keep_in_fp32_modules: with ``dtype`` float16, tensors with one of these names as a part of theirs, between dots,
+            are converted to float32.
         offload_8bit_bnb: not available: ``load_and_quantize_model`` quantises what it loads.
         strict: ``None``: a missing name or another shape is an error, an unexpected name a warning. ``True``: all are
-            errors. ``False``: all are reported by a warning, and what matches is loaded. A name that is tied to one
-            that is present is never missing.
+            errors. ``False``: all are warnings, and what matches is loaded. A name that is tied to one that is present
+            is never missing.
         full_state_dict: ``False`` (per-rank shards) is not available for plain modules.
-        broadcast_from_rank0: rank 0 reads, and sends what any rank needs; the others need not see the files. Their maps
-            may differ. Collective.
+        broadcast_from_rank0: rank 0 reads, and sends the tensors that any rank needs; the others need no access to the
+            files. Maps may differ between ranks. Collective.
         revision: of the repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
-        progress: show a bar once a load has taken a second, on the first process of each node.
+        token: for a private repository; by default the token of the login.
+        progress: show a progress bar when a load takes longer than a second, on the first process of each node.
 
     Returns:
-        What was missing, unexpected or of another shape.
+        Names that were missing, unexpected or of another shape.
 
     Raises:
-        DeviceMapError: the map does not cover the model, names something that is not there, or splits tied weights.
-        OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
-        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
-        ValueError: ``dtype`` is no floating dtype.
-        UninitializedTensorError: a tensor would stay without values, unless ``strict=False``.
+        DeviceMapError: the map does not cover the model, names something that does not exist, or splits tied weights.
+        OffloadError: ``offload_folder`` is needed and missing, is not a path, or cannot be written.
+        StateMismatchError: depending on ``strict``; lists the first names of each kind, and counts the rest.
+        ValueError: ``dtype`` is not a floating dtype.
+        UninitializedTensorError: a tensor would have no values after the load, unless ``strict=False``.
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
-        UnsafeCheckpointError: a file would run code, or a name in the index leaves the folder.
+        UnsafeCheckpointError: a file would run code, or a name in the index points outside the folder.
         FileChangedError: a file was changed while it was read.
     """
     if offload_8bit_bnb:
         raise NotAvailableError(
-            "offload_8bit_bnb=True: plain loading does not quantise; load_and_quantize_model loads, quantises and "
-            "offloads in one call"
+            "offload_8bit_bnb=True: load_checkpoint_in_model does not quantise; load_and_quantize_model loads, "
+            "quantises and offloads in one call"
         )
     request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token)
     return _load(
@@ -151,30 +151,30 @@ def load_checkpoint_and_dispatch(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
 ) -> Model:
-    """Load a checkpoint where a device map says, and let the model run from there.
+    """Load a checkpoint to the devices of a device map, and dispatch the model, so that it runs from there.
 
     Args:
         model: usually built under ``init_empty_weights``; changed in place.
         checkpoint: as in :func:`load_checkpoint_in_model`.
         device_map: a map, or how to make one with :func:`infer_auto_device_map`: ``"auto"`` and ``"balanced"`` fill
-            accelerators evenly, ``"balanced_low_0"`` leaves room on the first, ``"sequential"`` fills one after the
-            other. ``None`` only loads.
-        max_memory: of each device for a map that is made; see :func:`get_max_memory`.
-        no_split_module_classes: classes of modules that a map that is made keeps on one device.
+            accelerators evenly, ``"balanced_low_0"`` leaves room on the first, ``"sequential"`` fills one after
+            another. ``None`` only loads.
+        max_memory: of each device, for an inferred map; see :func:`get_max_memory`.
+        no_split_module_classes: classes of modules that an inferred map keeps on one device.
         offload_folder: as in :func:`load_checkpoint_in_model`.
-        offload_buffers: buffers wait with the parameters that are offloaded.
-        dtype: floating tensors become this dtype.
+        offload_buffers: offload buffers with their parameters.
+        dtype: floating tensors are converted to this dtype.
         offload_state_dict: as in :func:`load_checkpoint_in_model`.
         skip_keys: as in :func:`dispatch_model`.
         preload_module_classes: as in :func:`dispatch_model`.
         force_hooks: as in :func:`dispatch_model`.
-        strict: as in :func:`load_checkpoint_in_model`, as are all that follow.
-        full_state_dict: as there.
-        broadcast_from_rank0: as there.
-        revision: as there.
-        token: as there.
-        progress: as there.
-        reserve: for a map that is made: memory of each device to leave free; see :func:`get_max_memory`.
+        strict: as in :func:`load_checkpoint_in_model`.
+        full_state_dict: as in :func:`load_checkpoint_in_model`.
+        broadcast_from_rank0: as in :func:`load_checkpoint_in_model`.
+        revision: as in :func:`load_checkpoint_in_model`.
+        token: as in :func:`load_checkpoint_in_model`.
+        progress: as in :func:`load_checkpoint_in_model`.
+        reserve: memory of each device to leave free, for an inferred map; see :func:`get_max_memory`.
         device_memory: as in :func:`dispatch_model`.
         host_memory: as in :func:`dispatch_model`.
 
@@ -183,9 +183,9 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         DeviceMapError: ``device_map`` is a word that is not listed above; no accelerator of ``max_memory`` has room for
-            the part that would go to it; or as there.
-        UninitializedTensorError: a tensor would stay without values, also if ``strict=False``; without a device map, as
-            there.
+            the part that would go to it; or as in :func:`load_checkpoint_in_model`.
+        UninitializedTensorError: a tensor would have no values after the load, even if ``strict=False``; without a
+            device map, as in :func:`load_checkpoint_in_model`.
     """
     must_run = device_map is not None
     request = Request(checkpoint, strict, full_state_dict, broadcast_from_rank0, revision, token, must_run)
@@ -193,20 +193,20 @@ def load_checkpoint_and_dispatch(
     def make_map() -> Mapping[str, Device] | None:
         if device_map is None:
             return None
-        memory_sizes(device_memory, host_memory)  # dispatch_model would find out after the load
-        places = resolve_device_map(
+        memory_sizes(device_memory, host_memory)  # else dispatch_model would fail only after the load
+        destinations = resolve_device_map(
             model, device_map, max_memory, no_split_module_classes, dtype,
             offload_buffers=offload_buffers, reserve=reserve, strict=True,
         )  # fmt: skip
-        check_all_have_values(places)
-        return places
+        check_all_have_values(destinations)
+        return destinations
 
-    places = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
-    _load(model, request, places, offload_folder, offload_buffers, dtype, (), progress)
-    if places is None:
+    destinations = do_together(make_map, request.ranks(), doing=f"placing {checkpoint}")
+    _load(model, request, destinations, offload_folder, offload_buffers, dtype, (), progress)
+    if destinations is None:
         return model
     return dispatch_model(
-        model, places, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
+        model, destinations, offload_dir=offload_folder, offload_buffers=offload_buffers, skip_keys=skip_keys,
         preload_module_classes=preload_module_classes, force_hooks=force_hooks, device_memory=device_memory,
         host_memory=host_memory,
     )  # fmt: skip
@@ -222,36 +222,37 @@ def _load(
     keep_in_fp32: Collection[str],
     progress: bool,
 ) -> LoadReport:
-    """What both functions do; they are the only ones to call it, which warnings rely on."""
+    """The implementation of both functions. Only they call it: the stack level of warnings depends on that."""
 
     def make_placer() -> Placer:
+        check_folder(offload_folder, "offload_folder")
         if device_map is None:
             return Placer(None, dtype, keep_in_fp32)
         cache = None if offload_folder is None else OffloadCache(offload_folder)
-        return MapPlacer(_places(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
+        return MapPlacer(_destinations(model, device_map), cache, offload_buffers, dtype, keep_in_fp32)
 
     placer = do_together(make_placer, request.ranks(), doing=f"placing {request.checkpoint}")
     return load_weights(model, request, placer, progress=Progress() if progress else iter, stacklevel=3)
 
 
-def _places(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Place]:
-    """A checked map."""
+def _destinations(model: nn.Module, device_map: Mapping[str, Device] | str) -> dict[str, _Destination]:
+    """The destinations of a checked map."""
     if not isinstance(device_map, Mapping):
         raise DeviceMapError(
-            f"device_map is {device_map!r}; load_checkpoint_in_model takes a map, as infer_auto_device_map makes it, "
-            "or {'': device} for everything on one. Words are for load_checkpoint_and_dispatch"
+            f"device_map is {device_map!r}; load_checkpoint_in_model takes a map, such as infer_auto_device_map "
+            "returns, or {'': device} for everything on one device. Only load_checkpoint_and_dispatch takes words"
         )
     check_device_map(model, device_map, strict=True)
-    return {name: _Place.of(place) for name, place in device_map.items()}
+    return {name: _Destination.of(destination) for name, destination in device_map.items()}
 
 
-class _Place(NamedTuple):
+class _Destination(NamedTuple):
     home: torch.device | None
     on_disk: bool
 
     @classmethod
-    def of(cls, entry: Device) -> _Place:
-        """Of an entry of a map."""
+    def of(cls, entry: Device) -> _Destination:
+        """The destination of an entry of a map."""
         device = execution_device(entry)
         if device is None:
             return cls(CPU, entry == "disk")
@@ -259,43 +260,43 @@ class _Place(NamedTuple):
 
     @property
     def slowness(self) -> int:
-        """Tied names in several places are one tensor, in the fastest of them, if one of them is read at all."""
+        """Sort key: a tensor with several names goes to the fastest of their destinations, if any of them is read."""
         return 4 if self.home is None else 2 * self.on_disk + (self.home == CPU)
 
 
 class MapPlacer(Placer):
-    """Tensors go where a device map says.
+    """Puts tensors where a device map says.
 
     Args:
-        places: by module or tensor; they cover the model.
-        cache: for what is on ``"disk"`` and in no file as it is needed.
-        offload_buffers: whether buffers go there, too.
+        destinations: by name of module or tensor; they cover the model.
+        cache: for tensors on ``"disk"`` that no file holds in the required dtype.
+        offload_buffers: whether buffers go there too.
         dtype: of floating tensors.
         keep_in_fp32: parts of names whose tensors become float32 instead of float16.
     """
 
     def __init__(
         self,
-        places: Mapping[str, _Place],
+        destinations: Mapping[str, _Destination],
         cache: OffloadCache | None,
         offload_buffers: bool,
         dtype: str | torch.dtype | None = None,
         keep_in_fp32: Collection[str] = (),
     ) -> None:
         super().__init__(None, dtype, keep_in_fp32)
-        self._places = dict(places)
-        self._has_disk = any(place.on_disk for place in places.values())
+        self._destinations = dict(destinations)
+        self._has_disk = any(destination.on_disk for destination in destinations.values())
         self._cache = cache
         self._offload_buffers = offload_buffers
         self._file: CacheFile | None = None
         self._stored: dict[str, Step] = {}
 
     def home(self, target: Target) -> torch.device | None:
-        """The device that the map gives; the CPU for what is on disk."""
-        return self._place(target).home
+        """The device that the map gives; the CPU for tensors on disk."""
+        return self._destination(target).home
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
-        """Find what has to be written to the cache, which comes first: if the disk is full, nothing has changed."""
+        """Find the tensors to write to the cache. They come first, so that nothing has changed if the disk is full."""
         if self._has_disk:
             self._stored = {step.source: step for step in steps if self._has_to_be_stored(source, step)}
         if not self._stored:
@@ -303,8 +304,8 @@ class MapPlacer(Placer):
         if self._cache is None:
             names = listed([step.target.names[0] for step in self._stored.values()])
             raise OffloadError(
-                f"the device map puts {names} on disk, and the checkpoint does not hold them as safetensors of the "
-                "dtype that they get; pass offload_folder, a folder to write them to once"
+                f"the device map puts {names} on disk, but the checkpoint does not hold them as safetensors in the "
+                "required dtype; pass offload_folder, a folder to write them to once"
             )
         about = {name: (step.target.tensor.shape, self.dtype(step)) for name, step in self._stored.items()}
         self._file = self._cache.open(source.fingerprint, about)
@@ -313,18 +314,18 @@ class MapPlacer(Placer):
 
     def _has_to_be_stored(self, source: WeightSource, step: Step) -> bool:
         tensor = step.target.tensor
-        if not self._place(step.target).on_disk or not tensor.numel():
+        if not self._destination(step.target).on_disk or not tensor.numel():
             return False
         if not (self._offload_buffers or isinstance(tensor, nn.Parameter)):
             return False
         return not source.is_mapped(step.source) or self.dtype(step) != step.saved
 
     def fills_parts(self, step: Step) -> bool:
-        """No: a mesh says where tensors are that are divided among ranks."""
+        """No: a device mesh, not a device map, divides tensors among ranks."""
         return False
 
     def put(self, step: Step, value: torch.Tensor) -> None:
-        """To the cache or to the device; on the host a view of the file also in place of values that are there."""
+        """Put a tensor into the cache or on its device. On the host, a view of the file replaces existing values."""
         if step.source in self._stored:
             assert self._file is not None, "opened when it was found to be needed"
             self._file.put(step.source, value.to(self.dtype(step)))
@@ -340,7 +341,7 @@ class MapPlacer(Placer):
             self._file.abandon()
 
     def finish(self, rest: Sequence[Target]) -> None:
-        """Take what is stored from the cache, and move what no checkpoint holds."""
+        """Map the tensors that were written to the cache, and move those that are not in the checkpoint."""
         if self._file is not None:
             if not self._file.is_there:
                 self._file.publish()
@@ -349,30 +350,30 @@ class MapPlacer(Placer):
                 assign(step.target, views[name])
         super().finish(rest)
 
-    def _place(self, target: Target) -> _Place:
+    def _destination(self, target: Target) -> _Destination:
         if len(target.names) == 1:
             return self._entry(target.names[0])
-        return min(map(self._entry, target.names), key=lambda place: place.slowness)
+        return min(map(self._entry, target.names), key=lambda destination: destination.slowness)
 
-    def _entry(self, name: str) -> _Place:
-        """That of the name or of the nearest module above it, noted for the next tensor of the module.
+    def _entry(self, name: str) -> _Destination:
+        """The destination of the name or of the nearest module above it, cached for the module's next tensor.
 
-        Only buffers that no checkpoint holds can be without: they stay on the host.
+        Only non-persistent buffers can have none: they stay on the host.
         """
-        place = self._places.get(name)
-        if place is not None:
-            return place
+        destination = self._destinations.get(name)
+        if destination is not None:
+            return destination
         parent = name.rpartition(".")[0]
-        if parent not in self._places:
-            self._places[parent] = self._entry(parent) if parent else _Place(CPU, False)
-        return self._places[parent]
+        if parent not in self._destinations:
+            self._destinations[parent] = self._entry(parent) if parent else _Destination(CPU, False)
+        return self._destinations[parent]
 
 
 class Progress:
-    """A bar on stderr for loads that take longer than a second, on the first process of each node."""
+    """A progress bar on stderr for loads that take longer than a second, on the first process of each node."""
 
     def __call__(self, steps: Sequence[Step]) -> Iterator[Step]:
-        """Iterate over the steps; a step is done when the next is asked for."""
+        """Iterate over the steps; a step is done when the next one is requested."""
         began, bar, done = time.monotonic(), None, 0
         try:
             for step in steps:
@@ -390,7 +391,7 @@ class Progress:
 def _bar(done: int, total: int) -> Any:
     from accel_state.progress import tqdm
 
-    # Asked of the launcher's variables: a load must not begin a world by itself.
+    # From the launcher's variables, because a load must not initialise the process group.
     shown = detect(environment.snapshot()).local_rank == 0
     return tqdm(
         total=total, initial=done, desc="Loading weights", unit="B", unit_scale=True, main_process_only=False,

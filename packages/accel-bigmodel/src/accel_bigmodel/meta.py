@@ -1,7 +1,7 @@
-"""Building models without memory for their weights.
+"""Building models without allocating memory for their weights.
 
-Registering a parameter, buffer or module passes through PyTorch's global registration hooks. The three that this
-module installs act only inside of its context managers, and there only for the thread that entered them.
+PyTorch calls global registration hooks when a parameter, buffer or module is registered. The three that this module
+installs act only inside its context managers, and only for the thread that entered them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _INCLUDE_BUFFERS = "ACCELERATE_INIT_INCLUDE_BUFFERS"
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside of this context new modules have their parameters on the meta device: shapes, but no memory.
+    """Inside this context new modules have their parameters on the meta device: shapes without memory.
 
     Args:
-        include_buffers: put buffers there too, but only those that checkpoints hold. The values of non-persistent
-            buffers are kept: nothing but the constructor could make them again. By default the variable
-            ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or else False.
+        include_buffers: put persistent buffers there too. Non-persistent buffers keep their values, because only the
+            constructor can make these again. By default the environment variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``,
+            otherwise False.
 
     Example:
         >>> with init_empty_weights():
@@ -42,8 +42,8 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
         >>> model.weight.device
         device(type='meta')
 
-    A parameter keeps its class, its attributes and ``requires_grad``, and one that is registered under two names
-    stays one parameter. ``load_checkpoint_and_dispatch`` fills the model.
+    A parameter keeps its class, its attributes and ``requires_grad``, and one that is registered under two names stays
+    one parameter. ``load_checkpoint_and_dispatch`` loads values into the model.
     """
     with init_on_device(torch.device("meta"), include_buffers):
         yield
@@ -51,41 +51,42 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
-    """Inside of this context new modules have their parameters on ``device``. The innermost context counts.
+    """Inside this context new modules have their parameters on ``device``. The innermost context applies.
 
     Args:
         device: where they go.
-        include_buffers: put buffers there too; on the meta device, the persistent ones. On other devices every
-            tensor that is made in the context without a device is made there, as under ``with device:``. By
-            default the variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, or else False.
+        include_buffers: put buffers there too; on the meta device, only persistent ones. On other devices, all tensors
+            made in the context without a device are made there, as under ``with device:``. By default the environment
+            variable ``ACCELERATE_INIT_INCLUDE_BUFFERS``, otherwise False.
 
     Raises:
-        RuntimeError: there is no such device.
+        RuntimeError: this machine has no such device.
     """
     if include_buffers is None:
         include_buffers = environment.parse_flag_from_env(_INCLUDE_BUFFERS, False)
     target = torch.empty(0, device=device).device  # with its index
-    placement = _Placement(target, include_buffers)
+    context = _InitContext(target, include_buffers)
     everything: AbstractContextManager[Any] = nullcontext()
     if target.type == "meta":
         everything = _EmptyWithoutRoom()
     elif include_buffers:
         everything = target
     _install()
-    token = _placement.set(placement)
+    token = _current.set(context)
     try:
         with everything:
             yield
     finally:
-        _placement.reset(token)
-        placement.finish_all()
+        _current.reset(token)
+        context.finish_all()
 
 
 class _EmptyWithoutRoom(TorchFunctionMode):
-    """Makes an empty tensor that the host has no room for on the meta device.
+    """Makes empty tensors that do not fit in host memory on the meta device.
 
-    A parameter is made with memory, which costs nothing as long as it is not touched, and leaves it when it is
-    registered. But the kernel refuses to promise more than there is: the stacked experts of a large model, for one.
+    A parameter is made with memory, which costs nothing until it is touched, and is freed when the parameter is
+    registered. But the kernel refuses an allocation larger than its memory, such as the stacked experts of a large
+    model.
     """
 
     def __torch_function__(
@@ -100,13 +101,13 @@ class _EmptyWithoutRoom(TorchFunctionMode):
             return func(*args, **{**options, "device": "meta"})
 
 
-class _Placement:
-    """What one context does to the parameters and buffers that are registered in it."""
+class _InitContext:
+    """One context, and how it moves the parameters and buffers registered in it."""
 
     def __init__(self, device: torch.device, include_buffers: bool) -> None:
         self._device = device
         self._include_buffers = include_buffers
-        # Tensor as it was registered → what stands for it, so that ties stay ties.
+        # Tensor as registered → its replacement, so that ties are kept.
         self._moved = WeakIdKeyDictionary()
         # Modules with buffers that will move to the meta device, by id.
         self._unfinished: dict[int, nn.Module] = {}
@@ -130,9 +131,9 @@ class _Placement:
             return None
         if self._device.type != "meta":
             return None if buffer is None else self._move_buffer(buffer)
-        # The constructor may still compute with the values, and only after this registration the module knows
-        # whether the buffer is persistent. So it is emptied when the module is given to another one, as it is when
-        # it is complete.
+        # The constructor may still compute with the values, and the module knows only after this registration whether
+        # the buffer is persistent. So the buffer is moved when its module is complete: when it is registered in another
+        # one.
         self._unfinished[id(module)] = module
         return None
 
@@ -146,7 +147,7 @@ class _Placement:
                 module._buffers[name] = self._move_buffer(buffer)
 
     def finish_all(self) -> None:
-        """Do this for all modules that were given to no other one."""
+        """Do this for all modules that were not registered in another one."""
         for module in list(self._unfinished.values()):
             self.finish(module)
 
@@ -160,47 +161,47 @@ class _Placement:
 
 
 def _lazy_on(device: torch.device, tensor: Any) -> Any:
-    """A parameter or buffer that has neither shape nor data yet, as it would have been made for another device."""
+    """A parameter or buffer without shape and data (lazy), as it would have been made for another device."""
     lazy = type(tensor)(tensor.requires_grad, device, tensor.dtype)
     lazy.__dict__.update(tensor.__dict__)
     return lazy
 
 
 # A context variable: each thread has its own, and contexts nest.
-_placement: ContextVar[_Placement | None] = ContextVar("accel_bigmodel_placement", default=None)
+_current: ContextVar[_InitContext | None] = ContextVar("accel_bigmodel_init_context", default=None)
 _installing = threading.Lock()
 
 
-def _active() -> _Placement | None:
-    # A forward may make modules, as a slice of a ModuleList is one; torch.compile knows no context variables.
-    return None if torch.compiler.is_compiling() else _placement.get()
+def _active() -> _InitContext | None:
+    # A forward may make modules, such as a slice of a ModuleList; torch.compile does not support context variables.
+    return None if torch.compiler.is_compiling() else _current.get()
 
 
 def _parameter_hook(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    placement = _active()
-    return None if placement is None else placement.parameter(parameter)
+    context = _active()
+    return None if context is None else context.parameter(parameter)
 
 
 def _buffer_hook(module: nn.Module, name: str, buffer: torch.Tensor | None) -> torch.Tensor | None:
-    placement = _active()
-    return None if placement is None else placement.buffer(module, buffer)
+    context = _active()
+    return None if context is None else context.buffer(module, buffer)
 
 
 def _module_hook(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    placement = _active()
-    if placement is not None:
-        placement.finish(child)
+    context = _active()
+    if context is not None:
+        context.finish(child)
 
 
 def _install() -> None:
     """Install the hooks, once per process.
 
-    They stay, and do nothing outside of a context: PyTorch iterates over its hooks while it registers, and
-    removing one would fail a registration that another thread is in the midst of.
+    They stay installed, and do nothing outside a context: PyTorch iterates over its hooks during a registration, so
+    removing one would make a concurrent registration in another thread fail.
     """
     with _installing:
         if _parameter_hook not in hooks_of_torch._global_parameter_registration_hooks.values():
-            # PyTorch declares hooks that return None, and documents ones that return a replacement.
+            # PyTorch's types declare hooks that return None; its documentation allows a replacement.
             hooks_of_torch.register_module_parameter_registration_hook(_parameter_hook)  # type: ignore[arg-type]
             hooks_of_torch.register_module_buffer_registration_hook(_buffer_hook)  # type: ignore[arg-type]
             hooks_of_torch.register_module_module_registration_hook(_module_hook)

@@ -1,4 +1,4 @@
-"""Where weights wait that are in no safetensors file as they are needed: a cache of mapped files, each written once."""
+"""Cache files for offloaded weights that no safetensors file holds in the required form; each is written once."""
 
 from __future__ import annotations
 
@@ -21,26 +21,41 @@ from accel_ckpt.format.reader import MappedShard
 from accel_ckpt.saving.writer import about_tensors, lay_out, plain_on
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["CacheFile", "OffloadCache"]
+__all__ = ["CacheFile", "OffloadCache", "check_folder"]
 
-# A new layout of the files gets a new number, and old files are written anew.
+# Increased when the layout of the files changes; files of other versions are not used.
 _FORMAT = "1"
 
 _PART = re.compile(r"\.offload-[0-9a-f]{32}\.safetensors\.part-[0-9a-f]{12}")
-_DEAD = 600  # seconds without a write
+_DEAD = 600  # seconds since the last write
+
+
+def check_folder(folder: object, argument: str) -> None:
+    """Refuse what is not a path of a folder; None is allowed.
+
+    Args:
+        folder: as a user gave it.
+        argument: the name of the argument, for the message.
+
+    Raises:
+        OffloadError: it is neither text nor a path.
+    """
+    if not isinstance(folder, str | os.PathLike | None):
+        raise OffloadError(f"{argument} is {folder!r}; give the path of a folder, as text or a Path")
+
 
 About = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
 class OffloadCache:
-    """Files of weights in a folder, each named after what it was made from.
+    """Files of weights in a folder, each named after a fingerprint of its source.
 
-    A file is used only if its header is whole and says the same fingerprint; anything else of that name is written
-    anew. Other files in the folder, such as those that Accelerate writes there, are not looked at.
+    A file is used only if its header is complete and has the same fingerprint; otherwise it is written again. Other
+    files in the folder, such as those of Accelerate, are ignored.
 
     Args:
         folder: made when something is written.
-        disk: the calls that write.
+        disk: performs the writes.
     """
 
     def __init__(self, folder: str | os.PathLike[str], disk: Disk = LOCAL) -> None:
@@ -48,14 +63,14 @@ class OffloadCache:
         self._disk = disk
 
     def keep(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Views of a file that holds these values; it is written unless it is there.
+        """Views of a file with these values, which is written if it does not exist.
 
         Args:
-            tensors: by name, on any device; each is read once to know it, and again to write it.
+            tensors: by name, on any device; each is read once to compute the fingerprint, and again to write it.
 
         Raises:
-            OffloadError: the folder cannot be written, or has not enough space.
-            UnsupportedValueError: a tensor has a dtype that the format does not know, or has no values.
+            OffloadError: the folder cannot be written, or does not have enough space.
+            UnsupportedValueError: a tensor has a dtype that the format does not support, or has no values.
         """
         about = about_tensors(tensors)
         digest = xxhash.xxh3_128()
@@ -71,14 +86,14 @@ class OffloadCache:
         return file.tensors()
 
     def open(self, key: str, about: About) -> CacheFile:
-        """The file of weights that were made from what ``key`` stands for; unless it is there, it has been begun.
+        """The file of the weights identified by ``key``; if it does not exist, writing has begun.
 
         Args:
-            key: changes with what they were made from.
+            key: identifies the source of the weights.
             about: shape and dtype by name.
 
         Raises:
-            OffloadError: it has to be written, and the folder cannot be written, or has not enough space.
+            OffloadError: it has to be written, and the folder cannot be written or does not have enough space.
         """
         facts = repr(
             (_FORMAT, key, [(name, tuple(about[name][0]), str(about[name][1])) for name in sorted(about)])
@@ -104,24 +119,23 @@ class OffloadCache:
         if free < nbytes:
             raise OffloadError(
                 f"{self.folder} has {free} bytes free, and the weights to offload take {nbytes}; choose an offload "
-                "folder on a larger disk, or save the model as safetensors in the dtype that you use, from which "
-                "nothing is copied"
+                "folder on a larger disk, or save the model as safetensors in the dtype that you use, which needs no "
+                "copy"
             )
 
     def _remove_dead_parts(self) -> None:
-        """Remove what writers left that were killed."""
+        """Remove the partial files of writers that were killed."""
         for path in self.folder.iterdir():
             if _PART.fullmatch(path.name):
-                with suppress(FileNotFoundError):  # its writer has renamed it, or another has removed it
+                with suppress(FileNotFoundError):  # its writer renamed it, or another process removed it
                     if time.time() - path.stat().st_mtime > _DEAD:
                         self._disk.unlink(path)
 
 
 class CacheFile:
-    """One file of the cache: either it is there, or it is written tensor by tensor, in any order.
+    """One file of the cache: it exists, or is written tensor by tensor in any order.
 
-    As a context manager it is complete at the end of the block, and only then under its name; after an exception
-    nothing is left.
+    As a context manager it is published under its name at the end of the block; after an exception it is removed.
     """
 
     def __init__(self, path: Path, fingerprint: str, about: About, disk: Disk) -> None:
@@ -137,7 +151,7 @@ class CacheFile:
 
     @property
     def is_there(self) -> bool:
-        """Whether it need not be written."""
+        """Whether the file exists, so need not be written."""
         return self._shard is not None
 
     @property
@@ -151,10 +165,10 @@ class CacheFile:
         return {name: self._shard.tensor(name) for name in self.about}
 
     def begin(self) -> None:
-        """Take all of its space: that free space was enough says little if others write, or if there is a quota.
+        """Reserve its whole size, because a check of the free space does not account for other writers and quotas.
 
         Raises:
-            OffloadError: there is not enough, or the folder does not take it.
+            OffloadError: there is not enough space, or the folder cannot be written.
         """
         try:
             self._descriptor = self._disk.open_new(self._temporary)
@@ -167,10 +181,10 @@ class CacheFile:
             raise
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a tensor of the shape and dtype that were announced.
+        """Write a tensor with its announced shape and dtype.
 
         Raises:
-            OffloadError: the disk is full, or does not take it.
+            OffloadError: the disk is full, or cannot be written.
         """
         shape, dtype = self.about[name]
         assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype), f"{name} is as announced"
@@ -194,10 +208,10 @@ class CacheFile:
             self.abandon()
 
     def publish(self) -> None:
-        """Put the file on the disk, and under its name in one step.
+        """Flush the file to disk, and rename it atomically.
 
         Raises:
-            OffloadError: the disk is full, or does not take it.
+            OffloadError: the disk is full, or cannot be written.
         """
         assert self._descriptor is not None, "something was written"
         assert not self._missing, f"{self._missing} were written"
@@ -212,19 +226,19 @@ class CacheFile:
         self._shard = self._look()
         if self._shard is None:
             raise OffloadError(
-                f"{self.path} is not what was written to it; another program changes the folder"
+                f"{self.path} does not hold what was written to it; another program changes the folder"
             )
 
     def abandon(self) -> None:
-        """Remove what was written until now."""
+        """Remove what was written so far."""
         self._close()
         self._temporary.unlink(missing_ok=True)
 
     def _look(self) -> MappedShard | None:
-        """The file, if it is what it should be."""
+        """The existing file, if it is complete and has the right fingerprint."""
         try:
             shard = MappedShard(self.path)
-        except (OSError, CorruptCheckpointError):  # if it cannot be read, writing it says why
+        except (OSError, CorruptCheckpointError):  # if it cannot be read, writing it gives the reason
             return None
         header = shard.header
         found = {name: (entry.shape, entry.dtype) for name, entry in header.entries.items()}
@@ -246,7 +260,7 @@ class CacheFile:
 
 def _cannot_write(folder: Path, error: OSError) -> OffloadError:
     reason = (
-        "there is a file of that name"
+        "a file of that name exists"
         if isinstance(error, (FileExistsError, NotADirectoryError))
         else str(error)
     )

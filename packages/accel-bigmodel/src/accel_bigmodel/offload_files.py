@@ -1,7 +1,7 @@
 """Folders of offloaded weights as Accelerate writes them: ``<name>.dat`` per tensor, and ``index.json``.
 
-This library offloads without such folders; it reads and writes them for those who have them. Nothing in them is run, no
-file outside them is read, and what they hold is mapped, not copied.
+This library does not need such folders to offload; it reads and writes them for compatibility. No code in them is run,
+no file outside them is read, and their contents are mapped, not copied.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _Index = dict[str, dict[str, Any]]
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: _Index | None = None
 ) -> _Index | None:
-    """Write one tensor to ``<weight_name>.dat`` in a folder that exists; a file of that name is replaced.
+    """Write one tensor to ``<weight_name>.dat`` in an existing folder; replaces a file of that name.
 
     Args:
         weight: any dense tensor with values.
         weight_name: its name.
-        offload_folder: where.
-        index: gets the entry of the tensor, dtype and shape, which reading it back needs.
+        offload_folder: the folder.
+        index: the entry of the tensor, with dtype and shape, is added to it; needed to read the file.
 
     Returns:
         ``index``.
 
     Raises:
         UnsupportedValueError: the tensor has no values, or is not dense.
-        UnsafeCheckpointError: the name leads out of the folder.
+        UnsafeCheckpointError: the name points outside the folder.
     """
     path = inside(Path(offload_folder), f"{weight_name}.dat")
     check_writable(weight_name, weight)
     plain = plain_on(weight, "cpu")
-    # Nothing at all could not be mapped by NumPy, with which Accelerate reads it.
+    # Accelerate reads the file with NumPy, which cannot map an empty file.
     content = as_bytes(plain) if plain.numel() else b"\0"
     replace_file(path, lambda temporary: write_bytes(temporary, content))
     if index is not None:
@@ -80,8 +80,8 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: its entry of the index: ``dtype`` and ``shape``.
 
     Raises:
-        CheckpointNotFoundError: there is no such file.
-        CorruptCheckpointError: the entry is none, or the file has not the size that it says.
+        CheckpointNotFoundError: the file does not exist.
+        CorruptCheckpointError: the entry is invalid, or the file does not have the size that it gives.
     """
     path = Path(weight_file)
     dtype, shape = _described(str(path), weight_info)
@@ -91,11 +91,11 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     except FileNotFoundError as error:
         raise CheckpointNotFoundError(f"there is no file {path}") from error
     count = math.prod(shape)
-    # A tensor of no elements takes one in files of NumPy, which maps nothing that is empty.
+    # An empty tensor has one element in such a file, because NumPy cannot map an empty file.
     if size != count * dtype.itemsize and (count or size > dtype.itemsize):
         raise CorruptCheckpointError(
-            f"{path} has {size} bytes, but its index says {dtype} of shape {list(shape)}, which takes "
-            f"{count * dtype.itemsize}: the index is of another model, or the file is truncated"
+            f"{path} has {size} bytes, but {dtype} of shape {list(shape)}, as in its index, takes "
+            f"{count * dtype.itemsize}: the index belongs to another model, or the file is truncated"
         )
     if not count:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -103,10 +103,10 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: _Index | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to the ``index.json`` of a folder, which is replaced at once; nothing to add changes nothing.
+    """Add entries to the ``index.json`` of a folder, which is replaced atomically; without entries nothing is written.
 
     Raises:
-        CorruptCheckpointError: the index that is there cannot be read.
+        CorruptCheckpointError: the existing index cannot be read.
     """
     if not index:
         return
@@ -116,11 +116,11 @@ def save_offload_index(index: _Index | None, offload_folder: str | os.PathLike[s
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors to a folder, which is made if it is not there; the index comes last.
+    """Write tensors to a folder, which is made if it does not exist; the index is written last.
 
     Raises:
-        UnsupportedValueError: a tensor has no values, or is not dense; nothing has been written.
-        UnsafeCheckpointError: a name leads out of the folder; nothing has been written.
+        UnsupportedValueError: a tensor has no values, or is not dense; nothing was written.
+        UnsafeCheckpointError: a name points outside the folder; nothing was written.
     """
     folder = Path(save_dir)
     for name, tensor in state_dict.items():
@@ -136,17 +136,17 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Give a model the weights of such a folder, on the CPU; ties of the model are kept.
+    """Load the weights of such a folder into a model, on the CPU; ties are kept.
 
     Args:
-        model: changed in place, once everything is known to fit.
-        index: what to load: dtype and shape by name; nothing changes nothing.
+        model: changed in place, after everything was checked.
+        index: dtype and shape of the tensors to load, by name; None or empty loads nothing.
         offload_folder: where the files are.
 
     Raises:
-        StateMismatchError: the index names tensors that the model has not, or with other shapes: it belongs to another
-            model.
-        CorruptCheckpointError: a file has not the size that its entry says.
+        StateMismatchError: the index names tensors that the model does not have, or with other shapes: it belongs to
+            another model.
+        CorruptCheckpointError: a file does not have the size that its entry gives.
     """
     if not index:
         return
@@ -164,7 +164,7 @@ def load_offloaded_weights(
     ]
     if problems:
         raise StateMismatchError(
-            f"the offloaded weights in {offload_folder} are those of another model: {'; '.join(problems)}"
+            f"the offloaded weights in {offload_folder} belong to another model: {'; '.join(problems)}"
         )
     ties = find_tied_parameters(model)
     for name in loaded.keys() - statistics:
@@ -174,15 +174,16 @@ def load_offloaded_weights(
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Offloaded weights by name: from memory, from ``.dat`` files, or from safetensors files; mapped when asked for.
+    """Offloaded weights by name: from memory, from ``.dat`` files, or from safetensors files; files are mapped on
+    access.
 
     Args:
-        state_dict: tensors in memory; they come first.
+        state_dict: tensors in memory; they take precedence.
         save_folder: the folder of the ``.dat`` files.
         index: entries by name: ``dtype`` and ``shape`` of a ``.dat`` file, or ``safetensors_file`` with, optionally,
-            ``weight_name`` (what it is called there) and ``dtype`` (what it is converted to). Default: the
-            ``index.json`` of ``save_folder``, which must not name files outside the folder.
-        device: where the tensors of safetensors files go.
+            ``weight_name`` (its name there) and ``dtype`` (to convert it to). Default: the ``index.json`` of
+            ``save_folder``, which must not name files outside the folder.
+        device: device of tensors from safetensors files.
 
     Raises:
         ValueError: no source was given.
@@ -219,7 +220,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return self._from_safetensors(key, info)
         if self.save_folder is None:
             raise CheckpointNotFoundError(
-                f"{key!r} is in a file {key}.dat by its index, but no save_folder was given"
+                f"according to the index {key!r} is in a file {key}.dat, but no save_folder was given"
             )
         return load_offloaded_weight(inside(Path(self.save_folder), f"{key}.dat"), info)
 
@@ -243,7 +244,8 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         shard, name = self._shards[path], info.get("weight_name", key)
         if name not in shard.header.entries:
             raise StateMismatchError(
-                f"{path} has no tensor {name!r}, as the index says of {key!r}: one is not the other's"
+                f"{path} has no tensor {name!r}, which the index gives for {key!r}: index and file do not belong "
+                "together"
             )
         tensor = shard.tensor(name)
         if "dtype" in info:
@@ -252,10 +254,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The part of a mapping whose keys begin with a prefix, by the rest of the key.
+    """The items of a mapping whose keys begin with a prefix, with the prefix removed.
 
     Args:
-        dataset: tensors by name, loaded when asked for or not.
+        dataset: tensors by name; may load them on access.
         prefix: of the names, with the dot.
     """
 
@@ -267,7 +269,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def __contains__(self, key: object) -> bool:
-        if type(self.dataset).__contains__ is Mapping.__contains__:  # which would load the tensor
+        if type(self.dataset).__contains__ is Mapping.__contains__:  # else it would load the tensor
             return any(name == f"{self.prefix}{key}" for name in self.dataset)
         return f"{self.prefix}{key}" in self.dataset
 
@@ -281,9 +283,9 @@ class PrefixedDataset(Mapping[str, Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Tensor], submodule_names: list[str]
 ) -> MutableMapping[str, Tensor]:
-    """The entries of some submodules: those that are called as one of them, or lie beneath one.
+    """The entries of some submodules: names equal to one of these, or below one.
 
-    ``"h.1"`` takes ``"h.1.weight"`` and not ``"h.10.weight"``.
+    ``"h.1"`` includes ``"h.1.weight"`` but not ``"h.10.weight"``.
     """
     return {
         key: value
@@ -297,10 +299,10 @@ def _described(what: str, info: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     try:
         dtype, shape = parse_dtype(info["dtype"]), tuple(info["shape"])
         if dtype not in _KNOWN or not all(type(size) is int and 0 <= size < 1 << 63 for size in shape):
-            raise ValueError("not a dtype that is written, or a size that is no natural number")
+            raise ValueError("an unknown dtype, or a size that is not a natural number")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptCheckpointError(
-            f"the index describes {what} by {info!r}, which cannot be read: {error!r}. It must be an object with a "
+            f"the index entry of {what} is {info!r}, which cannot be read: {error!r}. It must be an object with a "
             "dtype and a shape"
         ) from error
     return dtype, shape
@@ -314,7 +316,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _own_index(folder: Path) -> _Index:
-    """The index of a folder. It came with the files, so it is not trusted to name others."""
+    """The index of a folder. It is not trusted: it must not name files outside the folder."""
     index = _read_index(folder / INDEX_NAME)
     for name, info in index.items():
         file = info.get("safetensors_file")
@@ -323,7 +325,7 @@ def _own_index(folder: Path) -> _Index:
             continue
         if not isinstance(file, str):
             raise CorruptCheckpointError(
-                f"{folder / INDEX_NAME} gives {name!r} the file {file!r}, which is no name"
+                f"{folder / INDEX_NAME} gives {name!r} the file {file!r}, which is not a name"
             )
         info["safetensors_file"] = str(_file_inside(folder, file))
     return index

@@ -1,13 +1,23 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
+import math
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
+from torch import nn
 
-from accel_bigmodel import DeviceMapError, available_host_memory, get_max_memory
+from accel_bigmodel import (
+    DeviceMapError,
+    available_host_memory,
+    explain_device_map,
+    get_balanced_memory,
+    get_max_memory,
+    infer_auto_device_map,
+    resolve_device_map,
+)
 from accel_bigmodel.device_maps import budget
 from accel_bigmodel.device_maps.budget import control_group_room
 
@@ -59,8 +69,42 @@ def test_a_device_that_cannot_be_asked_is_left_out_aloud(two_devices, monkeypatc
 def test_sizes_and_order(two_devices):
     given = {"disk": "2GB", "cpu": "1GiB", 1: 5.5, 0: 100}
     assert list(get_max_memory(given).items()) == [(0, 100), (1, 5), ("cpu", GIB), ("disk", 2 * 10**9)]
-    assert given == {"disk": "2GB", "cpu": "1GiB", 1: 5.5, 0: 100}
+    assert get_max_memory(MappingProxyType({"cpu": "1GiB"})) == {"cpu": GIB}
     assert get_max_memory({0: np.int64(7), "cpu": np.float32(2.5)}) == {0: 7, "cpu": 2}
+
+
+def test_sizes_become_bytes_in_the_callers_dictionary(two_devices):
+    """As transformers needs: from_pretrained(device_map="auto", max_memory={"cpu": "60KB"}) reads them there."""
+    given = {"disk": "2GB", "cpu": "60KB", 1: 5.5, 0: 100}
+    assert get_max_memory(given, reserve={"cpu": 1})["cpu"] == 59_999
+    assert list(given.items()) == [("disk", 2 * 10**9), ("cpu", 60_000), (1, 5.5), (0, 100)]
+    wrong = {"cpu": "60KB", "disk": "much"}
+    with pytest.raises(DeviceMapError, match="much"):
+        get_max_memory(wrong)
+    with pytest.raises(DeviceMapError, match="keep 100000 bytes free"):
+        get_max_memory(wrong | {"disk": 0}, reserve={"cpu": "100KB"})
+    assert wrong == {"cpu": "60KB", "disk": "much"}
+
+
+def test_other_functions_leave_the_callers_dictionary_alone(two_devices):
+    given = {0: "1KB", "cpu": "60KB"}
+    model = nn.Linear(4, 4)
+    infer_auto_device_map(model, given)
+    get_balanced_memory(model, given)
+    explain_device_map(model, "auto", given)
+    assert given == {0: "1KB", "cpu": "60KB"}
+
+
+def test_a_device_without_a_limit(two_devices):
+    given = {0: 10, "cpu": float("inf")}
+    assert get_max_memory(given) == {0: 10, "cpu": math.inf}
+    assert get_max_memory(given, reserve={"cpu": 5}) == {0: 10, "cpu": math.inf}
+    model = nn.Linear(4, 4)
+    for mode in ("auto", "sequential", "balanced_low_0"):
+        assert resolve_device_map(model, mode, given) == {"": "cpu"}
+        assert "unlimited" not in str(explain_device_map(model, mode, given).problems)
+        unlimited, large = ({0: size, 1: size} for size in (math.inf, 10**15))
+        assert resolve_device_map(model, mode, unlimited) == resolve_device_map(model, mode, large)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +113,7 @@ def test_sizes_and_order(two_devices):
         ({"cuda:0": 1}, "'cuda:0'"),
         ({-1: 1}, "-1"),
         ({True: 1}, "True"),
-        ({"cpu": float("inf")}, r"max_memory\['cpu'\].*inf"),
+        ({"cpu": float("-inf")}, r"max_memory\['cpu'\].*-inf"),
         ({"cpu": float("nan")}, r"max_memory\['cpu'\].*nan"),
         ({"cpu": None}, r"max_memory\['cpu'\].*None"),
         ("10GB", r"'10GB'; give bytes or sizes by device"),
@@ -99,10 +143,12 @@ def test_reserve(two_devices):
     assert get_max_memory({0: 0, "cpu": 50}, reserve=20) == {0: 0, "cpu": 30}
     with pytest.raises(DeviceMapError, match="keep 60 bytes free on 1, which has 50"):
         get_max_memory({0: 100, 1: 50}, reserve=60)
-    with pytest.raises(DeviceMapError, match="names 7; there is memory on 0"):
+    with pytest.raises(DeviceMapError, match="names 7, which have no budget; the devices with one are 0"):
         get_max_memory({0: 100}, reserve={7: 60})
     with pytest.raises(DeviceMapError, match=r"reserve: .*negative"):
         get_max_memory({0: 100}, reserve=-1)
+    with pytest.raises(DeviceMapError, match=r"reserve: .*inf"):
+        get_max_memory({0: math.inf}, reserve=math.inf)
 
 
 # control groups

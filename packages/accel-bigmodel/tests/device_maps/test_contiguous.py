@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 from torch import nn
 
-from accel_bigmodel.device_maps.contiguous import place_in_order, units_of
+from accel_bigmodel.device_maps.contiguous import assign_in_order, units_of
 from accel_bigmodel.device_maps.model_outline import Outline
 
 
@@ -18,7 +18,7 @@ def layers(*sizes):
 
 def place(model, disk=math.inf, **budgets):
     named = {int(name[1:]) if name.startswith("d") else name: size for name, size in budgets.items()}
-    found = place_in_order(Outline.of(model), {**named, "disk": disk})
+    found = assign_in_order(Outline.of(model), {**named, "disk": disk})
     return None if found is None else list(found.values())
 
 

@@ -5,7 +5,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from accel_bigmodel.device_maps.device_usage import Usage, entry_of, main_device_of, place_of
+from accel_bigmodel.device_maps.device_usage import Usage, device_of, entry_of, main_device_of
 from accel_bigmodel.device_maps.model_outline import Outline
 
 
@@ -25,8 +25,8 @@ def model():
 def test_entries():
     device_map = {"a": 0, "a.b": 1, "": "cpu"}
     assert [entry_of(name, device_map) for name in ("a.b.c", "a.x", "ab", "a")] == ["a.b", "a", "", "a"]
-    assert place_of("ab", device_map) == "cpu"
-    assert place_of("b", {"a": 0}) is None
+    assert device_of("ab", device_map) == "cpu"
+    assert device_of("b", {"a": 0}) is None
     assert main_device_of({"x": "disk", "y": 1, "z": 0}) == 1
     assert main_device_of({"x": "disk"}) == "cpu"
     gpu = torch.device("cuda", 1)

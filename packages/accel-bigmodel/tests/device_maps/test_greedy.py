@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from accel_bigmodel import compute_module_sizes, fallback_allocate, find_tied_parameters, init_empty_weights
-from accel_bigmodel.device_maps.greedy import main_devices, place_greedily
+from accel_bigmodel.device_maps.greedy import assign_greedily, main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
 
 
@@ -55,17 +55,17 @@ def test_main_devices():
 
 
 def test_what_would_have_fitted():
-    placed = place_greedily(Outline.of(model()), {0: 100, "cpu": 10000, "disk": 10000})
+    placed = assign_greedily(Outline.of(model()), {0: 100, "cpu": 10000, "disk": 10000})
     assert placed.complete
     assert placed.too_small == {0: 440 + 80}  # a.x, and a.y may have to pass through
-    assert not place_greedily(Outline.of(model()), {0: 500, "disk": 50}).complete
+    assert not assign_greedily(Outline.of(model()), {0: 500, "disk": 50}).complete
 
 
 def test_a_part_that_is_tied_twice_counts_once():
     tree = named(a=named(p=nn.Linear(4, 4), q=nn.Linear(4, 4)), b=named(p=nn.Linear(4, 4), q=nn.Linear(4, 4)))
     tree.b.p.weight, tree.b.q.weight = tree.a.p.weight, tree.a.q.weight
     everything = 2 * 64 + 4 * 16
-    placed = place_greedily(Outline.of(tree, "Sequential"), {0: everything + 80, "disk": 1000})
+    placed = assign_greedily(Outline.of(tree, "Sequential"), {0: everything + 80, "disk": 1000})
     assert placed.device_map == {"a": 0, "b": 0}
     assert fallback(tree, everything, tied_parameters=find_tied_parameters(tree))[0] == "a"
 
@@ -96,6 +96,6 @@ def test_the_work_grows_with_the_model_and_no_faster(kind):
             block[0].weight = tree[0][0].weight
         outline = Outline.of(tree)
         budgets = {0: 50 * blocks, 1: 50 * blocks, "cpu": 30 * blocks, "disk": float("inf")}
-        return steps_of(lambda: place_greedily(outline, budgets))
+        return steps_of(lambda: assign_greedily(outline, budgets))
 
     assert steps(160) < 3 * steps(80)

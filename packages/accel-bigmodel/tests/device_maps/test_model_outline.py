@@ -63,5 +63,5 @@ def test_layers_are_in_order_and_whole_where_asked():
 
 @pytest.mark.parametrize("classes", [[nn.Linear], nn.Linear, ["Block", None], 5])
 def test_classes_are_given_by_name(classes):
-    with pytest.raises(DeviceMapError, match=r"no_split_module_classes has .*; give names of classes"):
+    with pytest.raises(DeviceMapError, match=r"no_split_module_classes contains .*; give names of classes"):
         Outline.of(nn.Linear(1, 1), classes)

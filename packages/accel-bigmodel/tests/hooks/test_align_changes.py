@@ -51,7 +51,7 @@ def test_a_device_that_is_full_leaves_the_module_as_it_was(x, monkeypatch):
 
     block = Block()
     expected = block(x)
-    monkeypatch.setattr(align, "_place", full)
+    monkeypatch.setattr(align, "_put_on", full)
     with pytest.raises(torch.OutOfMemoryError):
         add_hook_to_module(block, AlignDevicesHook("cpu", offload=True))
     assert torch.equal(block(x), expected)

@@ -111,7 +111,7 @@ def test_borrowing_ends_when_the_block_raises(offloaded, model):
     with pytest.raises(ZeroDivisionError), align_module_device(offloaded.linear, "cpu"):
         raise ZeroDivisionError
     assert offloaded.linear.weight.is_meta
-    assert offloaded.linear._hf_hook._loans._calls == []
+    assert offloaded.linear._hf_hook._borrowed._calls == []
 
 
 def test_borrowing_inside_a_borrowing(offloaded):
@@ -166,7 +166,9 @@ def test_weights_that_an_engine_moves_come_back_as_the_very_same_memory(model):
 
 def test_weights_that_only_the_hook_of_a_parent_brings_cannot_be_borrowed_here(model):
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, place_submodules=True))
-    error = pytest.raises(UninitializedTensorError, match="weight, bias of this Linear have no values here")
+    error = pytest.raises(
+        UninitializedTensorError, match=r"weight, bias of this Linear have no values \(meta device\)"
+    )
     with error, align_module_device(model.linear, "cpu"):
         pass
     with align_module_device(model, "cpu"):
@@ -180,7 +182,7 @@ def test_the_state_dict_of_an_offloaded_model_has_all_values(model):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     assert model.own.is_meta
-    assert not any(hook._calls for hook in [model._hf_hook._loans, model.linear._hf_hook._loans])
+    assert not any(hook._calls for hook in [model._hf_hook._borrowed, model.linear._hf_hook._borrowed])
 
 
 def test_tied_entries_of_the_state_dict_share_memory():

@@ -38,7 +38,7 @@ def test_names_order_and_defaults_are_accelerates():
         ({"load_in_4bit": True, "torch_dtype": torch.int8}, "torch_dtype .* torch.int8; give 'fp32'"),
         ({"load_in_8bit": True, "skip_modules": "lm_head"}, r"'lm_head'; give a list .* \['lm_head'\]"),
         ({"load_in_8bit": True, "skip_modules": [""]}, "skip_modules is"),
-        ({"load_in_8bit": True, "bnb_4bit_cpu_packing": True}, "bnb_4bit_cpu_packing has no meaning"),
+        ({"load_in_8bit": True, "bnb_4bit_cpu_packing": True}, "bnb_4bit_cpu_packing has no effect"),
     ],
 )
 def test_names_the_value_and_what_to_give(options, message):
@@ -47,7 +47,7 @@ def test_names_the_value_and_what_to_give(options, message):
 
 
 def test_a_threshold_without_meaning_is_said():
-    with pytest.warns(UserWarning, match="llm_int8_threshold has no meaning with load_in_4bit"):
+    with pytest.warns(UserWarning, match="llm_int8_threshold has no effect with load_in_4bit"):
         BnbQuantizationConfig(load_in_4bit=True, llm_int8_threshold=3.0)
 
 
@@ -61,7 +61,7 @@ def test_a_changed_copy_is_resolved_anew():
     [
         ({"weights": "int2"}, "weights is 'int2'; give 'int8', 'int4' or 'float8'"),
         ({"weights": "int4", "group_size": 48}, "group_size is 48; give 32, 64 or 128"),
-        ({"weights": "int8", "group_size": 32}, "group_size has no meaning with 'int8'"),
+        ({"weights": "int8", "group_size": 32}, "group_size has no effect with 'int8'"),
         ({"weights": "int8", "torch_dtype": None}, "torch_dtype of TorchAoQuantizationConfig is None"),
         ({"weights": "int8", "skip_modules": "head"}, "give a list"),
     ],

@@ -278,11 +278,11 @@ def test_what_is_missing_can_be_let_pass(engine, trained, tmp_path):
         (lambda s: s.update({"down.SCB": s.pop("down.weight.codes")}), r"down\.weight\.codes is missing"),
         (
             lambda s: s.update({"lm_head.SCB": torch.zeros(2)}),
-            "lm_head is quantised there, and not to be quantised",
+            "lm_head is quantised in the checkpoint, but is not to be quantised here",
         ),
         (
             lambda s: s.update({"lm_head.weight.codes": torch.zeros(10, 8, dtype=torch.int8)}),
-            "lm_head is quantised there, and not to be quantised",
+            "lm_head is quantised in the checkpoint, but is not to be quantised here",
         ),
     ],
 )
@@ -300,7 +300,9 @@ def test_a_missing_offload_folder_is_noticed_before_anything_is_quantised(engine
     device_map = {"embed": "disk", "lm_head": "disk", "": "cpu"}
     save_model(trained, tmp_path / "m", safe_serialization=safe is True)
     model, folder = (trained, None) if safe is None else (meta_model(), tmp_path / "m")
-    with pytest.raises(OffloadError, match=r"embed\.weight should wait on disk.*pass offload_folder"):
+    with pytest.raises(OffloadError, match="offload_folder is 3; give the path of a folder"):
+        load_and_quantize_model(model, config, folder, device_map, offload_folder=3)
+    with pytest.raises(OffloadError, match=r"embed\.weight are to be kept on disk, but.*pass offload_folder"):
         load_and_quantize_model(model, config, folder, device_map)
     assert engine.seen == []
     assert type(model.up) is nn.Linear
@@ -314,7 +316,7 @@ def test_a_missing_offload_folder_is_noticed_before_anything_is_quantised(engine
 def test_a_dispatched_model_is_dispatched_no_longer(engine, trained):
     want = expected(copy.deepcopy(trained))
     dispatch_model(trained, {"": "cpu"}, transfer=HostTransfer())
-    with pytest.raises(QuantizationError, match=r"up, down have hooks.*undispatch\(model\) takes off"):
+    with pytest.raises(QuantizationError, match=r"up, down have hooks.*undispatch\(model\) removes"):
         load_and_quantize_model(trained, CONFIG)
     assert torch.equal(load_and_quantize_model(undispatch(trained), CONFIG)(IDS), want)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)))

@@ -156,5 +156,5 @@ def test_a_name_that_nothing_has_is_said():
     config = TorchAoQuantizationConfig(
         "int8", skip_modules=["lm_head", "lm_haed"], keep_in_fp32_modules=["up"]
     )
-    with pytest.warns(UserWarning, match="name lm_haed, which no module of Model is called"):
+    with pytest.warns(UserWarning, match="contain lm_haed, but no module of Model has such a name"):
         warn_of_unknown(Model(), config)

@@ -24,7 +24,8 @@ def test_what_is_refused_says_why_and_what_to_do(cell):
 
 def test_an_unknown_device_is_refused():
     with pytest.raises(
-        QuantizationError, match="torchao int8 weights on the device 'npu': nobody has tried that"
+        QuantizationError,
+        match="torchao int8 weights on the device 'npu': untested; put the model on the CPU",
     ):
         check_support("torchao int8", "npu")
 

@@ -102,7 +102,9 @@ def test_a_model_without_repetition_goes_module_by_module():
 def test_preloaded_classes_are_whole():
     for classes in (["Decoder"], "Decoder"):
         assert names(plan_groups(Decoder(), [""], preload_module_classes=classes)) == [""]
-    with pytest.raises(DeviceMapError, match=r"preload_module_classes has <class .*Decoder'>; give names"):
+    with pytest.raises(
+        DeviceMapError, match=r"preload_module_classes contains <class .*Decoder'>; give names"
+    ):
         plan_groups(Decoder(), [""], preload_module_classes=[Decoder])
 
 

@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from accel_bigmodel import cpu_offload, undispatch
-from accel_bigmodel.streaming.slots import Layout, Slot
+from accel_bigmodel.streaming.slot_layout import SlotLayout
 from accel_bigmodel.streaming.transfer import AcceleratorTransfer, HostTransfer
+from accel_bigmodel.streaming.types import Slot
 from testkit.streamed import Model, same, x
 
 
 def group(*values, size=100):
     tensors = [torch.full((size,), float(value)) for value in values]
-    return tensors, Layout(tensors)
+    return tensors, SlotLayout(tensors)
 
 
 def slot_for(transfer, layout):
@@ -253,7 +254,7 @@ def test_weights_in_host_blocks_are_sent_as_they_lie():
     tensors = [torch.frombuffer(memory, dtype=torch.float32, count=100, offset=at) for at in (0, 512)]
     for value, tensor in enumerate(tensors):
         tensor.fill_(value)
-    layout = Layout(tensors)
+    layout = SlotLayout(tensors)
     slot = slot_for(transfer, layout)
     transfer.copy("a", tensors, layout, slot).wait()
     assert len(transfer.pins) == 1  # the block, and no staging buffer

@@ -442,9 +442,9 @@ def test_load_state_dict_of_a_file_that_is_not_there(tmp_path, name):
 @pytest.mark.parametrize(
     ("device_map", "told"),
     [
-        ({"": "anywhere"}, "'anywhere', which is no device here"),
-        ({"": None}, "None, which is no device here"),
-        ({"": "mps:7"}, "'mps:7', but there are 0 of that kind"),
+        ({"": "anywhere"}, "puts '' on 'anywhere', which is not a device"),
+        ({"": None}, "puts '' on None, which is not a device"),
+        ({"": "mps:7"}, "puts '' on 'mps:7', but this machine has no mps device"),
         ("cpu", r"give a map.*\{'': 'cpu'\}"),
     ],
 )

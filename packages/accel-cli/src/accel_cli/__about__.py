@@ -1,3 +1,3 @@
-"""The version of this distribution, the one place it is written."""
+"""The version of this distribution; it is defined only here."""
 
 __version__ = "0.1.0"

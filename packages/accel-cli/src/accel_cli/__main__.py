@@ -1,4 +1,4 @@
-"""``python -m accel_cli`` is ``accel``."""
+"""``python -m accel_cli`` runs ``accel``."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The command table, and what all commands share: help, versions, errors as one message.
+"""The command table, and the parts that all commands share: help, version, error messages.
 
-This module imports next to nothing: each command's module is loaded when the command runs.
+This module imports very little: each command's module is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ COMMANDS: dict[str, Command] = {
 _USAGE = 2
 _FAILURE = 1
 _CUT_OFF = 141
-"""128 + SIGPIPE, as a shell has it for programs whose reader went away."""
+"""128 + SIGPIPE, as shells report for programs whose reader closed the pipe."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``accel``.
 
     Args:
-        arguments: the words after ``accel``; by default those of this process.
+        arguments: the arguments after ``accel``; by default those of this process.
 
     Returns:
         The exit code: 0; 1 for a failure; 2 for a wrong command line or configuration; 128 + n after
@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # started with the descriptor closed
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be text
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names need not be valid text
     try:
         code = _main(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read has enough (accel launch --help | head). What is left would be tried again at exit.
+        # The reader closed the pipe (accel launch --help | head). The rest would be written again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _CUT_OFF
     return code
@@ -106,10 +106,8 @@ def _help() -> str:
     width = max(map(len, COMMANDS))
     rows = "".join(f"  {name:<{width}}  {command.summary}\n" for name, command in COMMANDS.items())
     return (
-        "usage: accel COMMAND ...\n\n"
-        "Configure, launch and inspect PyTorch training.\n\n"
-        f"commands:\n{rows}\n"
-        "accel COMMAND --help says more; accel --version prints the version.\n"
+        f"usage: accel COMMAND ...\n\nConfigure, launch and inspect PyTorch training.\n\ncommands:\n{rows}\naccel "
+        "COMMAND --help shows the options of a command; accel --version prints the version.\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""The help of ``accel launch``, made from the schema."""
+"""The help of ``accel launch``, generated from the configuration schema."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def launch_help(width: int | None = None) -> str:
     """All flags by topic.
 
     Args:
-        width: of a line; by default that of the terminal, at most 120.
+        width: characters per line; by default the width of the terminal, at most 120.
     """
     width = min(120, shutil.get_terminal_size((100, 24)).columns) if width is None else width
     blocks = [_INTRODUCTION]

@@ -1,4 +1,4 @@
-"""Questions of ``accel config``, asked as the schema words them."""
+"""The questions of ``accel config``, with the texts of the configuration schema."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from accel_state.launching.engines import missing_engine
 __all__ = ["Asker", "ask_launch_config", "may_replace", "questionary_asker"]
 
 Asker = Callable[[BoundOption, Any], Any]
-"""Asks for an option, given the value that plain Enter stands for; answers ``None`` if the user gave up."""
+"""Asks for an option, given the value that Enter selects; returns ``None`` if the user cancelled."""
 
 
 def ask_launch_config(ask: Asker, accelerators: int) -> LaunchConfig | None:
-    """Ask for what a run of one copy per process needs: where, how many, which precision.
+    """Ask for the options of a plain data-parallel run: devices, number of processes, precision.
 
     Args:
         ask: asks one question.
-        accelerators: how many this machine has.
+        accelerators: number of accelerators of this machine.
 
     Returns:
-        The configuration; ``None`` if the user gave up.
+        The configuration; ``None`` if the user cancelled.
     """
     values: dict[str, Any] = {}
     try:
@@ -50,7 +50,7 @@ def ask_launch_config(ask: Asker, accelerators: int) -> LaunchConfig | None:
 
 
 def questionary_asker() -> Asker:
-    """Ask in the terminal; a wrong answer is explained under the line and asked again."""
+    """Ask in the terminal; for an invalid answer, show the reason below the line and ask again."""
     import questionary
 
     def ask(bound: BoundOption, default: Any) -> Any:
@@ -60,7 +60,7 @@ def questionary_asker() -> Asker:
             return questionary.select(about.prompt, choices=choices, default=default).ask()
         if isinstance(bound.option_type, Bool):
             return questionary.confirm(about.prompt, default=default).ask()
-        # Shown, not filled in: a "2" typed behind a "1" that stands there already would ask for twelve.
+        # The default is shown, not filled in: typing "2" after a filled-in "1" would mean twelve.
         hint = None if default is None else f"[{bound.option_type.format(default)}]"
 
         def check(text: str) -> bool | str:
@@ -80,10 +80,10 @@ def questionary_asker() -> Asker:
 
 
 def may_replace(path: Path) -> bool | None:
-    """Whether a file may be written: it does not exist, or the user agrees to lose it.
+    """Whether a file may be written: it does not exist, or the user agrees to replace it.
 
     Returns:
-        ``None`` if the user gave up.
+        ``None`` if the user cancelled.
     """
     if not path.exists():
         return True
@@ -98,7 +98,7 @@ class _GaveUpError(Exception):
 
 
 def _answer(ask: Asker, path: str, default: Any, **narrower: Any) -> Any:
-    """Ask for an option; ``narrower`` replaces parts of its description that earlier answers settle."""
+    """Ask for an option; ``narrower`` overrides parts of its description according to earlier answers."""
     bound = schema_of(LaunchConfig).by_path[path]
     value = ask(dataclasses.replace(bound, about=dataclasses.replace(bound.about, **narrower)), default)
     if value is None:

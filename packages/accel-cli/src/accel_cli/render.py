@@ -1,4 +1,4 @@
-"""Facts by topic: with rich on a terminal, as plain lines anywhere else."""
+"""Shows facts by topic: with rich on a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Facts = Mapping[str, Mapping[str, Any]]
 def show_facts(facts: Facts) -> None:
     """Print names and values under the title of their topic.
 
-    On a terminal long values are folded inside their own column. Elsewhere each fact is one line, whatever its
-    length, for ``grep`` and for bug reports.
+    On a terminal long values are folded inside their column. Otherwise each fact is one line of any length, for
+    ``grep`` and bug reports.
 
     Args:
-        facts: title to name to value.
+        facts: title → name → value.
     """
     if sys.stdout.isatty():
         _show_on_terminal(facts)
@@ -41,7 +41,7 @@ def _show_on_terminal(facts: Facts) -> None:
         table.add_column(no_wrap=True, style="cyan")
         table.add_column(overflow="fold")
         for name, value in rows.items():
-            # As Text, for a value with brackets is no markup.
+            # As Text, because a value with brackets is not markup.
             table.add_row(Text(f"  {name}"), Text(str(value)))
         console.print(Text(f"{title}:", style="bold"))
         console.print(table)

@@ -13,15 +13,15 @@ HELP = {"help_option_names": ["-h", "--help"]}
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str]) -> int:
-    """Run ``app`` with its own messages about wrong usage.
+    """Run ``app``, which prints its own messages about wrong usage.
 
     Args:
         app: the application.
-        name: what its help calls it.
-        arguments: the words after the name.
+        name: its name in the help.
+        arguments: the arguments after the name.
 
     Returns:
-        The exit code; exceptions of ours pass through.
+        The exit code. Exceptions of this project propagate.
     """
     try:
         app(args=list(arguments), prog_name=name)

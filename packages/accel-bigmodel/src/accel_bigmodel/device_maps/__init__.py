@@ -1,1 +1,1 @@
-"""Device maps: budgets, inference, checks and explanations. Nothing is moved here."""
+"""Device maps: memory budgets, inference, checks and explanations. No tensor is moved here."""

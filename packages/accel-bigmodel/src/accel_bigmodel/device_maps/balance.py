@@ -6,15 +6,15 @@ from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, memory_budgets
 from accel_bigmodel.device_maps.model_outline import class_names, get_module_leaves
 from accel_ckpt.modules.sizes import DType, compute_module_sizes
 
 __all__ = ["get_balanced_memory"]
 
-# Of free memory that nobody gave a budget for, one device keeps this share for activations.
+# Share of its free memory that a single device keeps for activations when no budget was given.
 _KEPT_OF_A_SINGLE_DEVICE = 0.1
-# An even share of a model is never cut at a layer's edge; each device gets this many layers more.
+# An even share does not end at a layer boundary, so each device gets this many layers more.
 _EXTRA_LAYERS = 1.25
 
 
@@ -27,7 +27,7 @@ def get_balanced_memory(
     low_zero: bool = False,
     *,
     reserve: Size | Sizes | None = None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     """Budgets for ``infer_auto_device_map`` that spread the model evenly over the accelerators.
 
     Each but the last gets its share of the model and 1.25 times the larger of an unsplittable block and the mean
@@ -36,7 +36,7 @@ def get_balanced_memory(
 
     Args:
         model: on any device, also meta.
-        max_memory: the most by device, as for ``get_max_memory``; devices with 0 are not counted.
+        max_memory: the maximum of each device, as for ``get_max_memory``; devices with 0 are not counted.
         no_split_module_classes: classes whose modules stay whole.
         dtype: dtype that the weights will have.
         special_dtypes: dtypes of single tensors by name.
@@ -46,7 +46,7 @@ def get_balanced_memory(
     Raises:
         DeviceMapError: from ``get_max_memory``.
     """
-    budgets = get_max_memory(max_memory, reserve=reserve)
+    budgets = memory_budgets(max_memory, reserve=reserve)
     counted = [device for device in budgets if device not in HOST_PLACES and budgets[device] > 0]
     if not counted:
         return budgets
@@ -68,7 +68,7 @@ def get_balanced_memory(
 
 
 def _block(model: nn.Module, sizes: Mapping[str, int], classes: str | Iterable[str] | None) -> int:
-    """Bytes of the largest unsplittable block, of which each class is represented by its first."""
+    """Bytes of the largest unsplittable block; of each class only the first block counts."""
     wanted = class_names(classes)
     first: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -1,10 +1,10 @@
-"""How much memory there is for weights: on accelerators, and in the host's memory within its control groups."""
+"""Memory budgets for weights: of accelerators, and of the host within its control groups."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from accel_state.host.devices import accelerator_module, default_device, device_
 __all__ = ["available_host_memory", "get_max_memory"]
 
 DeviceKey = int | str
-"""A place for weights: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
-Size = int | str
-"""Bytes, or text such as ``"5GB"``."""
+"""A device of a budget or map: the index of an accelerator, ``"mps"``, ``"cpu"`` or ``"disk"``."""
+Size = float | str
+"""Bytes, ``math.inf`` for no limit, or text such as ``"5GB"``."""
 Sizes = Mapping[Any, Size]
-"""Sizes by ``DeviceKey``, which is not said: to a type checker ``{"cpu": "5GB"}`` has keys of another type."""
+"""Sizes by ``DeviceKey``; declared as Any, because type checkers infer ``dict[str, str]`` for ``{"cpu": "5GB"}``."""
 
 HOST_PLACES = ("cpu", "disk")
 _PLACES = ("mps", *HOST_PLACES)
@@ -31,36 +31,56 @@ def get_max_memory(
     max_memory: Sizes | None = None,
     *,
     reserve: Size | Sizes | None = None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     """Bytes for weights on each device, accelerators first, then ``"mps"``, ``"cpu"`` and ``"disk"``.
 
+    Sizes given as text become bytes in the caller's ``max_memory`` too, because clients read them there afterwards
+    (``from_pretrained`` of transformers compares them with what this returns).
+
     Args:
-        max_memory: bytes or sizes such as ``"5GB"`` by device; it is not changed. By default the free memory of
-            every accelerator, and of the host what ``available_host_memory`` says, unless accelerator and host
-            share one memory.
+        max_memory: bytes, ``math.inf`` for no limit, or sizes such as ``"5GB"``, by device. By default the free memory
+            of every accelerator, and for the host ``available_host_memory()``, unless accelerator and host share one
+            memory.
         reserve: bytes to leave free, for activations and the KV cache: of every accelerator with a budget (of the
             host, if there is none), or by device.
 
     Raises:
-        DeviceMapError: a key is no device, a size cannot be read or is negative, or a reserve is larger than what
-            there is.
+        DeviceMapError: a key is not a device, a size cannot be read or is negative, or a reserve is larger than the
+            budget.
     """
+    budgets = memory_budgets(max_memory, reserve=reserve)
+    if isinstance(max_memory, MutableMapping):
+        sizes: MutableMapping[Any, Size] = max_memory
+        sizes.update(
+            {
+                device: size
+                for device, size in _in_order(max_memory).items()
+                if isinstance(max_memory[device], str)
+            }
+        )
+    return budgets
+
+
+def memory_budgets(
+    max_memory: Sizes | None = None, *, reserve: Size | Sizes | None = None
+) -> dict[DeviceKey, float]:
+    """The budgets of ``get_max_memory``; the caller's ``max_memory`` stays as it is."""
     budgets = _free_memory() if max_memory is None else _in_order(max_memory)
     reserves = _reserves(reserve, budgets)
     for device, kept in reserves.items():
         if kept > budgets[device]:
             raise DeviceMapError(
-                f"reserve asks to keep {kept} bytes free on {device!r}, which has {budgets[device]}; lower the "
-                "reserve, or give the device more in max_memory"
+                f"reserve is to keep {kept} bytes free on {device!r}, which has {budgets[device]}; lower the reserve, "
+                "or give the device more in max_memory"
             )
         budgets[device] -= kept
     return budgets
 
 
-def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
+def _in_order(max_memory: Sizes) -> dict[DeviceKey, float]:
     if not isinstance(max_memory, Mapping):
         raise DeviceMapError(
-            f"max_memory is {max_memory!r}; give bytes or sizes by device, as {{0: '10GB', 'cpu': '30GB'}}"
+            f"max_memory is {max_memory!r}; give bytes or sizes by device, such as {{0: '10GB', 'cpu': '30GB'}}"
         )
     indices = sorted(key for key in max_memory if isinstance(key, int))
     unknown = [key for key in max_memory if key not in _PLACES and not (type(key) is int and key >= 0)]
@@ -73,32 +93,46 @@ def _in_order(max_memory: Sizes) -> dict[DeviceKey, int]:
     missing = [index for index in indices if index >= count]
     if missing:
         logger.warning(
-            "max_memory names the accelerators %s, but there are %d here: the map is for another machine",
+            "max_memory names the accelerators %s, but this machine has %d: the map is for another machine",
             ", ".join(map(str, missing)),
             count,
         )
     order: list[DeviceKey] = [*indices, *(place for place in _PLACES if place in max_memory)]
-    return {device: _bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
+    return {device: size_in_bytes(max_memory[device], f"max_memory[{device!r}]") for device in order}
 
 
-def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, int]:
+def size_in_bytes(size: Size, subject: str) -> float:
+    """Bytes of a budget; infinity is no limit.
+
+    Args:
+        size: as a user gave it.
+        subject: how the error begins.
+
+    Raises:
+        DeviceMapError: it is not a size.
+    """
+    return math.inf if size == math.inf else _bytes(size, subject)
+
+
+def _reserves(reserve: Size | Sizes | None, budgets: Mapping[DeviceKey, float]) -> dict[DeviceKey, int]:
     if reserve is None:
         return {}
     if not isinstance(reserve, Mapping):
-        # A budget of 0 says that a device is not to be used, so there is nothing to leave free.
+        # A budget of 0 excludes a device, so it needs no reserve.
         accelerators = [device for device in budgets if device not in HOST_PLACES and budgets[device] > 0]
         wanted = accelerators or [device for device in budgets if device == "cpu"]
         return {device: _bytes(reserve, "reserve") for device in wanted}
     unknown = [device for device in reserve if device not in budgets]
     if unknown:
         raise DeviceMapError(
-            f"reserve names {', '.join(map(repr, unknown))}; there is memory on {', '.join(map(repr, budgets))}"
+            f"reserve names {', '.join(map(repr, unknown))}, which have no budget; the devices with one are "
+            f"{', '.join(map(repr, budgets))}"
         )
     return {device: _bytes(size, f"reserve[{device!r}]") for device, size in reserve.items()}
 
 
-def _bytes(size: Size | float, what: str) -> int:
-    # Factors such as 0.9 * free make floats, and sizes from arrays are NumPy's.
+def _bytes(size: Size, what: str) -> int:
+    # Products such as 0.9 * free are floats, and sizes from arrays are NumPy numbers.
     given: Any = size
     if isinstance(given, Real) and math.isfinite(given):
         given = math.floor(given)
@@ -113,16 +147,18 @@ def _accelerators() -> int:
     return 0 if kind in ("cpu", "mps") else device_count(kind)
 
 
-def _free_memory() -> dict[DeviceKey, int]:
-    budgets: dict[DeviceKey, int] = {}
+def _free_memory() -> dict[DeviceKey, float]:
+    budgets: dict[DeviceKey, float] = {}
     shared = False
     kind = default_device().type
     for index in range(_accelerators()):
         backend = accelerator_module(kind)
         try:
             budgets[index] = int(backend.mem_get_info(index)[0])
-        except RuntimeError as error:  # another process may hold it for itself alone
-            logger.warning("%s:%d is left out, its free memory cannot be asked for: %s", kind, index, error)
+        except RuntimeError as error:  # another process may use it exclusively
+            logger.warning(
+                "%s:%d is left out, because its free memory cannot be queried: %s", kind, index, error
+            )
             continue
         shared |= kind == "cuda" and bool(
             getattr(backend.get_device_properties(index), "is_integrated", False)
@@ -137,9 +173,9 @@ def _free_memory() -> dict[DeviceKey, int]:
 def available_host_memory() -> int:
     """Bytes that can still be allocated in the host's memory without swapping.
 
-    The smaller of what the machine has available and what the control groups of this process (versions 1 and 2,
-    with all their parents) leave of their limits. File pages in no recent use count as available, because the
-    kernel drops them first.
+    The minimum of the machine's available memory and of what the control groups of this process (versions 1 and 2,
+    including all parents) have left below their limits. File pages that were not used recently count as available,
+    because the kernel evicts them first.
     """
     import psutil  # on first use: it takes longer to import than this package
 
@@ -150,7 +186,7 @@ def control_group_room(root: Path = Path("/")) -> list[int]:
     """Bytes left below each memory limit of the control groups that hold this process.
 
     Args:
-        root: where the file system begins; tests have one of their own.
+        root: root of the file system; tests use another one.
     """
     groups = root / "proc/self/cgroup"
     mounts = root / "proc/self/mountinfo"
@@ -177,14 +213,14 @@ def _folders(mounts: str, version: int, group: str, root: Path) -> Iterator[Path
             continue
         top, mount = left.split(" ")[3:5]
         base = root / mount.lstrip("/")
-        # A container sees its own group as the top of the mount, and may be told a path from outside of it.
+        # A container sees its own group as the root of the mount, and may be given a path from outside of it.
         inside = Path(group).relative_to(top) if Path(group).is_relative_to(top) else Path()
         folder = base / str(inside).lstrip("/")
         yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(base))
 
 
 def _room_v2(folder: Path) -> list[int]:
-    # Above memory.high a process is slowed down until little of it moves, so that is a limit, too.
+    # Above memory.high a process is throttled heavily, so that is a limit too.
     limits = [_number(folder / name) for name in ("memory.max", "memory.high")]
     return _room(folder, limits, "memory.current", "inactive_file")
 
@@ -206,6 +242,6 @@ def _room(folder: Path, limits: list[int | None], usage: str, droppable: str) ->
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file; None if there is no file, or it says ``max``."""
+    """The number in a file; None if there is no file, or it contains ``max``."""
     text = path.read_text().strip() if path.exists() else "max"
     return None if text == "max" else int(text)

@@ -1,4 +1,4 @@
-"""Whether a device map that a user wrote fits the model and the machine."""
+"""Checks whether a user's device map fits the model and the machine."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from accel_bigmodel.device_maps.budget import HOST_PLACES
-from accel_bigmodel.device_maps.device_usage import entry_of, main_device_of, place_of
+from accel_bigmodel.device_maps.device_usage import device_of, entry_of, main_device_of
 from accel_bigmodel.errors import DeviceMapError
+from accel_ckpt.modules.devices import existing_device, parse_device
 from accel_ckpt.modules.names import listed
 from accel_ckpt.modules.tensors import check_is_module
 from accel_ckpt.modules.ties import find_tied_parameters, parent_and_leaf
-from accel_state.host.devices import default_device, device_count
 
 __all__ = [
     "check_all_have_values",
@@ -28,7 +28,7 @@ __all__ = [
 
 AnyDevice = int | str | torch.device
 logger = logging.getLogger(__name__)
-_NAMED = 8  # so many names are listed in a message
+_NAMED = 8  # the most names that a message lists
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, strict: bool = False) -> None:
@@ -37,18 +37,18 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, AnyDevice], *, s
     Args:
         model: on any device, also meta.
         device_map: devices by name of module or tensor.
-        strict: refuse names that the model does not have (else they are warned of), devices that this machine does
-            not have, and maps under which the parts of a tied group compute on different devices.
+        strict: refuse names that the model does not have (otherwise a warning), devices that this machine does not
+            have, and maps under which tied parameters compute on different devices.
 
     Raises:
-        DeviceMapError: names what has no device, or what ``strict`` refuses; or ``device_map`` is no map.
-        TypeError: ``model`` is no module.
+        DeviceMapError: names tensors without a device, or what ``strict`` refuses; or ``device_map`` is not a map.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     if not isinstance(device_map, Mapping):
         raise DeviceMapError(
-            f"device_map is {device_map!r}; give a map from names of modules to devices, as {{'': 'cpu'}}, or make one "
-            "with infer_auto_device_map"
+            f"device_map is {device_map!r}; give a map from names of modules to devices, such as {{'': 'cpu'}}, or "
+            "make one with infer_auto_device_map"
         )
     unknown = [name for name in device_map if not _has(model, name)]
     if unknown:
@@ -78,78 +78,62 @@ def check_all_have_values(device_map: Mapping[str, AnyDevice]) -> None:
     """
     if without := [name for name, place in device_map.items() if str(place) == "meta"]:
         raise DeviceMapError(
-            f"the device map leaves {', '.join(map(repr, without))} without values ('meta'), so that the model "
-            "cannot run; load_checkpoint_in_model loads parts of a model"
+            f"the device map leaves {', '.join(map(repr, without))} without values ('meta'), so the model cannot run; "
+            "to load parts of a model, use load_checkpoint_in_model"
         )
 
 
 def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevice]
 ) -> None:
-    """Warn of each group of tied parameters that a map puts on several devices.
+    """Warn about each group of tied parameters that a map puts on several devices.
 
     Raises:
-        DeviceMapError: the map gives one of the parameters no device.
+        DeviceMapError: one of the parameters has no device in the map.
     """
     for group in tied_params:
         devices = {name: _device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
             logger.warning(
-                "Tied parameters are on different devices: %s. Each device will hold a copy of its own; give them "
-                "one device in the map, or use device_map='auto'.",
+                "Tied parameters are on different devices: %s. Each device will hold its own copy; give them one "
+                "device in the map, or use device_map='auto'.",
                 devices,
             )
 
 
 def execution_device(device: AnyDevice) -> torch.device | None:
-    """The device that an entry of a map means; None for ``"cpu"`` and ``"disk"``, which only say where weights wait.
+    """The device that an entry of a map computes on; None for ``"cpu"`` and ``"disk"``, which only hold weights.
 
     Raises:
-        DeviceMapError: it is no device.
+        DeviceMapError: it is not a device.
     """
     if device in HOST_PLACES:
         return None
-    kind = default_device().type
-    try:
-        if isinstance(device, int):
-            return torch.device("cuda" if kind == "cpu" else kind, device)
-        found = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise DeviceMapError(
-            f"{device!r} is no device; give the index of an accelerator, 'cpu', 'disk', or a device such as 'cuda:1'"
-        ) from None
+    found = parse_device(device, error=DeviceMapError)
     if found.type == "cpu":
         return None
-    # PyTorch's stubs say that there always is an index.
+    # PyTorch's stubs declare that there always is an index.
     index: int | None = found.index
     return torch.device(found.type, 0) if index is None and found.type != "meta" else found
 
 
-def check_exists(device: AnyDevice, said: str) -> None:
+def check_exists(device: AnyDevice, subject: str) -> None:
     """Refuse a device that this machine does not have.
 
     Args:
         device: as in a device map.
-        said: the beginning of the message: what somebody said of it.
+        subject: how the message begins, before the device.
 
     Raises:
         DeviceMapError: it is not there.
     """
-    found = execution_device(device)
-    if found is None or found.type == "meta":
-        return
-    count = device_count(found.type)
-    if found.index >= count:
-        here = f"only {count} of that kind here" if count else f"no {found.type} device here"
-        raise DeviceMapError(
-            f"{said} {device!r}, but there is {here}; use 'cpu' or 'disk', or a device that "
-            "torch.accelerator finds"
-        )
+    if device not in HOST_PLACES:
+        existing_device(device, subject, error=DeviceMapError)
 
 
 def _has(model: nn.Module, name: object) -> bool:
     """Whether a module, parameter or buffer has this name."""
-    if not isinstance(name, str):  # the device, in a map that is the wrong way round
+    if not isinstance(name, str):  # the device, in a map with keys and values swapped
         return False
     if not name:
         return True
@@ -169,7 +153,7 @@ def _all_names(model: nn.Module) -> set[str]:
 
 def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
     listed = [repr(name) for name in unknown[:_NAMED]]
-    # For the first only: the same mistake mostly made all, and a look through a large model's names takes a second.
+    # For the first only: usually all have the same mistake, and searching a large model's names takes a second.
     if close := difflib.get_close_matches(str(unknown[0]), names, n=1):
         listed[0] += f" (is {close[0]!r} meant?)"
     more = f" and {len(unknown) - _NAMED} more" if len(unknown) > _NAMED else ""
@@ -179,7 +163,7 @@ def _unknown_names(unknown: Sequence[str], names: set[str]) -> str:
 
 
 def _saved_names(model: nn.Module) -> Iterator[str]:
-    """What a checkpoint holds; not asked of ``state_dict()``, which hooks of other libraries may change."""
+    """The names in a checkpoint; not from ``state_dict()``, which hooks of other libraries may change."""
     for name, _ in model.named_parameters(remove_duplicate=False):
         yield name
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -201,10 +185,10 @@ def _check_ties(tied: Sequence[Sequence[str]], device_map: Mapping[str, AnyDevic
     for group in tied:
         devices = {name: _device_of(name, device_map) for name in group}
         # Offloaded weights compute on the main device.
-        computing = {main if (place := place_of(name, places)) == "cpu" else place for name in group}
+        computing = {main if (place := device_of(name, places)) == "cpu" else place for name in group}
         if len(computing) > 1:
             listed = ", ".join(f"{name} on {device!r}" for name, device in devices.items())
             raise DeviceMapError(
-                f"the device_map splits parameters that are one: {listed}. Give them one device, or infer the map "
-                "with infer_auto_device_map, which keeps them together"
+                f"the device_map splits tied parameters: {listed}. Give them one device, or infer the map with "
+                "infer_auto_device_map, which keeps them together"
             )

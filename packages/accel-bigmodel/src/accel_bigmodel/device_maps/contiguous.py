@@ -1,8 +1,8 @@
-"""The best map that keeps the order of the layers, for budgets that greedy placing fails.
+"""The best map that keeps the order of the layers, for budgets for which greedy assignment fails.
 
-Layers go to devices in order, so a map is a way of cutting their sequence. Filling each device as far as it goes
-is best, because a shorter rest is never harder to place. What the main devices must keep free depends only on the
-layers behind the cut, so all cuts are tried, the one that offloads least first.
+Layers go to devices in order, so a map is a partition of their sequence into intervals. Filling each device as far as
+possible is optimal, because a shorter rest is never harder to assign. What the main devices must keep free depends only
+on the offloaded layers, so all positions at which offloading may begin are tried, the last one first.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
 
-__all__ = ["Unit", "place_in_order", "units_of"]
+__all__ = ["Unit", "assign_in_order", "units_of"]
 
 
 @dataclass
 class Unit:
-    """Layers that must share a device because a parameter of theirs is tied; most units are one layer."""
+    """Layers that must share a device because they have tied parameters; most units are one layer."""
 
     names: list[str]
     size: int
 
 
-def place_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict[str, DeviceKey] | None:
-    """The map with the fewest offloaded layers that keeps budgets, or None if there is none.
+def assign_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict[str, DeviceKey] | None:
+    """The map with the fewest offloaded layers that keeps the budgets, or None if there is none.
 
     Args:
         outline: the model.
@@ -42,14 +42,14 @@ def place_in_order(outline: Outline, budgets: Mapping[DeviceKey, float]) -> dict
         ends = _fill_accelerators(sums, cut, [budgets[device] for device in accelerators], behind[cut])
         if ends is not None:
             host_end = _fill_host(sums, behind, cut, budgets)
-            # With an earlier cut the host would have to take more.
+            # If offloading began earlier, the host would have to hold more.
             places = [*accelerators, "cpu", "disk"]
             return None if host_end is None else _as_map(units, places, [*ends, host_end])
     return None
 
 
 def units_of(outline: Outline) -> list[Unit]:
-    """The layers in order, tied ones together where the first of them stands."""
+    """The layers in order; tied layers are one unit at the position of the first."""
     layers = [name for name, _ in outline.layers()]
     home = {name: name for name in layers}  # a layer → the first layer of its unit
 
@@ -79,7 +79,7 @@ def _layer_of(tensor: str, layers: Mapping[str, int]) -> str:
 
 
 def _largest_behind(outline: Outline, units: Sequence[Unit]) -> list[int]:
-    """For each cut, the bytes of the largest group of layers behind it that moves together."""
+    """For each cut, the bytes of the largest group of layers after it that is streamed together."""
     group_of = {name: outline.group_of(name, part) for name, part in outline.layers()}
     groups: dict[str, int] = {}
     behind = [0]
@@ -96,7 +96,7 @@ def _fill_accelerators(
 ) -> list[int] | None:
     """Where each accelerator's units end when the first ``end`` units fill them in order; None if they do not fit.
 
-    The first one that holds something also takes the offloaded layers in turn, the largest of which has ``largest``
+    The first accelerator that holds units also computes the offloaded layers, the largest of which has ``largest``
     bytes; devices too small for that are left empty.
     """
     for main in range(len(budgets)) if end else ():

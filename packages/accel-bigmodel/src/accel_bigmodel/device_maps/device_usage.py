@@ -1,4 +1,4 @@
-"""What a device map asks of each device, and whether the device can give it."""
+"""The memory that a device map needs on each device, compared with the budgets."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from accel_bigmodel.device_maps.greedy import main_devices
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_ckpt.saving.plan import readable_size
 
-__all__ = ["Usage", "entry_of", "main_device_of", "place_of"]
+__all__ = ["Usage", "device_of", "entry_of", "main_device_of"]
 
-Place = TypeVar("Place")
-"""How a map writes places: as keys of budgets, or as devices."""
+DeviceT = TypeVar("DeviceT")
+"""The values of a map: keys of budgets, or devices."""
 
 
 def entry_of(name: str, device_map: Mapping[str, object]) -> str | None:
-    """The nearest name of a map that a module or tensor lies in; None if there is none."""
+    """The innermost entry of a map that contains a module or tensor; None if there is none."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return name if name in device_map else None
 
 
-def place_of(name: str, device_map: Mapping[str, Place]) -> Place | None:
+def device_of(name: str, device_map: Mapping[str, DeviceT]) -> DeviceT | None:
     """The device of that entry."""
     entry = entry_of(name, device_map)
     return None if entry is None else device_map[entry]
 
 
-def main_device_of(device_map: Mapping[str, Place]) -> Place | str:
-    """The device that computes for offloaded weights: the first of the map that is an accelerator, else the CPU."""
-    # As text, because torch.device("cpu") is no string, and is not equal to one.
+def main_device_of(device_map: Mapping[str, DeviceT]) -> DeviceT | str:
+    """The device that computes with offloaded weights: the first accelerator of the map, otherwise the CPU."""
+    # As text, because torch.device("cpu") does not equal the string.
     return next((device for device in device_map.values() if str(device) not in HOST_PLACES), "cpu")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Bytes that a map puts on devices, and those that pass through them."""
+    """Bytes that a map puts on devices, and bytes of offloaded layers that are copied through them."""
 
     used: Mapping[DeviceKey, int]
     kept: Mapping[DeviceKey, tuple[int, str]]
-    """For devices that layers from elsewhere pass through: the bytes of the largest, and its name."""
+    """For devices through which offloaded layers pass: the bytes and name of the largest one."""
     buffers: int
     """Bytes of the buffers of offloaded modules."""
     split_ties: list[list[str]]
@@ -53,27 +53,27 @@ class Usage:
         """The usage of a map that covers every tensor."""
         used: dict[DeviceKey, int] = {}
         for name, size in outline.tensors():
-            device = place_of(name, device_map)
+            device = device_of(name, device_map)
             if device is not None:
                 used[device] = used.get(device, 0) + size
-        # On an accelerator the layers on cpu and disk pass through, on the CPU those on disk.
+        # Layers on cpu and disk pass through an accelerator, layers on disk through the CPU.
         main = main_device_of(device_map)
         kept: dict[DeviceKey, tuple[int, str]] = {}
         for device, sources in ((main, HOST_PLACES), ("cpu", ("disk",))):
             passing = [source for source in sources if source != device]
             groups = outline.groups(
-                layer for layer in outline.layers() if place_of(layer[0], device_map) in passing
+                layer for layer in outline.layers() if device_of(layer[0], device_map) in passing
             )
-            # On an empty host nothing is in the way: it computes from mapped pages, which come and go.
+            # A host without layers needs no room: it computes from mapped pages, which can be evicted.
             if groups and (device not in HOST_PLACES or used.get(device, 0)):
                 largest = max(groups, key=groups.__getitem__)
                 kept[device] = (groups[largest], largest)
         buffers = sum(
             outline.sizes.get(name, 0)
             for name, _ in outline.model.named_buffers()
-            if place_of(name, device_map) in HOST_PLACES
+            if device_of(name, device_map) in HOST_PLACES
         )
-        apart = [group for group in outline.ties if len({place_of(name, device_map) for name in group}) > 1]
+        apart = [group for group in outline.ties if len({device_of(name, device_map) for name in group}) > 1]
         return cls(used, kept, buffers, [list(group) for group in apart])
 
     def room(self, device: DeviceKey, budgets: Mapping[DeviceKey, float]) -> float:
@@ -83,7 +83,7 @@ class Usage:
         return budgets.get(device, 0) - self.used.get(device, 0) - kept
 
     def complaints(self, budgets: Mapping[DeviceKey, float]) -> list[str]:
-        """What is wrong with the map under these budgets, a sentence each."""
+        """Problems of the map under these budgets, one sentence each."""
         found = []
         for device in {**self.used, **self.kept}:
             if self.room(device, budgets) < 0:

@@ -1,4 +1,4 @@
-"""Device maps as tables that say why."""
+"""Explanations of device maps, as tables with reasons."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class PlacedPart:
     module: str
     """Name of the module or tensor; ``""`` is the whole model."""
     size: int
-    """Bytes, without parts that have entries of their own; those of a tied parameter count at its first name."""
+    """Bytes, without parts that have their own entries; a tied parameter counts at its first name."""
     device: DeviceKey
     why: str
 
 
 @dataclass(frozen=True)
 class DeviceMapExplanation:
-    """The entries of a device map and what they ask of the devices. ``str()`` of it is a table."""
+    """The entries of a device map and the memory they need. ``str()`` of it is a table."""
 
     parts: Sequence[PlacedPart]
     devices: Sequence[str]
     """A sentence for each device that is used."""
     problems: Sequence[str]
-    """What is wrong with the map under the budgets; empty if nothing is."""
+    """Problems of the map under the budgets; empty if there are none."""
 
     def __str__(self) -> str:
-        """The table, in which neighbours that follow each other share a row, then the devices and the problems."""
+        """The table, in which consecutive parts on one device share a row, then the devices and the problems."""
         rows = [("module", "size", "device", "why"), *_rows(self.parts)]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         lines = [
@@ -75,7 +75,7 @@ def _rows(parts: Sequence[PlacedPart]) -> Iterator[tuple[str, str, str, str]]:
 def explanation_of(
     outline: Outline, device_map: Mapping[str, DeviceKey], budgets: Mapping[DeviceKey, float]
 ) -> DeviceMapExplanation:
-    """Explain a map by counting: what was used and left when each entry's turn came."""
+    """Explain a map from the memory that was used and left when each entry was assigned."""
     usage = Usage.of(outline, device_map)
     order: dict[str, int] = {}
     for layer, part in outline.layers():
@@ -87,7 +87,7 @@ def explanation_of(
         for name in (layer, *(f"{layer}.{tensor}" for tensor in inside)):
             order.setdefault(entry_of(name, device_map) or "", len(order))
     entries = sorted(device_map, key=lambda entry: order.get(entry, len(order)))
-    sizes = dict.fromkeys(device_map, 0)  # without what lies in an entry of its own
+    sizes = dict.fromkeys(device_map, 0)  # without parts that have their own entry
     for tensor, size in outline.tensors():
         entry = entry_of(tensor, device_map)
         if entry is not None:
@@ -106,7 +106,7 @@ def explanation_of(
 
 
 def _gaps(outline: Outline, device_map: Mapping[str, DeviceKey]) -> Iterator[str]:
-    """What of the model a map forgets, and what it names that the model does not have."""
+    """Tensors of the model that are not in the map, and names in the map that are not in the model."""
     names = {name for name, _ in outline.tensors()}
     names |= {name for name, _ in outline.model.named_modules(remove_duplicate=False)}
     if unknown := [name for name in device_map if name not in names]:
@@ -134,23 +134,23 @@ def _why(
     full = [text for other in passed if (text := rooms.full(other, size))]
     if not full:
         return "fits"
-    whole = _class_kept_whole(outline, name)
+    whole = outline.kept_whole.get(name)
     return f"does not fit {', '.join(full)}" + (f"; {whole} is not split" if whole else "")
 
 
 @dataclass(frozen=True)
 class _Rooms:
-    """What devices had left when a part's turn came."""
+    """What devices had left when a part was assigned."""
 
     budgets: Mapping[DeviceKey, float]
     filled: Mapping[DeviceKey, int]
     kept: Mapping[DeviceKey, tuple[int, str]]
     """The largest layer that passes through a device under the map."""
     later: tuple[int, str]
-    """The largest layer among the parts behind, which could have to, as far as was known then."""
+    """The largest layer among the later parts, which might have to pass through, as far as was known then."""
 
     def full(self, device: DeviceKey, size: int) -> str:
-        """Why a device has no room for so many bytes; nothing if it has."""
+        """Why a device has no room for this many bytes; empty if it has."""
         left = self.budgets[device] - self.filled.get(device, 0)
         for kept, layer in ((0, ""), self.kept.get(device, (0, "")), self.later):
             if size > left - kept and (not layer or device in main_devices(self.budgets)):
@@ -162,7 +162,7 @@ class _Rooms:
 def _largest_behind(
     outline: Outline, entries: Sequence[str], device_map: Mapping[str, DeviceKey]
 ) -> list[tuple[int, str]]:
-    """For each entry, the bytes and name of the largest layer in the entries behind it."""
+    """For each entry, the bytes and name of the largest layer in the entries after it."""
     own: dict[str, tuple[int, str]] = {}
     for name, _ in outline.layers():
         entry = entry_of(name, device_map)
@@ -175,13 +175,6 @@ def _largest_behind(
         behind.append(largest)
         largest = max(largest, own.get(entry, (0, "")), key=lambda layer: layer[0])
     return behind[::-1]
-
-
-def _class_kept_whole(outline: Outline, name: str) -> str:
-    # Not get_submodule(), which modules of torch.jit do not have.
-    module = dict(outline.model.named_modules(remove_duplicate=False)).get(name)
-    kind = type(module).__name__
-    return kind if kind in outline.no_split else ""
 
 
 def _summary(device: DeviceKey, usage: Usage, budgets: Mapping[DeviceKey, float]) -> str:

@@ -1,4 +1,4 @@
-"""Placing parts in order, each on the first device that still has room: what users of Accelerate know."""
+"""Greedy assignment: parts in order, each to the first device that still has room, as Accelerate does."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey
 from accel_bigmodel.device_maps.model_outline import Named, Outline, Part, class_names, home_of, is_within
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
-__all__ = ["Placement", "fallback_allocate", "main_devices", "place_greedily"]
+__all__ = ["Assignment", "assign_greedily", "fallback_allocate", "main_devices"]
 
 
 @dataclass
-class Placement:
-    """Parts with their devices, in order of placing."""
+class Assignment:
+    """Parts with their devices, in order of assignment."""
 
     device_map: dict[str, DeviceKey] = field(default_factory=dict)
     too_small: dict[DeviceKey, int] = field(default_factory=dict)
-    """Devices that got nothing, with the bytes that would have let them take the next part."""
+    """Devices that got nothing, with the bytes they would have needed for the next part."""
     complete: bool = True
-    """Whether everything found a place."""
+    """Whether every part got a device."""
 
 
 def main_devices(budgets: Iterable[DeviceKey]) -> list[DeviceKey]:
-    """Devices that keep room for the largest layer that has to pass through them: the one that computes for
-    offloaded weights, and the host for weights on disk.
+    """Devices that keep room for the largest layer that passes through them: the one that computes with offloaded
+    weights, and the host for weights on disk.
     """
     accelerators = [device for device in budgets if device not in HOST_PLACES]
     if "mps" in accelerators:
@@ -37,16 +37,18 @@ def main_devices(budgets: Iterable[DeviceKey]) -> list[DeviceKey]:
     return [*accelerators[:1], "cpu"]
 
 
-def place_greedily(outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool = False) -> Placement:
+def assign_greedily(
+    outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool = False
+) -> Assignment:
     """Fill device after device with the parts in order.
 
-    A part that does not fit is split where it may be, else the next device's turn has come. Devices of
-    ``main_devices`` keep as much free as the largest layer that is not placed. A part takes along what is tied to it.
+    A part that does not fit is split if allowed, otherwise the next device follows. Devices of ``main_devices`` keep
+    room for the largest layer that is not assigned yet. A part is assigned together with the parts tied to it.
 
     Args:
         outline: the model.
         budgets: bytes by device, in order of preference.
-        fallback: before leaving a device that got nothing, place any later part that fits.
+        fallback: before leaving a device that got nothing, assign it any later part that fits.
     """
     return _Greedy(outline, budgets, fallback).run()
 
@@ -59,22 +61,22 @@ class _Greedy:
         self.main = main_devices(budgets)
         self.used: dict[DeviceKey, float] = dict.fromkeys(budgets, 0)
         self.queue = OrderedDict(outline.roots())
-        """The parts that are not placed yet."""
+        """The parts that are not assigned yet."""
         self.largest_below: dict[str, int] = {}
-        """Bytes of the largest layer of a part, for those that were asked about."""
+        """Bytes of the largest layer of a part, computed on first use."""
         self.modules: list[tuple[int, str]] = []
-        """A heap of the modules of the queue, the one with the largest layer on top; some were placed since."""
+        """A heap of the modules of the queue, the one with the largest layer on top; may contain assigned ones."""
         self._add_modules(self.queue)
-        # Tensors beside the modules count until such a layer is placed. They stand before the modules or behind them.
+        # Tensors beside the modules count until such a layer is assigned. They come before or after the modules.
         self.with_largest = max(reversed(self.queue), key=self._largest_below, default="")
-        """A part with the largest of the layers; empty if another one has to be found."""
+        """A part with the largest of the layers; empty if it has to be found again."""
         self.largest = self._largest_below(self.with_largest) if self.queue else 0
         """The bytes of that layer."""
         self.fallback = fallback
         self.falling_back = False
-        self.result = Placement()
+        self.result = Assignment()
 
-    def run(self) -> Placement:
+    def run(self) -> Assignment:
         while self.queue:
             if not self.devices:
                 self.result.complete = False
@@ -137,7 +139,7 @@ class _Greedy:
             del self.queue[name]
 
     def _split_one(self, tied: Sequence[str]) -> bool:
-        """Split the first of the tied parts that may be split, where it stands in the queue."""
+        """Split the first of the tied parts that may be split, at its position in the queue."""
         chosen = next((name for name in tied if self.outline.can_split(self.queue[name])), None)
         if chosen is None:
             return False
@@ -150,7 +152,7 @@ class _Greedy:
 
     def _fall_back(self, name: str, part: Part, total: int) -> bool:
         device = self.devices[0]
-        # Once between two placings: what was found and then did not fit would be found for ever.
+        # Once between two assignments: a part that is found but does not fit would be found forever.
         if not self.fallback or self.falling_back or self.used[device] > 0 or device == "disk":
             return False
         self.falling_back = True
@@ -176,13 +178,13 @@ class _Greedy:
 
 
 def _homes_of_partners(outline: Outline, name: str, parts: Collection[str]) -> list[str]:
-    """The parts that hold what is tied to a parameter of a part."""
+    """The parts that contain parameters tied to those of a part."""
     homes = (home_of(partner, parts) for partner in outline.partners(name))
     return [home for home in dict.fromkeys(homes) if home is not None]
 
 
 def _with_ties(outline: Outline, name: str, tied: Iterable[str]) -> int:
-    # A parameter counts in one of the parts only, whichever comes first in the model.
+    # A tied parameter counts only in the first part of the model that contains it.
     return outline.sizes.get(name, 0) + sum(outline.sizes.get(other, 0) for other in tied)
 
 
@@ -193,18 +195,18 @@ def fallback_allocate(
     no_split_module_classes: str | Iterable[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, Part | None, list[Named]]:
-    """Find the first part that fits a limit, looking into the parts that do not.
+    """Find the first part that fits a limit, searching inside parts that do not.
 
     Args:
         modules: names and parts to search, in order.
         module_sizes: bytes by name.
-        size_limit: bytes, or text such as ``"1GB"``; nothing fits a limit that is negative.
-        no_split_module_classes: classes that are not looked into.
+        size_limit: bytes, or text such as ``"1GB"``; nothing fits a negative limit.
+        no_split_module_classes: classes whose modules are not searched inside.
         tied_parameters: groups of names of one parameter; tied parts count together.
 
     Returns:
-        The name, the part, and what remains: the modules that it was found in are replaced by their parts. None
-        twice and all modules, if nothing fits.
+        The name, the part, and the remaining parts, where modules that contained it are replaced by their children.
+        None, None and all modules, if nothing fits.
     """
     try:
         limit = convert_file_size_to_int(size_limit)
@@ -230,7 +232,7 @@ def _find_that_fits(
 
 
 def _without(modules: Mapping[str, Part], name: str, outline: Outline) -> list[Named]:
-    """The modules less one part, those around it split."""
+    """The modules without one part; modules that contained it are split."""
     remaining: list[Named] = []
     rest = deque(modules.items())
     while rest:

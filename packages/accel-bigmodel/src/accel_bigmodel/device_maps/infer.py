@@ -1,17 +1,17 @@
-"""Device maps: which part of a model goes where.
+"""Device maps: which part of a model goes to which device.
 
-A map is a dictionary from names of modules (or tensors) to places: the index of an accelerator, ``"mps"``,
-``"cpu"`` or ``"disk"``. Inference is a pure function of the model's shapes and the budgets.
+A map is a dictionary from names of modules (or tensors) to devices: the index of an accelerator, ``"mps"``, ``"cpu"``
+or ``"disk"``. Inference is a pure function of the model's shapes and the budgets.
 
-The maps are those of Accelerate 1.15 wherever those keep their promises. They differ where Accelerate's map
+The maps are those of Accelerate 1.15 wherever those are valid. They differ where Accelerate's map
 
-- leaves a tensor without a place: direct buffers of a module that was split;
+- leaves a tensor without a device: direct buffers of a module that was split;
 - keeps no room for an offloaded layer on the accelerator that computes: when the first one stays empty, or when the
-  layer is a direct parameter (such as stacked experts) and not a module;
-- exceeds a budget, also one that is given for the disk;
-- cannot be computed, because a tied parameter is a direct one or stands in a module of the same parent twice.
+  layer is a direct parameter (such as stacked experts) instead of a module;
+- exceeds a budget, including one for the disk;
+- cannot be computed, because a tied parameter is a direct one or is in two children of the same parent.
 
-And booleans count the byte that they take, not an eighth of it.
+Booleans count the byte that they take, not an eighth of it.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ import torch
 from torch import nn
 
 from accel_bigmodel.device_maps.balance import get_balanced_memory
-from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import HOST_PLACES, DeviceKey, Size, Sizes, memory_budgets
 from accel_bigmodel.device_maps.checks import execution_device
-from accel_bigmodel.device_maps.contiguous import place_in_order
+from accel_bigmodel.device_maps.contiguous import assign_in_order
 from accel_bigmodel.device_maps.device_usage import Usage, main_device_of
 from accel_bigmodel.device_maps.explain import DeviceMapExplanation, explanation_of
-from accel_bigmodel.device_maps.greedy import Placement, place_greedily
+from accel_bigmodel.device_maps.greedy import Assignment, assign_greedily
 from accel_bigmodel.device_maps.model_outline import Outline
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.sizes import DType
@@ -64,31 +64,31 @@ def infer_auto_device_map(
     reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey]:
-    """A device map that fills the accelerators in order, then the host's memory, then the disk.
+    """A device map that fills the accelerators in order, then host memory, then the disk.
 
-    The order of the model's parts is kept, a part goes where what it is tied to goes, and the devices that other
-    layers pass through keep room for the largest of them: the accelerator that computes for offloaded layers, and
-    the host for what is on disk. Where placing greedily fails that, the best cut of the layers' order is searched.
+    The order of the model's parts is kept, tied parts go to one device, and devices through which offloaded layers pass
+    keep room for the largest of them: the accelerator that computes with offloaded layers, and the host for layers on
+    disk. Where greedy assignment does not achieve that, the best partition of the layers in order is searched.
 
     Args:
-        model: on any device, also meta; only names, shapes and dtypes are looked at.
-        max_memory: bytes or sizes by device, as for ``get_max_memory``. The disk has no limit, unless it is named.
-        no_split_module_classes: classes whose modules stay whole, because data flows around their parts.
+        model: on any device, also meta; only names, shapes and dtypes are used.
+        max_memory: bytes or sizes by device, as for ``get_max_memory``. The disk has no limit unless one is given.
+        no_split_module_classes: classes whose modules stay whole, because of connections such as residual ones.
         dtype: dtype that the weights will have; floating tensors count with at most its size.
         special_dtypes: dtypes of single tensors by name.
         verbose: print the map as a table with reasons.
-        clean_result: join parts on one device into their common module.
-        offload_buffers: the buffers of offloaded modules will be offloaded too; without it, a warning tells when no
+        clean_result: merge parts on one device into their common module.
+        offload_buffers: the buffers of offloaded modules will be offloaded too; without it, a warning is given if no
             accelerator has room for them.
-        fallback_allocation: before leaving a device without any part, look for a later one that fits.
+        fallback_allocation: before leaving a device without any part, search for a later part that fits.
         reserve: bytes to leave free for activations and the KV cache, as for ``get_max_memory``.
         strict: refuse budgets that leave every accelerator of ``max_memory`` empty. Without it the CPU computes, and
-            what an accelerator would have needed is logged.
+            the memory that an accelerator would have needed is logged.
 
     Raises:
-        DeviceMapError: budgets that nothing fits, with what was missing; or as ``get_max_memory``.
+        DeviceMapError: no map fits the budgets; names what is missing. Or as ``get_max_memory``.
     """
-    budgets = _with_disk(get_max_memory(max_memory, reserve=reserve))
+    budgets = _with_disk(memory_budgets(max_memory, reserve=reserve))
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     device_map = _infer(outline, budgets, fallback_allocation, strict, offload_buffers)
     if clean_result:
@@ -101,7 +101,7 @@ def infer_auto_device_map(
 def _infer(
     outline: Outline, budgets: Mapping[DeviceKey, float], fallback: bool, strict: bool, offload_buffers: bool
 ) -> dict[str, DeviceKey]:
-    """The map of ``infer_auto_device_map``, not joined yet, for budgets that were read already."""
+    """The map of ``infer_auto_device_map`` before merging, for parsed budgets."""
     _warn_if_untied(outline)
     _warn_if_no_class_is_there(outline)
     device_map = _choose(outline, budgets, fallback, strict)
@@ -115,10 +115,10 @@ def _choose(
 ) -> dict[str, DeviceKey]:
     offered = [device for device, size in budgets.items() if device not in HOST_PLACES and size > 0]
     refuse_empty = strict and bool(offered) and outline.sizes[""] > 0
-    greedy = place_greedily(outline, budgets, fallback)
+    greedy = assign_greedily(outline, budgets, fallback)
     problems = _problems(outline, greedy, budgets)
     if problems or (refuse_empty and main_device_of(greedy.device_map) == "cpu"):
-        found = place_in_order(outline, budgets)
+        found = assign_in_order(outline, budgets)
     else:
         found = greedy.device_map
     if found is None or (refuse_empty and main_device_of(found) == "cpu"):
@@ -127,7 +127,7 @@ def _choose(
     return found
 
 
-def _nothing_fits(outline: Outline, greedy: Placement, problems: Sequence[str]) -> str:
+def _nothing_fits(outline: Outline, greedy: Assignment, problems: Sequence[str]) -> str:
     largest, names = outline.largest(outline.roots())
     text = "; ".join(problems)
     if not text:
@@ -137,31 +137,32 @@ def _nothing_fits(outline: Outline, greedy: Placement, problems: Sequence[str]) 
             if device not in HOST_PLACES
         )
         text = (
-            "no accelerator can hold a layer beside the largest of those that would have to pass through it; the "
+            "no accelerator can hold a layer beside the largest of the offloaded layers, which pass through it; the "
             f"first part needs {needs}"
         )
     return (
-        f"no map of {type(outline.model).__name__} keeps these budgets: {text}. Its largest layer, {names[0]!r}, takes "
-        f"{largest} bytes of {outline.sizes['']}. Give the devices more in max_memory, lower the reserve, load with a "
-        "smaller dtype, or let more classes be split; cpu_offload and disk_offload need room for the largest layer only"
+        f"no device map of {type(outline.model).__name__} fits these budgets: {text}. Its largest layer, "
+        f"{names[0]!r}, takes {largest} bytes of {outline.sizes['']}. Give the devices more in max_memory, lower the "
+        "reserve, load with a smaller dtype, or allow more classes to be split; cpu_offload and disk_offload need "
+        "room for the largest layer only"
     )
 
 
-def _problems(outline: Outline, placed: Placement, budgets: Mapping[DeviceKey, float]) -> list[str]:
+def _problems(outline: Outline, placed: Assignment, budgets: Mapping[DeviceKey, float]) -> list[str]:
     if not placed.complete:
         full = ", ".join(f"{device!r}: {int(size)}" for device, size in budgets.items() if size < math.inf)
         return [f"the parts in order do not fit the devices ({full} bytes)"]
     return Usage.of(outline, placed.device_map).complaints(budgets)
 
 
-def _log_devices_left_empty(placed: Placement) -> None:
+def _log_devices_left_empty(placed: Assignment) -> None:
     if placed.too_small:
         needs = ", ".join(
             f"{device!r} with at least {size} bytes" for device, size in placed.too_small.items()
         )
         logger.info(
-            "Some devices got no part of the model for insufficient memory. The next part in order would have fitted "
-            "%s. max_memory says how much a device has.",
+            "Some devices got no part of the model because of insufficient memory. The next part in order would have "
+            "fitted %s. max_memory sets the memory of a device.",
             needs,
         )
 
@@ -172,8 +173,8 @@ def _warn_about_buffers(usage: Usage, budgets: Mapping[DeviceKey, float]) -> Non
         return
     if all(usage.room(device, budgets) < usage.buffers for device in accelerators):
         warnings.warn(
-            f"the buffers of the offloaded modules take {usage.buffers} bytes, and no accelerator has as much left in "
-            "its budget; offload_buffers=True offloads them, too",
+            f"the buffers of the offloaded modules take {usage.buffers} bytes, and no accelerator has that much left "
+            "in its budget; offload_buffers=True offloads them too",
             stacklevel=4,
         )
 
@@ -181,21 +182,20 @@ def _warn_about_buffers(usage: Usage, budgets: Mapping[DeviceKey, float]) -> Non
 def _warn_if_untied(outline: Outline) -> None:
     if not outline.ties and check_tied_parameters_in_config(outline.model):
         logger.warning(
-            "The configuration of %s asks for tied weights, but no two of its parameters are one. Call its "
-            "tie_weights() before the map is inferred, or they are placed and counted twice.",
+            "The configuration of %s declares tied weights, but none of its parameters are tied. Call its "
+            "tie_weights() before the map is inferred, otherwise they are counted and assigned twice.",
             type(outline.model).__name__,
         )
 
 
 def _warn_if_no_class_is_there(outline: Outline) -> None:
-    """Some of the classes may be those of other models, which a script is written for, too; but not all."""
+    """Warn if no class exists in the model; some may belong to other models that a script supports."""
     classes = {type(module).__name__ for module in outline.model.modules()}
     if outline.no_split and outline.no_split.isdisjoint(classes):
         name = min(outline.no_split)
         close = difflib.get_close_matches(name, classes, n=1)
         logger.warning(
-            "%s has no module of a class that no_split_module_classes names (%s), so any of its modules may be "
-            "split.%s",
+            "%s has no module of the classes in no_split_module_classes (%s), so any of its modules may be split.%s",
             type(outline.model).__name__,
             ", ".join(sorted(outline.no_split)),
             f" Is {close[0]!r} meant by {name!r}?" if close else "",
@@ -203,7 +203,7 @@ def _warn_if_no_class_is_there(outline: Outline) -> None:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model is meant to have tied weights, by its configuration or its modules."""
+    """Whether a transformers model should have tied weights, according to its configuration or its modules."""
     if "PreTrainedModel" not in [base.__name__ for base in type(model).__mro__]:
         return False
     config = getattr(model, "config", None)
@@ -228,19 +228,19 @@ def resolve_device_map(
     reserve: Size | Sizes | None = None,
     strict: bool = False,
 ) -> dict[str, DeviceKey] | dict[str, Device]:
-    """The map that ``device_map`` stands for: a copy of a map, or one that is inferred in a named way.
+    """The map that ``device_map`` specifies: a copy of a map, or one inferred by a named method.
 
     ``"auto"`` and ``"balanced"`` spread the model evenly over the accelerators, ``"balanced_low_0"`` keeps the first
-    one as free as possible, and ``"sequential"`` fills one after the other. The other arguments are those of
+    one as free as possible, and ``"sequential"`` fills one after another. The other arguments are those of
     ``infer_auto_device_map``.
 
     Raises:
-        DeviceMapError: another word; or as ``infer_auto_device_map``.
+        DeviceMapError: ``device_map`` is another word; or as ``infer_auto_device_map``.
     """
     if not isinstance(device_map, str | Mapping):
         raise DeviceMapError(
             f"device_map is {device_map!r}; give one of {', '.join(map(repr, MODES))}, or a map from names of modules "
-            f"to devices, as {{'': {device_map!r}}} for everything on one"
+            f"to devices, such as {{'': {device_map!r}}} for everything on one device"
         )
     if isinstance(device_map, Mapping):
         return dict(device_map)
@@ -259,14 +259,14 @@ def _budgets_of_mode(
     dtype: DType | None,
     special_dtypes: Mapping[str, DType] | None,
     reserve: Size | Sizes | None,
-) -> dict[DeviceKey, int]:
+) -> dict[DeviceKey, float]:
     if mode not in MODES:
         raise DeviceMapError(
-            f"device_map={mode!r} is not one of {', '.join(map(repr, MODES))}; to put everything on one device give "
-            f"a map, as {{'': {mode!r}}}"
+            f"device_map={mode!r} is not one of {', '.join(map(repr, MODES))}; to put everything on one device give a "
+            f"map, such as {{'': {mode!r}}}"
         )
     if mode == "sequential":
-        return get_max_memory(max_memory, reserve=reserve)
+        return memory_budgets(max_memory, reserve=reserve)
     return get_balanced_memory(
         model,
         max_memory,
@@ -288,11 +288,11 @@ def explain_device_map(
     *,
     reserve: Size | Sizes | None = None,
 ) -> DeviceMapExplanation:
-    """Say for each entry of a map what it takes, where it goes and why; printed, it is a table.
+    """For each entry of a map its size, its device and the reason; printed as a table.
 
     Args:
         model: on any device, also meta.
-        device_map: a map, or one of the words of ``resolve_device_map``, which is then inferred.
+        device_map: a map, or one of the words of ``resolve_device_map``, for which one is inferred.
         max_memory: bytes or sizes by device, as for ``get_max_memory``.
         no_split_module_classes: classes whose modules stay whole.
         dtype: dtype that the weights will have.
@@ -305,7 +305,7 @@ def explain_device_map(
     outline = Outline.of(model, no_split_module_classes, dtype, special_dtypes)
     if isinstance(device_map, Mapping):
         places = {name: _key(device) for name, device in device_map.items()}
-        given = get_max_memory(max_memory, reserve=reserve)
+        given = memory_budgets(max_memory, reserve=reserve)
     else:
         given = _budgets_of_mode(
             model, device_map, max_memory, no_split_module_classes, dtype, special_dtypes, reserve
@@ -324,16 +324,16 @@ def _key(device: DeviceKey | torch.device) -> DeviceKey:
     return computes.type if computes.type in ("mps", "meta") else computes.index
 
 
-def _with_disk(budgets: Mapping[DeviceKey, int]) -> dict[DeviceKey, float]:
+def _with_disk(budgets: Mapping[DeviceKey, float]) -> dict[DeviceKey, float]:
     return {**budgets, "disk": budgets.get("disk", math.inf)}
 
 
 def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> dict[str, Device]:
-    """Join the entries below a module into one where they all have one device; the map is changed, and returned.
+    """Merge the entries below a module into one where they all have the same device; changes and returns the map.
 
     Args:
         device_map: devices by name.
-        module_name: look only below this module; ``""`` is the whole model.
+        module_name: merge only below this module; ``""`` is the whole model.
     """
     prefix = f"{module_name}." if module_name else ""
     below = {name: device for name, device in device_map.items() if name.startswith(prefix)}
@@ -343,7 +343,7 @@ def clean_device_map(device_map: dict[str, Device], module_name: str = "") -> di
         if name not in below:
             result[name] = device
         elif joined:
-            result.update(joined)  # all of them, where the first stood
+            result.update(joined)  # all of them, at the position of the first
             joined = {}
     device_map.clear()
     device_map.update(result)

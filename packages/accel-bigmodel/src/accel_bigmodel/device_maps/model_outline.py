@@ -1,4 +1,4 @@
-"""What placing a model needs to know of it: its parts in order, their bytes, and which belong together."""
+"""The outline of a model for device maps: its parts in order, their sizes, and which are tied."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ Named = tuple[str, Part]
 def class_names(
     classes: str | Iterable[str] | None, argument: str = "no_split_module_classes"
 ) -> frozenset[str]:
-    """The names of classes, from any of the forms in which users give them.
+    """The names of classes, from any of the accepted forms.
 
     Args:
         classes: one name, several, or None.
-        argument: what they were given as, for the message.
+        argument: the name of the argument, for the message.
 
     Raises:
-        DeviceMapError: they are no names. (A class itself would equal no name, and be without effect.)
+        DeviceMapError: they are not names. (A class object would equal no name, and so have no effect.)
     """
     if classes is None:
         return frozenset()
     names = [classes] if isinstance(classes, str) or not isinstance(classes, Iterable) else list(classes)
     if wrong := [name for name in names if not isinstance(name, str)]:
         raise DeviceMapError(
-            f"{argument} has {', '.join(map(repr, wrong))}; give names of classes, as 'TransformerEncoderLayer'"
+            f"{argument} contains {', '.join(map(repr, wrong))}; give names of classes, such as "
+            "'TransformerEncoderLayer'"
         )
     return frozenset(names)
 
 
 @dataclass(frozen=True)
 class Outline:
-    """A model as placements see it. Nothing here reads or changes a tensor's values."""
+    """A model as device maps see it. Nothing here reads or changes a tensor's values."""
 
     model: nn.Module
     sizes: Mapping[str, int]
@@ -71,13 +72,13 @@ class Outline:
         return _children("", self.model)
 
     def can_split(self, part: Part) -> bool:
-        """Whether ``part`` is a module with modules in it, of a class that may be split."""
+        """Whether ``part`` is a module with submodules, of a class that may be split."""
         if not isinstance(part, nn.Module) or type(part).__name__ in self.no_split:
             return False
         return any(child is not None for child in part._modules.values())
 
     def split(self, name: str, part: Part) -> list[Named]:
-        """The direct parameters, modules and buffers of a module; nothing if it stays whole."""
+        """The direct parameters, modules and buffers of a module; empty if it stays whole."""
         return _children(f"{name}.", part) if isinstance(part, nn.Module) and self.can_split(part) else []
 
     def layers(self) -> Iterator[Named]:
@@ -92,13 +93,13 @@ class Outline:
 
     @staticmethod
     def group_of(name: str, part: Part) -> str:
-        """What a layer moves with when it is offloaded: itself, or, for a tensor of a module that may be split, that
-        module, the forward of which needs all of its own tensors at once.
+        """What a layer is streamed with when it is offloaded: itself, or, for a direct tensor of a module that may be
+        split, that module, whose forward needs all its own tensors at once.
         """
         return name if isinstance(part, nn.Module) else name.rpartition(".")[0]
 
     def groups(self, layers: Iterable[Named]) -> dict[str, int]:
-        """What of some layers moves together when they are offloaded, with its bytes."""
+        """The layers grouped by what is streamed together when they are offloaded, with the bytes of each group."""
         found: dict[str, int] = {}
         for name, part in layers:
             group = self.group_of(name, part)
@@ -106,7 +107,7 @@ class Outline:
         return found
 
     def tensors(self) -> Iterator[tuple[str, int]]:
-        """The names of all parameters and buffers, ties included, with the bytes that each counts for."""
+        """The names of all parameters and buffers, including tied ones, with the bytes that each counts for."""
         for name, _ in self.model.named_parameters(remove_duplicate=False):
             yield name, self.sizes.get(name, 0)
         for name, _ in self.model.named_buffers(remove_duplicate=False):
@@ -117,13 +118,20 @@ class Outline:
         return get_max_layer_size(parts, self.sizes, self.no_split)
 
     def partners(self, name: str) -> list[str]:
-        """Names outside of a part that are tied to a parameter in it."""
+        """Names outside a part that are tied to a parameter in it."""
         groups = self._ties_of.get(name, ())
         return [member for group in groups for member in group if not is_within(member, name)]
 
     @cached_property
+    def kept_whole(self) -> Mapping[str, str]:
+        """The classes of the modules that stay whole because of their class, by name of the module."""
+        # Not get_submodule(), which modules of torch.jit do not have.
+        modules = self.model.named_modules(remove_duplicate=False)
+        return {name: kind for name, module in modules if (kind := type(module).__name__) in self.no_split}
+
+    @cached_property
     def _ties_of(self) -> Mapping[str, Sequence[Sequence[str]]]:
-        """For each part with tied parameters in it, their groups."""
+        """For each part that contains tied parameters, their groups."""
         found = defaultdict(list)
         for group in self.ties:
             for part in {part for name in group for part in parts_around(name)}:
@@ -132,7 +140,7 @@ class Outline:
 
 
 def parts_around(name: str) -> Iterator[str]:
-    """A name, then those of the modules that it lies in, the model's ``""`` last."""
+    """A name, then those of the modules that contain it, the model's ``""`` last."""
     yield name
     while name:
         name = name.rpartition(".")[0]
@@ -140,12 +148,12 @@ def parts_around(name: str) -> Iterator[str]:
 
 
 def is_within(name: str, part: str) -> bool:
-    """Whether a tensor or module is a part or lies in it; everything lies in ``""``."""
+    """Whether a tensor or module is a part or is inside it; everything is inside ``""``."""
     return part in ("", name) or name.startswith(f"{part}.")
 
 
 def _children(prefix: str, module: nn.Module) -> list[Named]:
-    # Not named_children() and the like: they leave out the second name of what is there twice.
+    # Not named_children() and similar methods, which skip the second name of a shared module.
     found: list[tuple[str, Part | None]] = [
         *module._parameters.items(),
         *module._modules.items(),
@@ -155,10 +163,10 @@ def _children(prefix: str, module: nn.Module) -> list[Named]:
 
 
 def get_module_leaves(module_sizes: Collection[str]) -> list[str]:
-    """The names that no other name lies below, in order; ``""`` is not one of them.
+    """The names that have no other name below them, in order; without ``""``.
 
     Args:
-        module_sizes: names, as the keys of ``compute_module_sizes``.
+        module_sizes: names, such as the keys of ``compute_module_sizes``.
     """
     parents = {name.rpartition(".")[0] for name in module_sizes}
     return [name for name in module_sizes if name and name not in parents]
@@ -170,17 +178,17 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, int],
     modules_to_treat: Iterable[Named],
 ) -> tuple[int, list[str], list[Part]]:
-    """Bytes of a module together with the modules that must follow it because of a tied parameter.
+    """Bytes of a module together with the modules that must be on its device because of a tied parameter.
 
     Args:
-        tied_params: names outside of the module that are tied to a parameter in it; their own bytes are taken off,
-            because the parameter counts in the module.
+        tied_params: names outside the module that are tied to a parameter in it; their bytes are subtracted, because
+            the parameter counts in the module.
         module_size: bytes of the module.
         module_sizes: bytes by name.
-        modules_to_treat: what is not placed yet; a tied parameter that lies in none of it adds nothing.
+        modules_to_treat: the parts without a device yet; a tied parameter outside of them adds nothing.
 
     Returns:
-        The bytes, and the names and parts that hold the tied parameters, one for each of those.
+        The bytes, and the names and parts that contain the tied parameters, one for each.
     """
     parts = dict(modules_to_treat)
     home_by_name = {tied: home for tied in tied_params if (home := home_of(tied, parts)) is not None}
@@ -190,5 +198,5 @@ def get_module_size_with_ties(
 
 
 def home_of(tensor: str, parts: Collection[str]) -> str | None:
-    """The smallest of the parts that a tensor lies in; None if it lies in none."""
+    """The smallest of the parts that contains a tensor; None if none does."""
     return next((part for part in parts_around(tensor) if part in parts), None)

@@ -1,1 +1,1 @@
-"""How much memory a model needs, from its shapes alone."""
+"""Memory estimates of models, from their shapes alone."""

@@ -1,4 +1,4 @@
-"""How much memory a forward pass keeps for the backward pass, found without memory and without weights."""
+"""Estimates the memory that a forward pass keeps for the backward pass, without running on real tensors."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ def estimate_activations(
 ) -> int:
     """Bytes that autograd keeps from a training forward until its backward.
 
-    Exact for eager execution, as far as PyTorch knows the shapes and dtypes of what its kernels save. (It takes the
-    statistics that batch norm saves under autocast for 16-bit numbers; they have 32. It does not know the workspaces of
-    recurrent layers: of LSTMs on the CPU, and of all in cuDNN. And a model that looks whether it is being traced, as
-    those of transformers do before they leave out an attention mask, may keep a little less.)
+    Exact for eager execution, as far as PyTorch knows the shapes and dtypes that its kernels save. (It assumes 16 bits
+    for the statistics that batch norm saves under autocast, which have 32. It does not know the workspaces of recurrent
+    layers: of LSTMs on the CPU, and of all in cuDNN. A model that checks whether it is being traced, as those of
+    transformers do before omitting an attention mask, may keep a little less.)
 
-    The forward runs in training mode on tensors without values, and the memory of everything that autograd saves is
-    added, each piece once. Weights and inputs are not counted; copies of weights that autocast makes are.
+    The forward runs in training mode on tensors without values, and the sizes of all storages that autograd saves are
+    added up, each storage once. Weights and inputs are not counted; copies of weights made by autocast are.
 
     Args:
         model: on any device, meta included; not changed.
-        args: inputs, of which only shapes, dtypes and ``requires_grad`` matter; one that is given twice counts as one.
+        args: inputs; only shapes, dtypes and ``requires_grad`` matter. A tensor that is passed twice counts once.
         kwargs: keyword inputs.
-        autocast: the dtype of autocast that training uses.
-        device: where it will run, since kernels save different things on different devices: ``"cpu"``, or a kind that
-            this build of PyTorch supports.
+        autocast: the autocast dtype of the training.
+        device: where it will run, because kernels save different tensors on different devices: ``"cpu"``, or a type
+            that this build of PyTorch supports.
 
     Raises:
-        EstimateError: the model is dispatched; there is no such device; ``args`` is no sequence; the forward needs
-            values of tensors, or kernels of which PyTorch cannot tell without values what they return.
-        TypeError: ``model`` is no module.
+        EstimateError: the model is dispatched; the device is not supported; ``args`` is not a sequence; the forward
+            needs values of tensors, or kernels whose results PyTorch cannot derive without values.
+        TypeError: ``model`` is not a module.
     """
     check_is_module(model)
     if getattr(model, "hf_device_map", None) is not None or getattr(model, "pippy_stage", None) is not None:
         raise EstimateError(
-            f"this {type(model).__name__} is dispatched or cut into stages, and its forward moves weights; estimate "
-            "with one built under init_empty_weights"
+            f"this {type(model).__name__} is dispatched or split into stages, so its forward moves weights; estimate "
+            "with a model built under init_empty_weights"
         )
     given: Any = args
-    if isinstance(given, Tensor):  # which would be taken for the sequence of its rows
-        raise EstimateError("args is a tensor; give a sequence of inputs, as (tensor,)")
+    if isinstance(given, Tensor):  # it would be taken as the sequence of its rows
+        raise EstimateError("args is a tensor; give a sequence of inputs, such as (tensor,)")
     where = _known(device)
     precision: AbstractContextManager[Any] = (
         torch.autocast(where.type, autocast) if autocast is not None else nullcontext()
@@ -77,7 +77,7 @@ def estimate_activations(
         saved[storage._cdata] = storage.nbytes()
         return tensor
 
-    # Under "force_eager" what is compiled runs as it was written. Tensors of inference mode save nothing.
+    # Under "force_eager" compiled parts run eagerly. In inference mode autograd would save nothing.
     with _restored(model), torch.inference_mode(False), torch.compiler.set_stance("force_eager"):
         model.train()
         try:
@@ -90,14 +90,14 @@ def estimate_activations(
                     precision,
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
                 ):
-                    # Held until all is counted: what autograd has saved must not make room for something else.
+                    # Held until all is counted: memory that autograd saved must not be reused.
                     output = functional_call(model, state, *inputs)
                 del output, mode
         except Exception as error:
             raise EstimateError(
                 f"the forward of {type(model).__name__} cannot run without values: {type(error).__name__}: "
                 f"{str(error).strip().partition(chr(10))[0].rstrip('.')}. Check the inputs; control flow that depends "
-                "on values, and kernels whose results PyTorch cannot tell without them, have no estimate"
+                "on values, and kernels whose results PyTorch cannot derive without them, have no estimate"
             ) from error
     for tensor in unreal.values():
         saved.pop(tensor.untyped_storage()._cdata, None)
@@ -105,7 +105,7 @@ def estimate_activations(
 
 
 def _known(device: str | torch.device) -> torch.device:
-    """The device. Autograd ends the process when it meets one of a kind that PyTorch was built without."""
+    """The device, checked, because autograd aborts the process for a type that PyTorch was built without."""
     built = torch.accelerator.current_accelerator()
     kinds = {"cpu", "meta"} | ({built.type} if built is not None else set())
     try:
@@ -114,8 +114,8 @@ def _known(device: str | torch.device) -> torch.device:
         found = None
     if found is None or found.type not in kinds:
         raise EstimateError(
-            f"device is {device!r}, and PyTorch knows here what kernels save on {', '.join(sorted(kinds))}; estimate "
-            "for one of these, or on a machine with such a device"
+            f"device is {device!r}, but this build of PyTorch can estimate only for {', '.join(sorted(kinds))}; "
+            "choose one of these, or use a machine with such a device"
         )
     return found
 
@@ -125,9 +125,9 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
-    """Tells what the product of grouped matrices, as of experts, returns in any dtype.
+    """Derives the result of grouped matrix products, as in mixtures of experts, in any dtype.
 
-    Without values PyTorch refuses all but bfloat16; its kernels take the others, too.
+    Without values PyTorch supports only bfloat16; its kernels support other dtypes too.
     """
 
     def __torch_dispatch__(
@@ -142,7 +142,7 @@ class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # P
 
 @contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Give modules their attributes back: some keep what a forward made, which here has no values."""
+    """Restore the attributes of modules: some keep results of a forward, which have no values here."""
     tables = [module.__dict__ for module in model.modules()]
     tables += [value for table in tables for value in table.values() if type(value) is dict]
     before = [dict(table) for table in tables]

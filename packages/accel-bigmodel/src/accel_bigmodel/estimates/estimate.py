@@ -1,4 +1,4 @@
-"""How much memory a model needs, to load it, to train it and to generate with it, from its shapes alone."""
+"""Estimates the memory to load a model, to train it and to generate with it, from its shapes alone."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class WeightsEstimate:
     Attributes:
         dtype: its name.
         total: bytes of all; a tied parameter counts once.
-        largest_layer: bytes of the largest layer, the least that a device needs to run the model by offload. Tensors
-            beside modules, such as stacked experts beside their activation, are a layer together.
-        largest_layer_names: the layers of that size; ``""`` are the model's own tensors.
+        largest_layer: bytes of the largest layer, the minimum that a device needs to run the model with offloading.
+            Direct tensors of a module with submodules, such as stacked experts, count together as a layer.
+        largest_layer_names: the layers of that size; ``""`` stands for the model's direct tensors.
     """
 
     dtype: str
@@ -52,14 +52,14 @@ class WeightsEstimate:
 
 @dataclass(frozen=True)
 class TrainingEstimate:
-    """Bytes that training with Adam needs besides activations.
+    """Bytes for training with Adam, without activations.
 
     Attributes:
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
         weights: parameters and buffers.
         gradients: of the trainable parameters.
         optimizer: two moments of each trainable parameter, and its step.
-        low_precision_copy: the copies of weights that mixed precision computes with.
+        low_precision_copy: the copies of weights that autocast makes in mixed precision.
     """
 
     mixed_precision: str
@@ -70,13 +70,13 @@ class TrainingEstimate:
 
     @property
     def total(self) -> int:
-        """All of them, as they are when the gradients are complete."""
+        """The sum, when the gradients are complete."""
         return self.weights + self.gradients + self.optimizer + self.low_precision_copy
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """What ``estimate_memory`` found, in bytes.
+    """The results of ``estimate_memory``, in bytes.
 
     Attributes:
         name: the model's class.
@@ -84,9 +84,9 @@ class MemoryEstimate:
         weights: one entry per dtype.
         training: one entry per precision.
         batch_size: of the activations and the cache; None without them.
-        sequence_length: likewise.
-        activations: kept by a training forward; None when not asked for.
-        kv_cache: of a generation; None when not asked for.
+        sequence_length: of the activations and the cache; None without them.
+        activations: kept by a training forward; None if not requested.
+        kv_cache: of a generation; None if not requested.
     """
 
     name: str
@@ -135,19 +135,19 @@ def estimate_memory(
     example_args: Sequence[Any] = (),
     example_kwargs: Mapping[str, Any] | None = None,
 ) -> MemoryEstimate:
-    """Estimate what a model needs. It may be on the meta device, and is not changed.
+    """Estimate the memory that a model needs. It may be on the meta device, and is not changed.
 
     Args:
         model: the model.
         dtypes: dtypes of weights to list.
-        batch_size: with ``sequence_length``, and a transformers model of text: also activations and cache.
+        batch_size: with ``sequence_length`` and a text model of transformers: also estimate activations and cache.
         sequence_length: tokens per sequence.
-        example_args: inputs to find the activations with, for any other model; only shapes matter.
+        example_args: inputs for estimating the activations of any other model; only shapes matter.
         example_kwargs: keyword inputs.
 
     Raises:
-        EstimateError: a dtype is unknown, a number is negative or not whole, or the model cannot be run on what is
-            given.
+        EstimateError: a dtype is unknown, a number is negative or not whole, or the model cannot run on the given
+            inputs.
         TypeError: ``model`` is no module.
     """
     check_is_module(model)
@@ -155,7 +155,7 @@ def estimate_memory(
     config = getattr(model, "config", None)
     text = batch_size is not None and sequence_length is not None
     if (batch_size is None) != (sequence_length is None):
-        raise EstimateError("batch_size and sequence_length are given together, or neither")
+        raise EstimateError("batch_size and sequence_length must be given together; give both, or neither")
     if text:
         check_counts(batch_size=batch_size, sequence_length=sequence_length)
     if text and not len(example_args) and not inputs:
@@ -181,12 +181,12 @@ def estimate_weights(
 ) -> tuple[WeightsEstimate, ...]:
     """Bytes of parameters and buffers for each dtype.
 
-    A floating dtype is that of every floating tensor. ``int8``, ``int4`` and the like are those of the weights of
-    linear layers, as quantising loaders have it; what they leave alone counts with 16 bits, and scales are not counted.
+    A floating dtype applies to every floating tensor. ``int8``, ``int4`` and other integer dtypes apply to the weights
+    of linear layers, as quantisation does; other tensors count with 16 bits, and scales are not counted.
 
     Args:
         model: on any device, meta included.
-        dtypes: names, dtypes or members of ``CustomDtype``; one, or several.
+        dtypes: names, dtypes or members of ``CustomDtype``; one or several.
 
     Raises:
         EstimateError: a dtype is unknown.
@@ -206,8 +206,8 @@ def estimate_training(model: nn.Module, *, mixed_precision: str = "no") -> Train
     For n bytes of trainable parameters: n of weights, n of gradients, 2n of moments, and 4 bytes per parameter tensor
     for its count of steps (``torch.optim.Adam`` keeps state in the dtype of the parameter). With mixed precision the
     weights are float32 masters, so 16 bytes per parameter, and autocast adds 2 bytes for each weight of a layer that it
-    computes in low precision. The account is that of ZeRO (Rajbhandari et al., 2020, section 3.1), which has 16 bytes
-    per parameter because it counts 16-bit gradients; autocast's arrive in the dtype of the weights.
+    computes in low precision. The breakdown follows ZeRO (Rajbhandari et al., 2020, section 3.1), which has 16 bytes
+    per parameter because it counts 16-bit gradients; those of autocast have the dtype of the weights.
 
     Args:
         model: on any device, meta included; parameters with ``requires_grad=False`` are frozen.
@@ -241,7 +241,7 @@ def _weights_in(model: nn.Module, dtype: str) -> WeightsEstimate:
     try:
         dtype_byte_size(dtype)
     except (ValueError, TypeError) as error:
-        raise EstimateError(f"{dtype!r} is no dtype; known are those of PyTorch and int4") from error
+        raise EstimateError(f"{dtype!r} is not a dtype; give one of PyTorch, or int4") from error
     quantised = dtype.startswith(("int", "uint"))
     linear = {
         f"{name}.weight" if name else "weight"
@@ -261,7 +261,7 @@ def _weights_in(model: nn.Module, dtype: str) -> WeightsEstimate:
 
 
 def _cast_by_autocast(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that autocast makes copies of: those of layers that multiply matrices."""
+    """The parameters that autocast copies: those of layers that multiply matrices."""
     found: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -276,8 +276,8 @@ def _text_inputs(model: nn.Module, batch_size: int, sequence_length: int) -> dic
     name = getattr(model, "main_input_name", None)
     if name != "input_ids":
         raise EstimateError(
-            f"{type(model).__name__} does not say that it takes tokens (main_input_name is {name!r}); give its inputs "
-            "as example_args or example_kwargs"
+            f"{type(model).__name__} does not declare that it takes tokens (main_input_name is {name!r}); give its "
+            "inputs as example_args or example_kwargs"
         )
     ids = torch.empty((batch_size, sequence_length), dtype=torch.long, device="meta")
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

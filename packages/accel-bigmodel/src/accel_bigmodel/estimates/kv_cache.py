@@ -1,4 +1,4 @@
-"""How much memory the keys and values of earlier tokens take, from a transformers configuration."""
+"""Estimates the memory of the KV cache, from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_ckpt.tensor_storage import parse_dtype
 __all__ = ["estimate_kv_cache"]
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that forget, and the name of what says after how many tokens."""
+"""Layer types with a limited window, and the configuration attribute with its number of tokens."""
 _WITHOUT_CACHE = ("moe", "mlp")
 
 
@@ -27,24 +27,24 @@ def estimate_kv_cache(
     dtype: torch.dtype | str | None = None,
     encoder_sequence_length: int | None = None,
 ) -> int:
-    """Bytes of the cache of keys and values while a model generates.
+    """Bytes of the KV cache while a model generates.
 
-    Sum over layers of ``2 x batch x heads of keys and values x tokens x head size x bytes per number``. A layer with a
-    sliding window keeps at most as many tokens as the window has, and one that uses another layer's keys and values
-    keeps none. A decoder that looks at an encoder also keeps the keys and values of the encoder's tokens. Latent
-    attention keeps ``kv_lora_rank + qk_rope_head_dim`` numbers of a token in each layer, as in transformers 5; version
-    4 kept what they decompress to.
+    Sum over layers of ``2 x batch x KV heads x tokens x head size x bytes per number``. A layer with a sliding window
+    keeps at most the tokens of the window, and one that shares another layer's keys and values keeps none. A decoder
+    with cross-attention also keeps the keys and values of the encoder's tokens. Latent attention keeps ``kv_lora_rank +
+    qk_rope_head_dim`` numbers per token in each layer, as in transformers 5; version 4 kept the decompressed values.
 
     Args:
         config: the configuration of a transformers model.
         batch_size: number of sequences; beams count as sequences.
-        sequence_length: tokens of each, prompt and answer together; for encoder-decoders, the decoder's.
-        dtype: of the cache, which is that of the activations; None: the configuration's, else float32.
-        encoder_sequence_length: tokens (or frames) that the encoder gives; None: ``sequence_length``.
+        sequence_length: tokens of each sequence, prompt and output together; for encoder-decoders, those of the
+            decoder.
+        dtype: of the cache, which is that of the activations; None: that of the configuration, otherwise float32.
+        encoder_sequence_length: tokens (or frames) in the encoder's output; None: ``sequence_length``.
 
     Raises:
-        EstimateError: the configuration does not say what is needed, or has layers of another kind; there is no such
-            dtype; a number is negative, or not whole.
+        EstimateError: the configuration lacks a needed value, or has layers of another type; the dtype is unknown; a
+            number is negative, or not whole.
     """
     counts = {"batch_size": batch_size, "sequence_length": sequence_length}
     if encoder_sequence_length is not None:
@@ -53,7 +53,7 @@ def estimate_kv_cache(
     try:
         dtype_of_cache = parse_dtype(dtype or getattr(config, "dtype", None) or torch.float32)
     except ValueError as error:
-        raise EstimateError(f"the dtype of the cache: {error}") from None
+        raise EstimateError(f"dtype of the KV cache: {error}") from None
     layers = list(_layers_with_cache(_config_of_text(config)))
     numbers = sum(
         _numbers_per_token(layer) * min(sequence_length, _window(layer, kind, sequence_length))
@@ -66,7 +66,7 @@ def estimate_kv_cache(
 
 
 def check_counts(**counts: Any) -> None:
-    """Refuse what is no number of things.
+    """Refuse counts that are not natural numbers.
 
     Raises:
         EstimateError: one is negative, or not whole.
@@ -80,18 +80,18 @@ def check_counts(**counts: Any) -> None:
 
 
 def _config_of_text(config: Any) -> Any:
-    """The part of a configuration that speaks of the decoder of text."""
+    """The part of a configuration that describes the text decoder."""
     if not hasattr(config, "get_text_config"):
         return config
     if hasattr(config, "decoder_layers") and not getattr(config, "is_encoder_decoder", False):
-        # A decoder without its encoder: transformers tells their numbers apart only where it sees both.
+        # A decoder without its encoder: transformers distinguishes their attributes only if both are there.
         config = copy.deepcopy(config)
         config.is_encoder_decoder = True
     return config.get_text_config(decoder=True)
 
 
 def _layers_with_cache(config: Any) -> Iterator[tuple[Any, str]]:
-    """For each layer that keeps keys and values, the configuration that holds for it and its kind."""
+    """For each layer with a cache, its configuration and its type."""
     if getattr(config, "is_heterogeneous", False):
         layers = list(config.per_layer_config)
     else:
@@ -102,12 +102,12 @@ def _layers_with_cache(config: Any) -> Iterator[tuple[Any, str]]:
         _kind_by_window(layer) for layer in layers
     ]
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(layers)
-    # A configuration that was cut short by hand still lists the kinds of all layers.
+    # A configuration whose number of layers was reduced by hand still lists the types of all layers.
     for layer, kind, mode in zip(layers, kinds, modes, strict=False):
         if kind not in ("full_attention", *_WINDOWS, *_WITHOUT_CACHE):
             raise EstimateError(
-                f"{type(config).__name__} has layers of the kind {kind!r}, whose state is no cache of keys and values; "
-                f"known are full_attention, {', '.join(_WINDOWS)}"
+                f"{type(config).__name__} has layers of type {kind!r}, whose state is not a KV cache; supported are "
+                f"full_attention, {', '.join(_WINDOWS)}"
             )
         if kind not in _WITHOUT_CACHE and mode != "reuse":
             yield layer, kind
@@ -118,7 +118,7 @@ def _kind_by_window(config: Any) -> str:
 
 
 def _window(config: Any, kind: str, unlimited: int) -> int:
-    """How many tokens a layer keeps at most."""
+    """The most tokens that a layer keeps."""
     if kind not in _WINDOWS:
         return unlimited
     return _first(config, (_WINDOWS[kind],), f"how many tokens a {kind} layer keeps")
@@ -129,7 +129,7 @@ def _heads(config: Any) -> int:
 
 
 def _kv_heads(config: Any) -> int:
-    # Falcon's word for a single head. Its later architecture has it, too, and repeats the heads that it caches.
+    # Falcon's attribute for a single KV head. Its later architecture sets it too, but has more cached heads.
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     found = getattr(config, "num_key_value_heads", None)
@@ -137,9 +137,9 @@ def _kv_heads(config: Any) -> int:
 
 
 def _numbers_per_token(config: Any) -> int:
-    """How many numbers one layer keeps of a token."""
+    """Numbers that one layer keeps per token."""
     if getattr(config, "kv_lora_rank", None):
-        # What all heads decompress, and one rotary key.
+        # The compressed keys and values of all heads, and one rotary key.
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
     size = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     if size is None:
@@ -153,6 +153,6 @@ def _first(config: Any, names: Sequence[str], what: str) -> int:
         if found is not None:
             return int(found)
     raise EstimateError(
-        f"{type(config).__name__} does not say {what} (looked for {', '.join(names)}); estimate_kv_cache takes the "
+        f"{type(config).__name__} does not have {what} (looked for {', '.join(names)}); estimate_kv_cache needs the "
         "configuration of a transformers model that generates text"
     )

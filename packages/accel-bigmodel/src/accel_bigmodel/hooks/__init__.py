@@ -1,1 +1,1 @@
-"""Hooks around ``forward``: on modules of any model, reversibly, seen and understood by other libraries."""
+"""Removable hooks around the ``forward`` of any module, under the attribute names that other libraries read."""

@@ -1,4 +1,4 @@
-"""The hook that brings a module's inputs, and its weights if they wait elsewhere, to the device that computes."""
+"""The hook that moves a module's inputs, and its offloaded weights, to the execution device."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import ModelHook, computes_weight_early, outside_graphs
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.offloaded_tensors import (
-    LENDING,
-    Loans,
-    ParkedTensor,
-    Place,
-    park,
-    places_in,
-    stand_in,
+    BORROW_LOCK,
+    Borrowed,
+    OffloadedTensor,
+    TensorLocation,
+    tensor_locations,
+    wrapped_like,
 )
 from accel_ckpt.errors import StateMismatchError, UninitializedTensorError
 from accel_ckpt.modules.names import listed
@@ -35,30 +34,30 @@ _PLAIN = (type(None), bool, int, float, str)
 
 
 class AlignDevicesHook(ModelHook):
-    """Bring inputs to the device that computes, and optionally weights for the time of the forward only.
+    """Move inputs to the execution device, and optionally weights for the duration of the forward.
 
-    With ``offload`` the weights are on the meta device between calls. Who trains must not offload: a gradient for an
-    offloaded weight is refused. A tensor with values that someone puts in the place of an offloaded one is used as it
-    is, and stays.
+    With ``offload`` the weights are on the meta device between calls. Weights in training cannot be offloaded: a
+    gradient for an offloaded weight is refused. A tensor with values that replaces an offloaded one on the module is
+    used as it is, and stays.
 
     Args:
         execution_device: where inputs and weights are during the forward; ``None`` moves nothing.
-        offload: take the weights from ``weights_map`` before each forward, and let them go after it.
-        io_same_device: bring the output to where the first tensor of the input was.
-        weights_map: values by name, from the module down; may load them when asked. Default: those that the module has
-            when the hook is added, in host memory.
+        offload: take the weights from ``weights_map`` before each forward, and free them after it.
+        io_same_device: move the output to the device of the first input tensor.
+        weights_map: values by name, relative to the module; may load them on access. Default: the module's values when
+            the hook is added, in host memory.
         offload_buffers: offload persistent buffers too; other buffers stay on the execution device.
-        place_submodules: the weights of submodules are this hook's business too.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        tied_params_map: address of a tied tensor's values → device → the tensor that has them there; hooks that share
-            the map share these tensors.
+        place_submodules: handle the weights of submodules too.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        tied_params_map: address of a tied tensor's values → device → the tensor with these values there; hooks that
+            share the map share these tensors.
 
     Raises:
         DeviceMapError: when added, if there is no such device.
-        UninitializedTensorError: when added, if a tensor on the meta device has values nowhere.
+        UninitializedTensorError: when added, if a tensor on the meta device has no values anywhere.
         OffloadError: when added, if a hook of PyTorch needs the weights before ``forward`` (old weight normalisation),
             or if the module is compiled by ``torch.jit``.
-        StateMismatchError: when added or called, if ``weights_map`` misses a name or has another shape for it.
+        StateMismatchError: when added or called, if ``weights_map`` lacks a name or has another shape for it.
     """
 
     def __init__(
@@ -84,11 +83,13 @@ class AlignDevicesHook(ModelHook):
         self._made_map = False
         self._resolved_for: Any = ...
         self._device: torch.device | None = None
-        self._parked: list[tuple[Place, ParkedTensor]] = []
-        self._shadows: list[ParkedTensor] = []  # keeps tensors tied that were placed on the meta device
-        self._moved: list[tuple[Place, Tensor, torch.device]] = []
-        self._loans = Loans()
-        self._input_devices: dict[int, list[torch.device | None]] = {}  # of the calls of each thread
+        self._offloaded: list[tuple[TensorLocation, OffloadedTensor]] = []
+        self._meta_ties: list[OffloadedTensor] = []  # keep tensors tied that were placed on the meta device
+        self._moved: list[tuple[TensorLocation, Tensor, torch.device]] = []
+        self._borrowed = Borrowed()
+        self._input_devices: dict[
+            int, list[torch.device | None]
+        ] = {}  # by thread, one entry per running call
 
     def __repr__(self) -> str:
         shown = (
@@ -102,34 +103,36 @@ class AlignDevicesHook(ModelHook):
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights, or put them aside. If they were those of another module, it gets them back."""
+        """Place or offload the weights. If the hook was on another module, that one gets its weights back."""
         if self._leaves_weights:
             return module
-        self._give_back()
+        self._restore_weights()
         device = self._where()
-        places = places_in(module, self.place_submodules)
-        aside = [place for place in places if self._offloads(place)]
-        kept = [place for place in places if not self._offloads(place)]
+        locations = tensor_locations(module, self.place_submodules)
+        aside = [location for location in locations if self._offloads(location)]
+        kept = [location for location in locations if not self._offloads(location)]
         if device is not None and device.type != "meta":
             _refuse_meta(kept)
         if self.offload:
             _refuse_unreachable(module, aside)
-            self._put_aside(aside, type(module).__name__)
-            self._moved = [(place, place.tensor, place.tensor.device) for place in kept]
+            self._offload_tensors(aside, type(module).__name__)
+            self._moved = [(location, location.tensor, location.tensor.device) for location in kept]
         if device is not None:
-            self._shadows = [park(place.tensor) for place in kept] if device.type == "meta" else []
+            self._meta_ties = (
+                [OffloadedTensor.of(location.tensor) for location in kept] if device.type == "meta" else []
+            )
             try:
-                for place in kept:
-                    _place(place, device, self.tied_params_map)
+                for location in kept:
+                    _put_on(location, device, self.tied_params_map)
             except BaseException:  # the device is full
-                self._give_back()
+                self._restore_weights()
                 raise
         return module
 
     def pre_forward(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights, and the arguments that are elsewhere."""
+        """Move the weights and arguments to the execution device."""
         if self.offload or self.io_same_device:
             return self._begin(args, kwargs)
         device = self._where()
@@ -138,29 +141,29 @@ class AlignDevicesHook(ModelHook):
         return self._send(args, kwargs)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the weights go, and bring the output to where the input was."""
+        """Free the weights, and move the output to where the input was."""
         return self._end(output) if self.offload or self._input_devices else output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Let the weights go."""
+        """Free the weights."""
         if self.offload or self._input_devices:
             self._end(None)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Give offloaded weights back to the module, where they were. What was only placed stays where it is."""
-        self._give_back()
+        """Give offloaded weights back to the module, on their original device. Weights that were only placed stay."""
+        self._restore_weights()
         return module
 
-    def _give_back(self) -> None:
-        self._loans.end_all()
+    def _restore_weights(self) -> None:
+        self._borrowed.end_all()
         self._input_devices.clear()
-        for place, parked in self._parked:
-            if parked.device.type != "meta" and not place.is_empty and place.tensor.is_meta:
-                place.put(parked.bring_back(self._value(place.name, parked)))
-        for place, original, device in self._moved:
-            if device.type != "meta" and not place.is_empty:
-                place.put(original if place.tensor.is_meta else moved_to(place.tensor, device))
-        self._parked, self._shadows, self._moved = [], [], []
+        for location, offloaded in self._offloaded:
+            if offloaded.device.type != "meta" and not location.is_empty and location.tensor.is_meta:
+                location.put(offloaded.restore(self._value(location.name, offloaded)))
+        for location, original, device in self._moved:
+            if device.type != "meta" and not location.is_empty:
+                location.put(original if location.tensor.is_meta else moved_to(location.tensor, device))
+        self._offloaded, self._meta_ties, self._moved = [], [], []
         if self._made_map:
             self.weights_map, self._made_map = None, False
 
@@ -171,30 +174,32 @@ class AlignDevicesHook(ModelHook):
             self._resolved_for = given
         return self._device
 
-    def _offloads(self, place: Place) -> bool:
-        return self.offload and (place.is_parameter or (self.offload_buffers and place.is_saved))
+    def _offloads(self, location: TensorLocation) -> bool:
+        return self.offload and (location.is_parameter or (self.offload_buffers and location.is_saved))
 
-    def _put_aside(self, places: list[Place], kind: str) -> None:
+    def _offload_tensors(self, locations: list[TensorLocation], kind: str) -> None:
         if self.weights_map is None:
-            _refuse_meta(places)
-            # What is on the CPU is kept itself, so that the very same object comes back.
+            _refuse_meta(locations)
+            # Tensors on the CPU are kept themselves, so that the same objects come back.
             self.weights_map = {
-                place.name: place.tensor
-                if place.tensor.device.type == "cpu"
-                else place.tensor.detach().to("cpu")
-                for place in places
+                location.name: location.tensor
+                if location.tensor.device.type == "cpu"
+                else location.tensor.detach().to("cpu")
+                for location in locations
             }
             self._made_map = True
-        elif type(self.weights_map).__contains__ is not Mapping.__contains__:  # which would load every value
-            missing = [place.name for place in places if place.name not in self.weights_map]
+        elif (
+            type(self.weights_map).__contains__ is not Mapping.__contains__
+        ):  # else it would load every value
+            missing = [location.name for location in locations if location.name not in self.weights_map]
             if missing:
                 raise StateMismatchError(
-                    f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor "
-                    "that is to be offloaded, from the module down"
+                    f"weights_map has no values for {', '.join(missing)} of this {kind}; it must name every tensor to "
+                    "offload, relative to the module"
                 )
-        self._parked = [(place, park(place.tensor)) for place in places]
-        for place, parked in self._parked:
-            place.put(parked.leave())
+        self._offloaded = [(location, OffloadedTensor.of(location.tensor)) for location in locations]
+        for location, offloaded in self._offloaded:
+            location.put(offloaded.release())
 
     @outside_graphs
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -216,7 +221,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def _end(self, output: Any) -> Any:
-        self._loans.end()
+        self._borrowed.end()
         calls = self._input_devices.get(get_ident(), [])
         device = calls.pop() if calls else None
         if not calls:
@@ -224,21 +229,21 @@ class AlignDevicesHook(ModelHook):
         return output if device is None else send_to_device(output, device, skip_keys=self.skip_keys)
 
     def _load(self, device: torch.device | None) -> None:
-        with LENDING:
-            self._loans.begin()
+        with BORROW_LOCK:
+            self._borrowed.begin()
             try:
-                for place, parked in self._parked:
-                    if not place.is_empty and place.tensor.is_meta:
-                        self._lend(place, parked, device or _home_of(parked))
+                for location, offloaded in self._offloaded:
+                    if not location.is_empty and location.tensor.is_meta:
+                        self._borrow(location, offloaded, device or _home_of(offloaded))
             except BaseException:
-                self._loans.end()
+                self._borrowed.end()
                 raise
 
-    def _lend(self, place: Place, parked: ParkedTensor, device: torch.device) -> None:
-        own, tied = place.tensor, list[dict[torch.device, Tensor]]()
+    def _borrow(self, location: TensorLocation, offloaded: OffloadedTensor, device: torch.device) -> None:
+        own, tied = location.tensor, list[dict[torch.device, Tensor]]()
 
         def make() -> Tensor:
-            value = self._value(place.name, parked)
+            value = self._value(location.name, offloaded)
             shared = None if self.tied_params_map is None else self.tied_params_map.get(value.data_ptr())
             if shared is not None and device in shared:
                 return shared[device].detach()
@@ -248,24 +253,24 @@ class AlignDevicesHook(ModelHook):
                 tied.append(shared)
             return data
 
-        tensor = stand_in(own, parked.lend(device, own.dtype, make).detach())
-        scales = self._int8_scales(place.name, tensor)
+        tensor = wrapped_like(own, offloaded.borrow(device, own.dtype, make).detach())
+        scales = self._int8_scales(location.name, tensor)
         if scales is not None:
             tensor.SCB = scales.to(device)  # type: ignore[attr-defined]
-        self._loans.put(place, tensor, partial(_taken_back, parked, device, own.dtype, tied))
+        self._borrowed.put(location, tensor, partial(_returned, offloaded, device, own.dtype, tied))
 
-    def _value(self, name: str, parked: ParkedTensor) -> Tensor:
+    def _value(self, name: str, offloaded: OffloadedTensor) -> Tensor:
         assert self.weights_map is not None
         value = self.weights_map[name]
-        if value.shape != parked.placeholder.shape:
+        if value.shape != offloaded.placeholder.shape:
             raise StateMismatchError(
                 f"weights_map has the shape {tuple(value.shape)} for {name!r}, but the module has "
-                f"{tuple(parked.placeholder.shape)}: these are the weights of another model"
+                f"{tuple(offloaded.placeholder.shape)}: these are the weights of another model"
             )
         return value
 
     def _int8_scales(self, name: str, value: Tensor) -> Tensor | None:
-        """The scales of a weight that bitsandbytes quantised, which stand beside it in its state dict."""
+        """The scales of a weight that bitsandbytes quantised, which are beside it in its state dict."""
         if value.dtype != torch.int8 or not name.endswith("weight") or self.weights_map is None:
             return None
         scales = f"{name.removesuffix('weight')}SCB"
@@ -277,32 +282,35 @@ def align_inputs(
     io_same_device: bool = False,
     skip_keys: str | Sequence[str] | None = None,
 ) -> AlignDevicesHook:
-    """A hook that brings inputs to a device, and leaves weights alone: they are there, or come by themselves.
+    """A hook that moves inputs to a device and does not touch weights, which are there or are streamed.
 
-    Of no class of its own, because other libraries build a hook anew by the name that its class has in Accelerate, as
-    PEFT does for modules that are trained beside an adapter.
+    Not a separate class, because other libraries rebuild a hook from the name that its class has in Accelerate, as PEFT
+    does for modules that are trained beside an adapter.
     """
     hook = AlignDevicesHook(device, io_same_device=io_same_device, skip_keys=skip_keys)
     hook._leaves_weights = True
     return hook
 
 
-def _taken_back(
-    parked: ParkedTensor, device: torch.device, dtype: torch.dtype, tied: list[dict[torch.device, Tensor]]
+def _returned(
+    offloaded: OffloadedTensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    tied: list[dict[torch.device, Tensor]],
 ) -> None:
-    parked.take_back(device, dtype)
+    offloaded.give_back(device, dtype)
     for shared in tied:
         shared.pop(device, None)
 
 
 def _dtype_for(value: Tensor, own: Tensor) -> torch.dtype:
-    # Integers in the place of floating numbers are quantised: their dtype is the point of them.
+    # Integers in place of floating numbers are quantised values, so their dtype must stay.
     number = value.dtype.is_floating_point or value.dtype.is_complex
     return own.dtype if number else value.dtype
 
 
 def _all_on(values: Iterable[Any], device: torch.device) -> bool:
-    """Whether sending these to a device would change nothing; says no if in doubt."""
+    """Whether sending these to a device would change nothing; False if unknown."""
     for value in values:
         kind = type(value)
         if kind in _PLAIN:
@@ -321,68 +329,68 @@ def _all_on(values: Iterable[Any], device: torch.device) -> bool:
     return True
 
 
-def _place(place: Place, device: torch.device, tied: TiedParams | None) -> None:
-    tensor = place.tensor
+def _put_on(location: TensorLocation, device: torch.device, tied: TiedParams | None) -> None:
+    tensor = location.tensor
     if tensor.device == device:
         return
     if device.type == "meta":
-        place.put(park(tensor).placeholder)
+        location.put(OffloadedTensor.of(tensor).placeholder)
         return
     shared = None if tied is None else tied.get(tensor.data_ptr())
     if shared is None:
-        place.put(moved_to(tensor, device))
+        location.put(moved_to(tensor, device))
         return
-    # Other modules need it on other devices, so it cannot itself be moved.
+    # Other modules need it on other devices, so the tensor itself cannot be moved.
     if device not in shared:
-        shared[device] = stand_in(tensor, tensor.detach().to(device))
+        shared[device] = wrapped_like(tensor, tensor.detach().to(device))
     there = shared[device]
-    place.put(there if type(there) is type(tensor) else stand_in(tensor, there.detach()))
+    location.put(there if type(there) is type(tensor) else wrapped_like(tensor, there.detach()))
 
 
-def _home_of(parked: ParkedTensor) -> torch.device:
-    return torch.device("cpu") if parked.device.type == "meta" else parked.device
+def _home_of(offloaded: OffloadedTensor) -> torch.device:
+    return torch.device("cpu") if offloaded.device.type == "meta" else offloaded.device
 
 
 def moved_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device: the same object where torch can do that, so that ties and optimizers keep it."""
+    """A tensor on a device: the same object where torch allows that, so that ties and optimizers keep it."""
     if tensor.device == device:
         return tensor
     data = tensor.detach().to(device)
     if not torch._has_compatible_shallow_copy_type(tensor, data):
-        return stand_in(tensor, data)
+        return wrapped_like(tensor, data)
     tensor.data = data
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.detach().to(device)
     return tensor
 
 
-def _refuse_unreachable(module: nn.Module, places: list[Place]) -> None:
-    """Refuse to offload weights that are used where this hook cannot bring them in time.
+def _refuse_unreachable(module: nn.Module, locations: list[TensorLocation]) -> None:
+    """Refuse to offload weights that are used before this hook can load them.
 
-    Hooks of PyTorch may compute another one from them before ``forward``; the compiled code of TorchScript calls its
-    parts without their hooks, and holds its weights itself.
+    Some hooks of PyTorch compute a weight from others before ``forward``; compiled TorchScript code calls its
+    submodules without their hooks, and holds its weights itself.
     """
-    owners = {place.name.rpartition(".")[0] for place in places}
+    owners = {location.name.rpartition(".")[0] for location in locations}
     for name, owner in module.named_modules():
         if name not in owners:
             continue
         where = f"{type(owner).__name__} {name!r}" if name else type(owner).__name__
         if isinstance(owner, torch.jit.ScriptModule):
             raise OffloadError(
-                f"{where} is compiled by torch.jit, so its weights cannot be brought for the time of a forward: "
-                "offload the module as it was before torch.jit.script or torch.jit.trace, or do not offload this one"
+                f"{where} is compiled by torch.jit, so its weights cannot be loaded for the duration of a forward: "
+                "offload the module from before torch.jit.script or torch.jit.trace, or do not offload this one"
             )
         if kind := computes_weight_early(owner):
             raise OffloadError(
                 f"{kind} of torch.nn.utils computes a weight of {where} before its forward, when the weights that it "
-                "needs have not come yet: use torch.nn.utils.parametrizations instead, make it permanent "
+                "needs are not loaded yet: use torch.nn.utils.parametrizations instead, make it permanent "
                 "(torch.nn.utils.remove_weight_norm, remove_spectral_norm or prune.remove), or do not offload this "
                 "module"
             )
 
 
-def _refuse_meta(places: list[Place]) -> None:
-    names = [place.name for place in places if place.tensor.is_meta]
+def _refuse_meta(locations: list[TensorLocation]) -> None:
+    names = [location.name for location in locations if location.tensor.is_meta]
     if names:
         raise UninitializedTensorError(
             f"these tensors have no values (meta device): {listed(names)}. Load them before the hook is added, or "

@@ -1,4 +1,4 @@
-"""Modules whose weights wait elsewhere, seen from outside: asking, borrowing, collecting."""
+"""Reading the weights of offloaded modules from outside: queries, temporary access, state dicts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = [
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Whether something on this very module brings its parameters for each forward.
+    """Whether a hook or wrapper on this module itself loads its parameters for each forward.
 
-    Any hook whose attribute ``offload`` is true says so, and anything that stands around its ``forward``, as the engine
-    does that streams the weights of a dispatched model's blocks.
+    True for a hook whose attribute ``offload`` is true, and for a wrapper of its ``forward`` of which the same holds,
+    such as those that stream the weights of a dispatched model.
     """
     return bool(_offloading(module))
 
@@ -37,12 +37,12 @@ def align_module_device(
 ) -> Iterator[None]:
     """Have the parameters of a module, not of its submodules, on a device inside the ``with`` block.
 
-    Values that were brought for the block are let go after it, with what was written to them; others go back to where
-    they were and keep it.
+    Values that were loaded for the block are discarded after it, including changes; others move back and keep changes.
 
     Args:
-        module: changed for the time of the block, also when it raises.
-        execution_device: default: where the hook that offloads the module computes; without such a hook nothing moves.
+        module: changed for the duration of the block; restored also when it raises.
+        execution_device: default: the execution device of the hook that offloads the module; without such a hook
+            nothing moves.
     """
     hooks = [hook for hook in _hooks_of(module) if isinstance(hook, AlignDevicesHook) and hook.offload]
     if hooks:
@@ -60,10 +60,10 @@ def align_module_device(
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with its values in host memory, wherever they wait; tied entries share theirs.
+    """The state dict of a model with its values in host memory, offloaded or not; tied entries share memory.
 
     Raises:
-        UninitializedTensorError: a tensor has values nowhere.
+        UninitializedTensorError: a tensor has no values anywhere.
     """
     with contextlib.ExitStack() as borrowed:
         for module in model.modules():
@@ -86,13 +86,13 @@ def get_state_dict_from_offload(
     state_dict: MutableMapping[str, Any],
     device_to_put_offload: int | str | torch.device = "cpu",
 ) -> MutableMapping[str, Any]:
-    """Put the values of a module into the entries that a state dict has for them.
+    """Put the values of a module into the entries of a state dict.
 
     Args:
-        module: offloaded or not; what is not offloaded stays on its device.
+        module: offloaded or not; values that are not offloaded stay on their device.
         module_name: what one of the module's parameters is called in ``state_dict``, as ``"block.linear.weight"``.
-        state_dict: changed in place; only entries that it has.
-        device_to_put_offload: where the values of an offloaded module go.
+        state_dict: changed in place; only its existing entries.
+        device_to_put_offload: device of the values of an offloaded module.
 
     Returns:
         ``state_dict``.
@@ -119,7 +119,7 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 
 
 def _offloading(module: nn.Module) -> list[Any]:
-    """What brings the parameters of a module: hooks, and what wraps its forward."""
+    """The hooks and wrappers that load the parameters of a module."""
     return [each for each in [*_hooks_of(module), *forwards_of(module)] if getattr(each, "offload", False)]
 
 
@@ -147,8 +147,8 @@ def _moved(module: nn.Module, device: torch.device, *, keep_changes: bool) -> It
     empty = [name for name, (tensor, _) in own.items() if tensor.is_meta and device.type != "meta"]
     if empty:
         raise UninitializedTensorError(
-            f"{', '.join(empty)} of this {type(module).__name__} have no values here (meta device): load them, or, if "
-            "the hook of a module that contains this one brings them, align that module instead"
+            f"{', '.join(empty)} of this {type(module).__name__} have no values (meta device): load them, or, if the "
+            "hook of a module that contains this one loads them, align that module instead"
         )
     for name, (tensor, _) in own.items():
         table[name] = moved_to(tensor, device)
@@ -159,7 +159,7 @@ def _moved(module: nn.Module, device: torch.device, *, keep_changes: bool) -> It
             now = table.get(name)
             if now is None:
                 continue
-            # From the meta device no values can come back.
+            # No values can be moved back from the meta device.
             if keep_changes and (not now.is_meta or data.is_meta):
                 table[name] = moved_to(now, data.device)
             else:

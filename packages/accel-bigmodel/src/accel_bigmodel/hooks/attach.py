@@ -1,4 +1,4 @@
-"""Putting hooks that align devices on all modules of a model that need one."""
+"""Adding hooks that align devices to all modules of a model that need one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from accel_bigmodel.hooks.align import AlignDevicesHook, TiedParams, align_inputs
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, put_hook
 from accel_bigmodel.hooks.devices import concrete_device
-from accel_bigmodel.hooks.offloaded_tensors import places_in
+from accel_bigmodel.hooks.offloaded_tensors import tensor_locations
 from accel_bigmodel.offload_files import PrefixedDataset
 from accel_bigmodel.streaming.groups import never_called
 
@@ -29,15 +29,15 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Place a module and everything in it on a device, and let each submodule bring its inputs there.
+    """Place a module and everything in it on a device, and make each submodule move its inputs there.
 
-    Submodules that have a hook already, or nothing in their state dict, get none.
+    Submodules that have a hook already, or have an empty state dict, get none.
 
     Args:
         module: changed in place.
         execution_device: where weights and inputs go.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
-        preload_module_classes: names of classes whose submodules are not called on their own, so need no hook.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
+        preload_module_classes: names of classes whose submodules are not called themselves, so need no hook.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     common = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -55,18 +55,18 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put an :class:`AlignDevicesHook` on every submodule that has tensors of its own, after hooks that are there.
+    """Put an :class:`AlignDevicesHook` on every submodule that has its own tensors, after existing hooks.
 
     Args:
         module: changed in place.
         execution_device: where weights and inputs are during a forward.
-        offload: take the weights from ``weights_map`` for each forward only.
+        offload: load the weights from ``weights_map`` for the duration of each forward.
         weights_map: values by name, from the model down.
         offload_buffers: offload persistent buffers too.
-        module_name: what ``module`` is called in ``weights_map``; empty for the model itself.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        module_name: the name of ``module`` in ``weights_map``; empty for the model itself.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
         preload_module_classes: names of classes that use the weights of their submodules without calling them: all
-            their weights are brought before their forward.
+            their weights are loaded before their forward.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
     options = {
@@ -90,19 +90,19 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Put hooks on a model whose blocks compute on different devices, or wait in different places.
+    """Put hooks on a model whose blocks compute on different devices, or are offloaded or not.
 
-    With mappings, each named block is placed, or offloaded, as its entry says, and the outermost module brings its
-    output back to where its input was.
+    With mappings, each named block is placed or offloaded as its entry says, and the outermost module moves its output
+    back to where its input was.
 
     Args:
         module: changed in place.
         execution_device: one for all, or by name of the block.
         offload: one for all, or by name of the block.
-        weights_map: values of what is offloaded by name, from the model down.
+        weights_map: values of offloaded weights by name, relative to the model.
         offload_buffers: offload persistent buffers too.
-        module_name: what ``module`` is called in the mappings; empty for the model itself.
-        skip_keys: keyword arguments, and keys of outputs, that stay where they are.
+        module_name: the name of ``module`` in the mappings; empty for the model itself.
+        skip_keys: keyword arguments, and keys of outputs, that are not moved.
         preload_module_classes: as for :func:`attach_align_device_hook`.
         tied_params_map: as for :class:`AlignDevicesHook`.
     """
@@ -164,8 +164,8 @@ def _placing(
     *,
     offloaded: bool,
 ) -> Iterator[_Addition]:
-    # Offloaded tensors of a module without a hook are brought by the module that it is a part of.
-    brought = offloaded and places_in(module, recurse=False)
+    # Offloaded tensors of a module without a hook are loaded by the module that contains it.
+    brought = offloaded and tensor_locations(module, recurse=False)
     if hook_of(module) is None and _has_state(module) and not brought:
         yield module, AlignDevicesHook(device, **common), False
     whole = _offloads_whole if offloaded else _is_one_of
@@ -182,12 +182,12 @@ def _aligning(
     options: dict[str, Any],
     seen: set[nn.Module],
 ) -> Iterator[_Addition]:
-    if module in seen:  # it is at two places of the model
+    if module in seen:  # the model contains it twice
         return
     seen.add(module)
     whole = options["offload"] and _offloads_whole(module, preload_module_classes)
     prefix = f"{name}." if name else ""
-    if whole or places_in(module, recurse=False):
+    if whole or tensor_locations(module, recurse=False):
         mine = None if weights_map is None else PrefixedDataset(weights_map, prefix)
         yield module, AlignDevicesHook(weights_map=mine, place_submodules=whole, **options), True
     if not whole:
@@ -196,7 +196,7 @@ def _aligning(
 
 
 def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of a module, and of those in it that only hold others, whose hooks would never run."""
+    """The children of a module; containers, whose hooks would never run, are replaced by their children."""
     for name, child in module.named_children():
         if never_called(child):
             yield from _called_children(child, f"{prefix}{name}.")
@@ -205,7 +205,7 @@ def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.M
 
 
 def _add_all(additions: Iterable[_Addition]) -> None:
-    """Add hooks one after the other, each where those before it have been added; all of them or, on an error, none."""
+    """Add hooks in order, each with the previous ones in effect; on an error all are removed again."""
     done: list[tuple[nn.Module, AlignDevicesHook, ModelHook | None, bool]] = []
     try:
         for module, hook, append in additions:
@@ -232,7 +232,7 @@ def _by_name(
 
 
 def _blocks(module: nn.Module, name: str) -> list[tuple[str, nn.Module]]:
-    """The module and all in it, outermost first; a shared one under each of its names."""
+    """The module and its submodules, outermost first; a shared one under each of its names."""
     return list(module.named_modules(prefix=name, remove_duplicate=False))
 
 
@@ -242,12 +242,12 @@ def _is_one_of(module: nn.Module, classes: Collection[str] | None) -> bool:
 
 
 def _offloads_whole(module: nn.Module, classes: Collection[str] | None) -> bool:
-    # Attention of torch computes with the weights of its output layer without calling that.
+    # Attention of torch computes with the weights of its output layer without calling it.
     return _is_one_of(module, classes) or isinstance(module, nn.MultiheadAttention)
 
 
 def _has_state(module: nn.Module) -> bool:
-    """Whether the state dict has an entry, without making one."""
+    """Whether the state dict has an entry, without building it."""
     return any(True for _ in module.parameters()) or any(
         buffer is not None and leaf not in owner._non_persistent_buffers_set
         for owner in module.modules()

@@ -1,7 +1,7 @@
-"""What runs before and after a module's ``forward``, and putting it there.
+"""Hooks that run before and after a module's ``forward``, and functions that add and remove them.
 
-A hooked module carries its hook as ``_hf_hook`` and the ``forward`` that it had as ``_old_forward``: other libraries
-look for these names.
+A hooked module has its hook as ``_hf_hook`` and its original ``forward`` as ``_old_forward``: other libraries read
+these attributes.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Methods that move a whole module: dispatching a model guards them on the instance, and taking hooks off unguards them.
-# The last is what they call of the modules in it.
+# Methods that move a whole module: dispatching overrides them on the instance, and removing hooks restores them. The
+# last is what they call on submodules.
 MOVES = (
     "to",
     "cpu",
@@ -53,9 +53,9 @@ MOVES = (
 
 
 class ModelHook:
-    """What runs around the ``forward`` of a module; this one does nothing.
+    """Code that runs around the ``forward`` of a module; this base class does nothing.
 
-    Unlike PyTorch's own hooks it sees and may change keyword arguments, and is told when ``forward`` fails.
+    Unlike PyTorch's own hooks it sees and may change keyword arguments, and is called when ``forward`` fails.
 
     Attributes:
         no_grad: run ``forward`` under ``torch.no_grad()``.
@@ -64,32 +64,32 @@ class ModelHook:
     no_grad: bool = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is put on ``module``, before anything else; returns the module."""
+        """Called first, when the hook is added to ``module``; returns the module."""
         return module
 
     def pre_forward(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before ``forward`` with its arguments; returns those that it gets.
+        """Called before ``forward`` with its arguments; returns the arguments to pass on.
 
-        A hook that raises here has undone what it did: nothing else is called for this forward.
+        A hook that raises here must undo what it did first: nothing else is called for this forward.
         """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after ``forward`` with what it returned; returns what the caller gets."""
+        """Called after ``forward`` with its output; returns the output for the caller."""
         return output
 
     def forward_failed(self, module: nn.Module) -> None:
-        """Called instead of ``post_forward`` when ``forward`` raised, with the exception on its way up."""
+        """Called instead of ``post_forward`` when ``forward`` raised, while the exception propagates."""
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is taken off ``module``; returns the module."""
+        """Called when the hook is removed from ``module``; returns the module."""
         return module
 
 
 def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep a function out of the graphs of ``torch.compile``, without loading the compiler before it is used."""
+    """Keep a function out of the graphs of ``torch.compile``, without importing the compiler unless it is used."""
     excluded: Callable[P, R] | None = None
 
     @functools.wraps(function)
@@ -101,7 +101,7 @@ def outside_graphs(function: Callable[P, R]) -> Callable[P, R]:
             excluded = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return excluded(*args, **kwargs)
 
-    # The compiler counts how often it looks at one piece of code, and these are not one.
+    # The compiler limits recompilations per code object, so each decorated function gets its own.
     own: Any = call
     own.__code__ = own.__code__.replace(co_name=own.__name__)
     return call
@@ -122,12 +122,12 @@ class SequentialHook(ModelHook):
 
     @property
     def execution_device(self) -> Any:
-        """The first one that a hook names: pipelines of diffusers and transformers ask a model's hook where it runs."""
+        """The first device that a hook names: pipelines of diffusers and transformers read it from a model's hook."""
         named = (getattr(hook, "execution_device", None) for hook in self.hooks)
         return next((device for device in named if device is not None), None)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Let each hook begin; if one cannot, those before it end."""
+        """Initialise each hook; if one fails, the previous ones are detached."""
         for position, hook in enumerate(self.hooks):
             try:
                 module = _begun(hook, module)
@@ -141,7 +141,7 @@ class SequentialHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Hand the arguments from hook to hook."""
+        """Pass the arguments from hook to hook."""
         for position, hook in enumerate(self.hooks):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
@@ -152,7 +152,7 @@ class SequentialHook(ModelHook):
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Hand the output from hook to hook."""
+        """Pass the output from hook to hook."""
         for position, hook in enumerate(self.hooks):
             try:
                 output = hook.post_forward(module, output)
@@ -163,11 +163,11 @@ class SequentialHook(ModelHook):
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
-        """Tell each hook."""
+        """Call it on each hook."""
         _tell_of_failure(self.hooks, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Let each hook end, the last one first: it saw the module as the others had left it."""
+        """Detach each hook, the last one first, because it saw the module as the others had changed it."""
         for hook in reversed(self.hooks):
             module = hook.detach_hook(module)
         return module
@@ -179,18 +179,19 @@ def _tell_of_failure(hooks: tuple[ModelHook, ...], module: nn.Module) -> None:
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Run a hook around the ``forward`` of a module, which keeps its signature.
+    """Run a hook around the ``forward`` of a module; the signature of ``forward`` stays.
 
     Args:
-        module: changed in place. Its copies and pickles carry copies of the hook.
+        module: changed in place. Its copies and pickles contain copies of the hook.
         hook: what to run. Its ``init_hook`` is called now.
-        append: run it after the hook that is there, instead of replacing that one.
+        append: run it after the existing hook, instead of replacing that one.
 
     Returns:
         The module.
 
     Raises:
-        TypeError: ``module`` is none, ``hook`` is no hook of this library, or its ``init_hook`` returned no module.
+        TypeError: ``module`` is not a module, ``hook`` is not a hook of this library, or its ``init_hook`` did not
+            return a module.
     """
     check_is_module(module)
     _check_hook(hook)
@@ -217,22 +218,22 @@ def _begun(hook: ModelHook, module: nn.Module) -> nn.Module:
     if not isinstance(hooked, nn.Module):
         raise TypeError(
             f"init_hook of {type(hook).__qualname__} returned {hooked!r}; it must return the module that the hook is "
-            "put on, usually the one that it was given"
+            "added to, usually the one it was given"
         )
     return hooked
 
 
-# The marks are in the dictionary of the module itself: wrappers, such as those of torch.compile or of adapters, look
-# attributes up in the module that they wrap, and some set them there.
+# These attributes are read from the module's own dictionary: wrappers, such as those of torch.compile or of adapters,
+# look attributes up in the module that they wrap, and some set them there.
 
 
 def hook_of(module: nn.Module) -> Any:
-    """The hook on this very module, if it has one."""
+    """The hook on this module itself, or None."""
     return vars(module).get("_hf_hook")
 
 
 def forwards_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
-    """What was put around the ``forward`` of a module, one in the other, the outermost first."""
+    """The wrappers around the ``forward`` of a module, outermost first."""
     forward = vars(module).get("forward")
     while forward is not None:
         yield forward
@@ -240,9 +241,10 @@ def forwards_of(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def computes_weight_early(module: nn.Module) -> str | None:
-    """The kind of a hook of PyTorch that computes a weight of a module from others before anything around ``forward``.
+    """The class name of a PyTorch hook that computes a weight of a module from others before any wrapper of
+    ``forward``.
 
-    These are the older ways of normalising and pruning weights; parametrizations compute when the weight is asked for.
+    These are the older implementations of weight normalisation and pruning; parametrizations compute on access.
     """
     from torch.nn.utils.prune import BasePruningMethod
     from torch.nn.utils.spectral_norm import SpectralNorm
@@ -254,9 +256,9 @@ def computes_weight_early(module: nn.Module) -> str | None:
 
 
 def put_hook(module: nn.Module, hook: ModelHook | None) -> None:
-    """Surround ``forward`` with a hook that has begun already, or with none; the one that is there is not told.
+    """Wrap ``forward`` with an initialised hook, or with none; the existing hook is replaced without being detached.
 
-    What others put around the hooked ``forward`` stays there.
+    Other wrappers around the hooked ``forward`` stay.
     """
     attributes = vars(module)
     present = attributes.pop("_hf_hook", None)
@@ -265,7 +267,7 @@ def put_hook(module: nn.Module, hook: ModelHook | None) -> None:
         if "_old_forward" not in attributes:
             attributes["_old_forward"] = _own_forward(module)
         elif present is None or isinstance(present, ModelHook):
-            return  # the hooked forward looks its hook up for each call
+            return  # the hooked forward looks up its hook at each call
         hooked = functools.partial(_hooked_forward, module)
         attributes["forward"] = functools.update_wrapper(hooked, attributes["_old_forward"])
     elif "_old_forward" in attributes and not _is_wrapped(module):
@@ -277,13 +279,13 @@ def put_hook(module: nn.Module, hook: ModelHook | None) -> None:
 
 
 def _is_wrapped(module: nn.Module) -> bool:
-    """Whether something stands around the hooked ``forward`` of a module, and goes on calling it."""
+    """Whether another wrapper around the hooked ``forward`` of a module still calls it."""
     outer = list(forwards_of(module))[1:]
     return any(isinstance(each, functools.partial) and each.func is _hooked_forward for each in outer)
 
 
 def take_hook_off(module: nn.Module, hook: ModelHook) -> None:
-    """Take one hook off a module, if it is there, and leave those that were put beside it."""
+    """Remove one hook from a module, if it is there, and keep the others."""
     present = hook_of(module)
     left = _all_but(hook, present)
     if left is not present:
@@ -304,9 +306,9 @@ def _all_but(hook: ModelHook, present: Any) -> Any:
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off a module, which then is what it was before.
+    """Remove the hook from a module, which is then as it was before.
 
-    Guards that dispatching put on ``to``, ``cuda`` and the like go too.
+    Overrides of ``to``, ``cuda`` and similar methods that dispatching added are removed too.
 
     Args:
         module: changed in place; one without a hook stays as it is.
@@ -321,7 +323,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and everything in it."""
+    """Remove the hooks from a module and all its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
@@ -335,8 +337,10 @@ def _remove_hook(module: nn.Module) -> None:
 
 
 def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-    hook = module.__dict__.get("_hf_hook")  # not vars(), which torch.compile does not know before torch 2.11
-    if hook is None:  # it went, and what was put around it stayed
+    hook = module.__dict__.get(
+        "_hf_hook"
+    )  # not vars(), which torch.compile does not support before torch 2.11
+    if hook is None:  # the hook was removed while a wrapper around it stayed
         return module._old_forward(*args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     try:
@@ -352,9 +356,9 @@ def _hooked_forward(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The ``forward`` that a hook is put around."""
+    """The ``forward`` that a hook wraps."""
     if isinstance(module, torch.fx.GraphModule) and "forward" not in vars(module):
-        # It changes whenever the graph is recompiled, so it is looked up for each call.
+        # It changes whenever the graph is recompiled, so it is looked up at each call.
         return functools.update_wrapper(functools.partial(_forward_of_class, module), module.forward)
     return module.forward
 
@@ -364,7 +368,7 @@ def _forward_of_class(module: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_of_class(module: nn.Module, forward: Any) -> bool:
-    """Whether a ``forward`` is the one that the module has without any attribute of its own."""
+    """Whether a ``forward`` is that of the module's class."""
     if isinstance(forward, functools.partial):
         return forward.func is _forward_of_class
     own = getattr(forward, "__self__", None) is module
@@ -375,5 +379,5 @@ def _check_hook(hook: Any) -> None:
     if not isinstance(hook, ModelHook):
         raise TypeError(
             f"a hook must be an accel_bigmodel.ModelHook, got {type(hook).__module__}.{type(hook).__qualname__}; "
-            "derive its class from ModelHook, and take hooks of another library off with that library first"
+            "derive its class from ModelHook; remove hooks of another library with that library first"
         )

@@ -1,4 +1,4 @@
-"""Weights stored in a small dtype and computed with in a larger one, layer by layer."""
+"""Layerwise casting: weights stored in a small dtype, and converted to a larger one for each layer's forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, outside_graphs
-from accel_bigmodel.hooks.offloaded_tensors import LENDING, Loans, Place, places_in, stand_in
+from accel_bigmodel.hooks.offloaded_tensors import (
+    BORROW_LOCK,
+    Borrowed,
+    TensorLocation,
+    tensor_locations,
+    wrapped_like,
+)
 
 __all__ = ["LayerwiseCastingHook", "attach_layerwise_casting_hooks"]
 
@@ -27,19 +33,19 @@ _CASTABLE = (
 )
 
 
-# Modules of torch that compute with the weights of layers in them without calling these.
+# Modules of torch that compute with the weights of their layers without calling them.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class LayerwiseCastingHook(ModelHook):
     """Store the floating tensors of a module in one dtype, and compute with copies in another.
 
-    The stored values are never written back, so calls do not wear them out. When the hook is taken off, tensors get the
-    dtypes that they had, though not the digits that storing them took.
+    The stored values are never written back, so calls do not change them. When the hook is removed, tensors get their
+    original dtypes back, but not the precision lost by storing them.
 
     Args:
-        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
-        compute_dtype: during forward, such as ``torch.bfloat16``.
+        storage_dtype: dtype between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: dtype during forward, such as ``torch.bfloat16``.
         non_blocking: as in ``Tensor.to``.
     """
 
@@ -47,15 +53,15 @@ class LayerwiseCastingHook(ModelHook):
         self.storage_dtype = storage_dtype
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
-        self._before: list[tuple[Place, torch.dtype]] = []  # of all modules that it is on
-        self._loans = Loans()
+        self._before: list[tuple[TensorLocation, torch.dtype]] = []  # of all modules with this hook
+        self._borrowed = Borrowed()
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Convert to the storage dtype; parameters stay the objects that they are."""
-        places = _floating(module)
-        self._before += [(place, place.tensor.dtype) for place in places]
-        for place in places:
-            self._convert(place, self.storage_dtype)
+        """Convert to the storage dtype; parameters keep their identity."""
+        locations = _floating(module)
+        self._before += [(location, location.tensor.dtype) for location in locations]
+        for location in locations:
+            self._convert(location, self.storage_dtype)
         return module
 
     @outside_graphs
@@ -63,50 +69,54 @@ class LayerwiseCastingHook(ModelHook):
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put copies in the compute dtype in place of the stored tensors."""
-        with LENDING:
-            self._loans.begin()
+        with BORROW_LOCK:
+            self._borrowed.begin()
             try:
-                for place in _floating(module):
-                    stored = place.tensor
+                for location in _floating(module):
+                    stored = location.tensor
                     if stored.dtype != self.compute_dtype:
                         copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
-                        self._loans.put(place, stand_in(stored, copy))
+                        self._borrowed.put(location, wrapped_like(stored, copy))
             except BaseException:
-                self._loans.end()
+                self._borrowed.end()
                 raise
         return args, kwargs
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Let the copies go."""
-        self._loans.end()
+        """Free the copies."""
+        self._borrowed.end()
         return output
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
-        """Let the copies go."""
-        self._loans.end()
+        """Free the copies."""
+        self._borrowed.end()
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Convert to the dtypes from before."""
-        self._loans.end_all()
+        """Convert back to the original dtypes."""
+        self._borrowed.end_all()
         tables = {id(table) for owner in module.modules() for table in (owner._parameters, owner._buffers)}
-        for place, dtype in self._before:
-            if id(place.table) in tables and not place.is_empty and place.tensor.dtype == self.storage_dtype:
-                self._convert(place, dtype)
+        for location, dtype in self._before:
+            if (
+                id(location.table) in tables
+                and not location.is_empty
+                and location.tensor.dtype == self.storage_dtype
+            ):
+                self._convert(location, dtype)
         self._before = [entry for entry in self._before if id(entry[0].table) not in tables]
         return module
 
-    def _convert(self, place: Place, dtype: torch.dtype) -> None:
-        tensor = place.tensor
+    def _convert(self, location: TensorLocation, dtype: torch.dtype) -> None:
+        tensor = location.tensor
         if tensor.dtype != dtype:
             grad, tensor.grad = tensor.grad, None
             tensor.data = tensor.detach().to(dtype, non_blocking=self.non_blocking)
             tensor.grad = None if grad is None else grad.to(dtype)
 
 
-def _floating(module: nn.Module) -> list[Place]:
-    return [place for place in places_in(module, True) if place.tensor.is_floating_point()]
+def _floating(module: nn.Module) -> list[TensorLocation]:
+    return [location for location in tensor_locations(module, True) if location.tensor.is_floating_point()]
 
 
 def attach_layerwise_casting_hooks(
@@ -120,21 +130,21 @@ def attach_layerwise_casting_hooks(
     """Store the weights of linear and convolutional layers in a small dtype, and compute with a larger one.
 
     A layer's weights exist in the larger dtype only during its own forward. A layer that shares a parameter with a
-    module that is left alone, such as an embedding, is left alone too, with a warning. So are the layers inside
-    torch's own attention and encoder layers (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), which use
-    the weights without calling the layers.
+    module that is not cast, such as an embedding, is not cast either, with a warning. Nor are the layers inside torch's
+    own attention and encoder layers (``nn.MultiheadAttention``, ``nn.TransformerEncoderLayer``), which use the weights
+    without calling the layers.
 
     Args:
         module: changed in place; its hooks are kept.
-        storage_dtype: between calls, such as ``torch.float8_e4m3fn``.
-        compute_dtype: during forward, such as ``torch.bfloat16``.
-        skip_modules_pattern: regular expressions; where one is found in the full name of a module, it and all in it
-            are left alone.
-        skip_modules_classes: modules of these classes and all in them are left alone.
+        storage_dtype: dtype between calls, such as ``torch.float8_e4m3fn``.
+        compute_dtype: dtype during forward, such as ``torch.bfloat16``.
+        skip_modules_pattern: regular expressions; a module whose full name contains a match is not cast, nor are its
+            submodules.
+        skip_modules_classes: modules of these classes and their submodules are not cast.
         non_blocking: as in ``Tensor.to``.
 
     Raises:
-        ValueError: a dtype is not a floating one, or PyTorch cannot convert to it; nothing has been changed.
+        ValueError: a dtype is not a floating dtype, or PyTorch cannot convert to it; nothing was changed.
     """
     for name, dtype in (("storage_dtype", storage_dtype), ("compute_dtype", compute_dtype)):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Models of a pipeline that take turns on the accelerator, each staying there until another one is called."""
+"""Models of a pipeline that use the accelerator in turn, each staying there until another one is called."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _CPU = torch.device("cpu")
 
 
 class CpuOffload(ModelHook):
-    """Keep a model on the CPU until it is called; it then stays on the device until someone offloads it.
+    """Keep a model on the CPU until it is called; it then stays on the device until it is offloaded.
 
     Args:
         execution_device: where it computes. Default: this machine's accelerator, or the CPU.
-        prev_module_hook: of the model that was called before this one in a pipeline; that one goes back to the CPU
-            before this one comes.
+        prev_module_hook: hook of the previous model of the pipeline, which is moved to the CPU before this one is moved
+            to the device.
 
     Raises:
         TypeError: ``prev_module_hook`` is not what :func:`cpu_offload_with_hook` returns.
-        DeviceMapError: there is no such device.
+        DeviceMapError: this machine has no such device.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class CpuOffload(ModelHook):
     ) -> None:
         if prev_module_hook is not None and not isinstance(prev_module_hook, UserCpuOffloadHook):
             raise TypeError(
-                "prev_module_hook must be the hook that cpu_offload_with_hook returned for the model before, "
-                f"got {type(prev_module_hook).__name__}"
+                "prev_module_hook must be the hook that cpu_offload_with_hook returned for the previous model, got "
+                f"{type(prev_module_hook).__name__}"
             )
         self.prev_module_hook = prev_module_hook
         self.execution_device = concrete_device(
@@ -56,7 +56,7 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, /, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the model before go, then bring this one and its inputs."""
+        """Offload the previous model, then move this one and its inputs to the device."""
         previous = self.prev_module_hook
         if previous is not None and _device_of(previous.model) not in (None, _CPU):
             previous.offload()
@@ -65,14 +65,14 @@ class CpuOffload(ModelHook):
         if _device_of(module) not in (None, device):
             try:
                 module.to(device)
-            except BaseException:  # the device is full: a later call would take what has come for all
+            except BaseException:  # the device is full: a later call would take the model as moved completely
                 module.to(_CPU)
                 raise
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 
 class UserCpuOffloadHook:
-    """Says when a model that :func:`cpu_offload_with_hook` was given goes back to the CPU.
+    """Controls a model that was given to :func:`cpu_offload_with_hook`.
 
     Attributes:
         model: the model.
@@ -88,7 +88,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hooks off the model, which stays where it is."""
+        """Remove the hooks from the model, which stays where it is."""
         remove_hook_from_module(self.model)
 
 
@@ -97,18 +97,18 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[Model, UserCpuOffloadHook]:
-    """Move a model to the CPU until it is called, and then to a device, where it stays until it is told to go.
+    """Move a model to the CPU until it is called, and then to a device, where it stays until it is offloaded.
 
-    For the models of a pipeline of which one is called several times in a row, such as the denoiser of a diffusion
-    model: give each the hook of the one before, so that only one is on the device at a time.
+    For pipelines in which one model is called several times in a row, such as the denoiser of a diffusion model: give
+    each model the hook of the previous one, so that only one is on the device at a time.
 
     Args:
         model: changed in place.
         execution_device: where it computes. Default: this machine's accelerator, or the CPU.
-        prev_module_hook: what this function returned for the model before.
+        prev_module_hook: the hook that this function returned for the previous model.
 
     Returns:
-        The model, and the hook that sends it back (``offload()``) or frees it (``remove()``).
+        The model, and the hook that moves it back (``offload()``) or is taken off it (``remove()``).
 
     Raises:
         TypeError, DeviceMapError: as :class:`CpuOffload`.
@@ -119,6 +119,6 @@ def cpu_offload_with_hook(
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
-    """Of the first tensor; a model moves as a whole."""
+    """The device of the first tensor; a model moves as a whole."""
     first = next(itertools.chain(module.parameters(), module.buffers()), None)
     return None if first is None else first.device

@@ -1,4 +1,4 @@
-"""Execution devices as tensors name theirs."""
+"""Execution devices with an index, as tensors report them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ __all__ = ["concrete_device"]
 
 
 def concrete_device(device: torch.device | str | int) -> torch.device:
-    """The device that a tensor put on ``device`` says it is on: with an index where its kind has one.
+    """The device that a tensor on ``device`` reports: with an index where its type has one.
 
     Args:
-        device: as ``Tensor.to`` takes it; a number is the index of an accelerator.
+        device: as for ``Tensor.to``; a number is the index of an accelerator.
 
     Raises:
-        DeviceMapError: there is no such device here.
+        DeviceMapError: this machine has no such device.
     """
     try:
         wanted = torch.device(device)
         return wanted if wanted.type in ("cpu", "meta") else torch.empty(0, device=wanted).device
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch built without that kind
+    except (RuntimeError, AssertionError) as error:  # AssertionError from a torch built without that type
         kind = torch.accelerator.current_accelerator(check_available=True)
         here = "no accelerator" if kind is None else f"{torch.accelerator.device_count()} of type {kind.type}"
         raise DeviceMapError(

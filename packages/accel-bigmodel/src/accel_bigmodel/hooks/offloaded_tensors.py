@@ -1,4 +1,4 @@
-"""Tensors that have no values between the calls that need them, and tensors that stand in for others during a call."""
+"""Offloaded tensors, which have no values between calls, and tensors that replace a module's own during a call."""
 
 from __future__ import annotations
 
@@ -15,47 +15,47 @@ from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.streaming.groups import never_called
 from accel_ckpt.modules.tensors import rewrap
 
-__all__ = ["LENDING", "Loans", "ParkedTensor", "Place", "park", "places_in", "stand_in"]
+__all__ = ["BORROW_LOCK", "Borrowed", "OffloadedTensor", "TensorLocation", "tensor_locations", "wrapped_like"]
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a module holds a parameter or buffer."""
 
     name: str
-    """From the module down that was asked for its places."""
+    """Relative to the module whose locations were listed."""
     table: MutableMapping[str, Any]
-    """The dictionary of the submodule that owns the tensor."""
+    """The dictionary of the submodule that registers the tensor."""
     leaf: str
     is_parameter: bool
     is_saved: bool
     """It is in the state dict."""
     keeper: nn.Module | None
-    """The submodule, if it has notes of its own of what is set, as recurrent layers have."""
+    """The submodule, if it keeps its own references to what is set, as recurrent layers do."""
 
     @property
     def tensor(self) -> Tensor:
-        """What is there now."""
+        """The tensor that is registered now."""
         found: Tensor = self.table[self.leaf]
         return found
 
     @property
     def is_empty(self) -> bool:
-        """Whether somebody has taken the tensor away, as by ``layer.bias = None``."""
+        """Whether the tensor was removed, as by ``layer.bias = None``."""
         return self.table.get(self.leaf) is None
 
     def put(self, tensor: Tensor) -> None:
-        """Put another tensor there."""
+        """Register another tensor."""
         if self.keeper is None:
             self.table[self.leaf] = tensor
         else:
             setattr(self.keeper, self.leaf, tensor)
 
 
-def places_in(module: nn.Module, recurse: bool) -> list[Place]:
-    """Where a module, and with ``recurse`` its submodules, hold their tensors.
+def tensor_locations(module: nn.Module, recurse: bool) -> list[TensorLocation]:
+    """The locations of the tensors of a module, and with ``recurse`` of its submodules.
 
-    What is in parts that are never called, such as an ``nn.ParameterList``, is the module's own.
+    Tensors of submodules that are only containers, such as an ``nn.ParameterList``, count as the module's own.
     """
     found = []
     for prefix, owner in module.named_modules() if recurse else _with_lists("", module):
@@ -65,7 +65,9 @@ def places_in(module: nn.Module, recurse: bool) -> list[Place]:
             for leaf, tensor in table.items():
                 if tensor is not None:
                     saved = leaf not in owner._non_persistent_buffers_set
-                    found.append(Place(dot + leaf, table, leaf, table is owner._parameters, saved, keeper))
+                    found.append(
+                        TensorLocation(dot + leaf, table, leaf, table is owner._parameters, saved, keeper)
+                    )
     return found
 
 
@@ -78,160 +80,161 @@ def _with_lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 _Kind = tuple[torch.device, torch.dtype]
 
-# Held while the tensors of a call are put in place or taken away: threads may call a model at the same time, and
-# modules may share tensors. A second call finds them in place, and the last one takes them away.
-LENDING = threading.RLock()
+# Held while the tensors of a call are registered or removed: threads may call a model concurrently, and modules may
+# share tensors. A second call uses those of the first, and the last one to end removes them.
+BORROW_LOCK = threading.RLock()
 
 
-class ParkedTensor:
-    """A parameter or buffer whose values wait elsewhere; one object for all modules that share the tensor.
+# One entry per tensor and per placeholder, by identity; entries go with the hooks that use them.
+_by_identity: weakref.WeakValueDictionary[int, OffloadedTensor] = weakref.WeakValueDictionary()
 
-    They then share the placeholder between calls, the values during calls that overlap, and at the end the tensor that
-    comes back: tied stays tied.
+
+class OffloadedTensor:
+    """A parameter or buffer whose values are offloaded; one object for all modules that share the tensor.
+
+    The modules share the placeholder between calls, the values during overlapping calls, and the restored tensor at the
+    end, so ties are kept.
 
     Attributes:
-        placeholder: stands for it on the meta device; the tensor itself if that is where it is.
-        device: where it was.
+        placeholder: its substitute on the meta device; the tensor itself if it is there already.
+        device: where it was originally.
     """
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = tensor.device
-        self.placeholder = tensor if tensor.is_meta else stand_in(tensor, tensor.detach().to("meta"))
+        self.placeholder = tensor if tensor.is_meta else wrapped_like(tensor, tensor.detach().to("meta"))
         self._original = weakref.ref(tensor)
         self._is_back = False
-        self._lent: dict[_Kind, tuple[Tensor, int]] = {}
+        self._copies: dict[_Kind, tuple[Tensor, int]] = {}
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> OffloadedTensor:
+        """The one record of a tensor, made if there is none."""
+        found = _by_identity.get(id(tensor))
+        if found is None or not found.represents(tensor):
+            found = cls(tensor)
+            _by_identity[id(tensor)] = found
+            _by_identity[id(found.placeholder)] = found
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has lent nothing. It brings back the copy of the tensor, where a tied module or the map copied it."""
+        """A copy has no borrowed values. It restores the copy of the tensor, if a tied module or the map copied it."""
         return {"device": self.device, "placeholder": self.placeholder, "original": self._original()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["placeholder"])  # type: ignore[misc]
         self.device = state["device"]
-        _parked[id(self.placeholder)] = self
+        _by_identity[id(self.placeholder)] = self
         original = state["original"]
         if original is not None:
             self._original = weakref.ref(original)
-            _parked[id(original)] = self
+            _by_identity[id(original)] = self
 
-    def stands_for(self, tensor: Tensor) -> bool:
-        """Whether this is the tensor that was parked."""
+    def represents(self, tensor: Tensor) -> bool:
+        """Whether this is the offloaded tensor or its placeholder."""
         return tensor is self.placeholder or tensor is self._original()
 
-    def lend(self, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
-        """The values on a device in a dtype, made by ``make`` unless they are on loan so already."""
-        data, count = self._lent.get((device, dtype)) or (make(), 0)
-        self._lent[device, dtype] = data, count + 1
+    def borrow(self, device: torch.device, dtype: torch.dtype, make: Callable[[], Tensor]) -> Tensor:
+        """The values on a device in a dtype, made by ``make`` unless another call has borrowed them already."""
+        data, count = self._copies.get((device, dtype)) or (make(), 0)
+        self._copies[device, dtype] = data, count + 1
         return data
 
-    def take_back(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """End one loan.
+    def give_back(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return values that were borrowed once.
 
         Returns:
-            Whether it was the last one of its kind.
+            Whether no other call has borrowed them.
         """
-        data, count = self._lent.pop((device, dtype))
+        data, count = self._copies.pop((device, dtype))
         if count > 1:
-            self._lent[device, dtype] = data, count - 1
+            self._copies[device, dtype] = data, count - 1
         return count == 1
 
-    def bring_back(self, value: Tensor) -> Tensor:
-        """The tensor as it was, with these values: the same object if anyone still has it.
+    def restore(self, value: Tensor) -> Tensor:
+        """The original tensor with these values: the same object if a reference to it still exists.
 
-        What was done to the placeholder, as by ``half()`` or ``requires_grad_()``, holds for it too.
+        Changes to the placeholder, as by ``half()`` or ``requires_grad_()``, apply to it too.
         """
         original, placeholder = self._original(), self.placeholder
         if original is None or original is placeholder:
-            original = stand_in(placeholder, value.detach().to(self.device, placeholder.dtype))
+            original = wrapped_like(placeholder, value.detach().to(self.device, placeholder.dtype))
             self._original = weakref.ref(original)
-            _parked[id(original)] = self
+            _by_identity[id(original)] = self
         elif not self._is_back:
             original.data = value.detach().to(self.device, placeholder.dtype)
             original.requires_grad_(placeholder.requires_grad)
         self._is_back = True
         return original
 
-    def leave(self) -> Tensor:
-        """The values go, the placeholder stays."""
+    def release(self) -> Tensor:
+        """Offload the tensor again; returns the placeholder."""
         self._is_back = False
         return self.placeholder
 
 
-# Which object stands for which is a fact about objects, as their identity is; entries go with the hooks that use them.
-_parked: weakref.WeakValueDictionary[int, ParkedTensor] = weakref.WeakValueDictionary()
-
-
-def park(tensor: Tensor) -> ParkedTensor:
-    """The one :class:`ParkedTensor` of a tensor."""
-    found = _parked.get(id(tensor))
-    if found is None or not found.stands_for(tensor):
-        found = ParkedTensor(tensor)
-        _parked[id(tensor)] = found
-        _parked[id(found.placeholder)] = found
-    return found
-
-
-def stand_in(tensor: Tensor, data: Tensor) -> Tensor:
-    """``data`` as what ``tensor`` is: a parameter with its class, attributes and ``requires_grad``, or a buffer."""
+def wrapped_like(tensor: Tensor, data: Tensor) -> Tensor:
+    """``data`` wrapped like ``tensor``: a parameter with its class, attributes and ``requires_grad``, or a buffer."""
     return rewrap(tensor, data) if isinstance(tensor, nn.Parameter) else data
 
 
-class Loans:
-    """Tensors that stand in for a module's own during a call, one layer per call: a module may call itself."""
+class Borrowed:
+    """Tensors that replace a module's own during a call; one list per call, because a module may call itself."""
 
     def __init__(self) -> None:
-        self._calls: list[list[tuple[Place, Tensor, Tensor, Callable[[], object]]]] = []
+        self._calls: list[list[tuple[TensorLocation, Tensor, Tensor, Callable[[], object]]]] = []
 
     def begin(self) -> None:
         """A call begins."""
         self._calls.append([])
 
-    def put(self, place: Place, tensor: Tensor, ended: Callable[[], object] = bool) -> None:
-        """Let ``tensor`` stand in for what is at ``place`` until the call ends.
+    def put(self, location: TensorLocation, tensor: Tensor, ended: Callable[[], object] = bool) -> None:
+        """Register ``tensor`` at ``location`` until the call ends.
 
-        A gradient that would be accumulated in it, and lost with it, is refused.
+        A gradient for it is refused, because it would be lost with the tensor.
 
         Args:
-            place: of a module's tensor.
+            location: of a module's tensor.
             tensor: with values.
-            ended: called when the tensor has been taken away.
+            ended: called after the tensor was removed.
         """
         if tensor.requires_grad and torch.is_grad_enabled():
-            tensor.register_hook(_Refusal(place.name))  # type: ignore[no-untyped-call]
-        self._calls[-1].append((place, place.tensor, tensor, ended))
-        place.put(tensor)
+            tensor.register_hook(_Refusal(location.name))  # type: ignore[no-untyped-call]
+        self._calls[-1].append((location, location.tensor, tensor, ended))
+        location.put(tensor)
 
     def end(self) -> None:
-        """The call that began last ends; what ``forward`` itself put in place of a lent tensor stays."""
-        with LENDING:
-            for place, own, tensor, ended in reversed(self._calls.pop() if self._calls else ()):
-                if place.table.get(place.leaf) is tensor:
-                    place.put(_beneath(own))
-                else:  # another hook's tensor may stand over it, and be given back later
-                    tensor._was_over = own  # type: ignore[attr-defined]
+        """End the latest call; a tensor that ``forward`` registered in place of a borrowed one stays."""
+        with BORROW_LOCK:
+            for location, own, tensor, ended in reversed(self._calls.pop() if self._calls else ()):
+                if location.table.get(location.leaf) is tensor:
+                    location.put(_beneath(own))
+                else:  # another hook's tensor may have replaced it, and be removed later
+                    tensor._borrowed_over = own  # type: ignore[attr-defined]
                 ended()
 
     def end_all(self) -> None:
-        """Every call ends."""
+        """End every call."""
         while self._calls:
             self.end()
 
 
 def _beneath(tensor: Tensor) -> Tensor:
-    """A tensor, or what it stood over if its own loan has ended meanwhile."""
-    while (own := vars(tensor).get("_was_over")) is not None:
+    """A tensor, or the one that it replaced if it was itself borrowed and has been returned."""
+    while (own := vars(tensor).get("_borrowed_over")) is not None:
         tensor = own
     return tensor
 
 
 class _Refusal:
-    """Raises when the gradient of a lent parameter has been computed."""
+    """Raises when the gradient of a borrowed parameter is computed."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def __call__(self, grad: Tensor) -> NoReturn:
         raise OffloadError(
-            f"a gradient was computed for {self.name!r}, whose values are only here during the forward, so it would be "
-            "lost: freeze what is offloaded (requires_grad_(False)), or take the hook off before training"
+            f"a gradient was computed for {self.name!r}, whose values are loaded only during the forward, so the "
+            "gradient would be lost: freeze offloaded weights (requires_grad_(False)), or remove the hook before "
+            "training"
         )

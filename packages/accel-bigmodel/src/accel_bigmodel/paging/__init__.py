@@ -1,1 +1,1 @@
-"""Weights as pages of mapped files, in less memory than the files take."""
+"""Paging: mapped weights of a model in less memory than the files take."""

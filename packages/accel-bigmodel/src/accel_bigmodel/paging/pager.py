@@ -1,4 +1,4 @@
-"""Weights that are views of mapped files, in less memory than the files take: read ahead, and dropped behind."""
+"""Runs models from mapped files that exceed memory: pages are read ahead of their use and evicted after it."""
 
 from __future__ import annotations
 
@@ -26,29 +26,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Pager"]
 
-# Groups that are looked at for what to read next.
+# Groups that are considered for reading ahead.
 _LOOK_AHEAD = 32
 
-# Bytes of the budget for what the kernel reads ahead of what it was asked for: twice its usual 8 MB on large disks.
+# Bytes of the budget reserved for the kernel's own readahead: twice its usual 8 MB on large disks.
 _KERNEL_AHEAD = 1 << 24
 
 
 class Pager:
     """Keeps the mapped weights of a model within a budget of memory, and reads them before they are needed.
 
-    The weights stay what they are, views of the mapped files; only which of their pages are in memory changes.
-    A thread reads the groups in the order in which the last forward used them. A group that was used is
-    dropped, unless it is one of those for which the budget has room all the time. What was written to a weight
-    is never dropped.
+    The weights stay views of the mapped files; only the set of their pages in memory changes. A thread reads the groups
+    in the order in which the last forward used them. A group that was used is evicted, unless the budget has room to
+    keep it in memory permanently. Pages of a weight that were written to are never evicted.
 
-    Results do not depend on any of this: what is not in memory when it is used, the kernel reads then. So it does with
-    the tables of embeddings, of which a forward needs a few rows.
+    Results do not depend on this: the kernel reads pages that are not in memory when they are used. Embedding tables
+    are always read that way, because a forward needs only a few of their rows.
 
     Args:
         model: its forward uses the groups.
-        groups: the parts of the model that are used one after the other.
-        budget: bytes of mapped weights that may be in memory. Two groups that follow each other should fit; if they do
-            not, less is read ahead.
+        groups: the parts of the model that are used one after another.
+        budget: bytes of mapped weights that may be in memory. Two consecutive groups should fit; if they do not, less
+            is read ahead.
     """
 
     def __init__(self, model: nn.Module, groups: Sequence[Group], *, budget: int) -> None:
@@ -63,7 +62,7 @@ class Pager:
         self._handles: list[Any] = []
 
     def attach(self) -> None:
-        """Put hooks on the model and on the groups. The first forward starts the thread."""
+        """Add hooks to the model and the groups. The first forward starts the thread."""
         model = self._model()
         if self._handles or model is None:
             return
@@ -83,7 +82,7 @@ class Pager:
             self._handles += handles
 
     def detach(self) -> None:
-        """Take the hooks away and end the thread. What is in memory stays there until the kernel needs the room."""
+        """Remove the hooks and end the thread. Pages in memory stay there until the kernel needs the memory."""
         self._read_around_rows(True)
         while self._handles:
             self._handles.pop().remove()
@@ -94,7 +93,7 @@ class Pager:
             read_around(table.pages, wanted)
 
     def stats(self) -> StreamStats:
-        """What was read since the pager was made, and what is in memory; the device is host memory here."""
+        """Bytes read since the pager was made, and bytes in memory; the device is host memory here."""
         return self._paging.stats()
 
     def __reduce__(self) -> Any:
@@ -107,7 +106,7 @@ def _no_pager() -> Pager:
 
 
 def _tables(model: nn.Module) -> set[int]:
-    """Identities of the weights that are only looked up in."""
+    """Identities of the weights that are used only as embedding tables."""
     looked_up: set[int] = set()
     used: set[int] = set()
     for module in model.modules():
@@ -117,7 +116,7 @@ def _tables(model: nn.Module) -> set[int]:
 
 
 class _Before:
-    """Called before a forward; in copies of the model it does nothing."""
+    """Runs before a forward; does nothing in copies of the model."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call = call
@@ -131,7 +130,7 @@ class _Before:
 
 
 class _After:
-    """Called after a forward, also one that raised, which has no result; in copies of the model it does nothing."""
+    """Runs after a forward, also one that raised and so has no result; does nothing in copies of the model."""
 
     def __init__(self, call: Callable[[bool], None]) -> None:
         self._call = call
@@ -153,29 +152,29 @@ def _is_below(name: str, outer: str) -> bool:
 
 
 class _Paging:
-    """Decides which extents are in memory; the hooks call it."""
+    """Decides which extents are in memory; called by the hooks."""
 
     def __init__(self, extents: list[list[Extent]], budget: int) -> None:
         self.extents = extents
         self._schedule = Schedule(range(len(extents)))
         self._open: dict[
             int, list[str]
-        ] = {}  # by thread: modules that contain groups and run, the outermost first
+        ] = {}  # by thread: running modules that contain groups, outermost first
         self._waited = 0.0
         self._hits = self._misses = self._peak = 0
-        self._read = (0, 0.0)  # bytes and seconds of threads that have ended
+        self._read = (0, 0.0)  # bytes and seconds of threads that ended
         budget = max(0, budget - _KERNEL_AHEAD)
         self._kept = keep_resident(extents, budget)
         self._room = budget - self._kept
         self._active: Counter[int] = Counter()
-        self._plan: dict[Extent, int] = {}  # to the number of pieces that may be in memory
+        self._plan: dict[Extent, int] = {}  # extent → number of its pieces that may be in memory
         self._start()
 
     def _start(self) -> None:
         self._turn = threading.RLock()
         self.reader = Reader()
         self._finalizer = weakref.finalize(self, self.reader.stop)
-        self._finalizer.atexit = False  # the thread is no obstacle to the interpreter's end
+        self._finalizer.atexit = False  # the thread does not keep the interpreter from exiting
 
     def stop(self) -> None:
         """End the thread; a later forward starts another one."""
@@ -191,19 +190,19 @@ class _Paging:
         self._start()
 
     def _alone(self) -> threading.RLock:
-        """What lets one thread at a time decide."""
+        """The lock that lets one thread at a time decide."""
         if self.reader.pid != os.getpid():
-            # A fork has only the thread that forked, and locks as they were at that moment.
+            # A forked process has only the thread that forked, and locks in their state at that moment.
             self._finalizer.detach()
             self._forget()
         return self._turn
 
     def begin(self, name: str) -> None:
-        """A module that contains groups begins its forward; the outermost one's order is learnt."""
+        """A module that contains groups begins its forward; the order is learnt per outermost module."""
         with self._alone():
             running = self._open.setdefault(threading.get_ident(), [])
             if running and not _is_below(name, running[-1]):
-                # PyTorch calls no hooks after KeyboardInterrupt, so the last forward has not ended here.
+                # PyTorch calls no hooks after KeyboardInterrupt, so the end of the last forward was not seen here.
                 running.clear()
                 self._active.clear()
             if not running:
@@ -221,7 +220,7 @@ class _Paging:
                     self._schedule.end(complete)
 
     def enter(self, index: int) -> None:
-        """Return when the group is in memory, as far as there is room for it."""
+        """Wait until the group is in memory, as far as there is room for it."""
         with self._alone():
             if threading.get_ident() not in self._open:  # called on its own
                 self._schedule.begin(None)
@@ -238,14 +237,14 @@ class _Paging:
         self._waited += time.perf_counter() - began
 
     def leave(self, index: int, complete: bool) -> None:
-        """Drop the group, or what of it is not to be used next, and read on in its place."""
+        """Evict the parts of the group that are not used next, and continue reading ahead."""
         with self._alone():
-            if self._active[index]:  # it is not if another hook raised before the group was entered
+            if self._active[index]:  # not if another hook raised before the group was entered
                 self._active[index] -= 1
                 self._follow(self._next_plan(), dict.fromkeys(self.extents[index]))
 
     def _next_plan(self) -> dict[Extent, int]:
-        """What to have in memory, in the order in which to read it."""
+        """The extents to have in memory, in the order in which to read them."""
         plan: dict[Extent, int] = {}
         room, full = self._room, False
         active = list(+self._active)
@@ -260,14 +259,14 @@ class _Paging:
         return plan
 
     def _follow(self, plan: dict[Extent, int], left: Mapping[Extent, None]) -> None:
-        """Drop what the plan has no room for any more, and then read what it adds."""
+        """Evict the extents that are not in the new plan, then read those it adds."""
         self._peak = max(self._peak, self._kept + self._streamed())
         surplus = {
             extent: plan.get(extent, 0)
             for extent, goal in self._plan.items()
             if not extent.resident and plan.get(extent, 0) < (extent.count if extent in left else goal)
         }
-        # What stays is asked for again before it is used again: the kernel may have taken it.
+        # Resident extents are read again before their next use, because the kernel may have evicted them.
         again = {extent: 0 for extent in left if extent.resident}
         if surplus or again:
             self.reader.shrink(surplus | again)
@@ -277,14 +276,14 @@ class _Paging:
         self.reader.follow(plan)
 
     def _streamed(self) -> int:
-        """Bytes in memory of what comes and goes."""
+        """Bytes in memory of extents that are not resident."""
         return sum(min(extent.nbytes, extent.have * PIECE) for extent in self._plan if not extent.resident)
 
     def _read_until_now(self) -> tuple[int, float]:
         return self._read[0] + self.reader.nbytes, self._read[1] + self.reader.seconds
 
     def stats(self) -> StreamStats:
-        """What was read, and what is in memory."""
+        """Bytes read, and bytes in memory."""
         with self._alone():
             moved, seconds = self._read_until_now()
             return StreamStats(

@@ -1,4 +1,4 @@
-"""Which pages of mapped files groups of weights stand on, and which of them to keep in memory. Nothing is read here."""
+"""Which pages of mapped files hold the weights of a group, and which to keep in memory. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from accel_ckpt.memory import MappedFile, mapped_file_of
 __all__ = ["PIECE", "Extent", "extents_of", "keep_resident"]
 
 PIECE = 1 << 22
-"""Bytes asked for at a time.
+"""Bytes read at a time.
 
-Measured with 1 to 16 MB: one thread that asks for 4 MB after 4 MB reads at the disk's rate, because the kernel
-reads ahead of it. More threads, and telling the kernel what will be needed (WILLNEED), were slower.
+Measured with 1 to 16 MB: one thread that reads 4 MB at a time reaches the disk's rate, because the kernel reads ahead.
+More threads, and advising the kernel (WILLNEED), were slower.
 """
 
 
@@ -24,7 +24,7 @@ class Extent:
     """Consecutive pages of one mapped file that the same groups use.
 
     Args:
-        pages: their bytes, as 1-D uint8; begins at a page.
+        pages: their bytes, as 1-D uint8; begins at a page boundary.
         users: indices of the groups.
     """
 
@@ -35,18 +35,18 @@ class Extent:
         self.count = -(-self.nbytes // PIECE)
         """Pieces."""
         self.resident = False
-        """Whether it stays in memory once it has been read."""
+        """Whether it stays in memory after it was read."""
         self.have = 0
-        """Pieces that were read since it was dropped."""
+        """Pieces read since it was last evicted."""
         self.asked = 0
-        """Pieces that were ever read."""
+        """The most pieces read so far."""
 
     def piece(self, number: int) -> torch.Tensor:
         """One of the pieces."""
         return self.pages[number * PIECE : (number + 1) * PIECE]
 
     def pieces_in(self, room: int) -> int:
-        """How many of the pieces have room in so many bytes."""
+        """Number of pieces that fit in this many bytes."""
         return self.count if self.nbytes <= room else max(room, 0) // PIECE
 
 
@@ -54,7 +54,7 @@ def extents_of(groups: Sequence[Iterable[torch.Tensor]]) -> list[list[Extent]]:
     """The extents that each group uses; an extent that several use is one object.
 
     Args:
-        groups: the tensors of each. What is no view of a mapped file is left out.
+        groups: the tensors of each. Tensors that are not views of a mapped file are ignored.
     """
     ranges: dict[MappedFile, list[tuple[int, int, int]]] = {}
     for index, tensors in enumerate(groups):
@@ -74,7 +74,7 @@ def extents_of(groups: Sequence[Iterable[torch.Tensor]]) -> list[list[Extent]]:
 
 
 def _pages_of(tensor: torch.Tensor, mapping: MappedFile) -> tuple[int, int]:
-    """First and last byte, plus one, of the pages that a tensor stands on, from the mapping's begin."""
+    """First byte, and last byte plus one, of the pages that hold a tensor, from the start of the mapping."""
     begin = tensor.data_ptr() - torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     end = begin + (last + 1) * tensor.element_size()
@@ -83,7 +83,7 @@ def _pages_of(tensor: torch.Tensor, mapping: MappedFile) -> tuple[int, int]:
 
 
 def _cut(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, frozenset[int]]]:
-    """Cut ranges of several users where the set of users changes: begin, end, users."""
+    """Split overlapping ranges where the set of users changes: begin, end, users."""
     changes = sorted(
         (at, step, user) for begin, end, user in ranges for at, step in ((begin, 1), (end, -1)) if begin < end
     )
@@ -92,7 +92,7 @@ def _cut(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, frozens
     for number, (at, step, user) in enumerate(changes):
         using[user] += step
         if number + 1 < len(changes) and changes[number + 1][0] == at:
-            continue  # more changes at this place
+            continue  # more changes at this offset
         now = frozenset(+using)
         if now != users:
             if users:
@@ -101,10 +101,10 @@ def _cut(ranges: list[tuple[int, int, int]]) -> Iterator[tuple[int, int, frozens
 
 
 def keep_resident(groups: Sequence[Sequence[Extent]], budget: int) -> int:
-    """Mark the extents that stay in memory, as many as there is room for beside two groups that follow each other.
+    """Mark the extents that stay in memory: as many as fit beside two consecutive groups.
 
-    Those that several groups use come first. The other groups are chosen evenly over the model, so that there is
-    time to read while they compute: with a fixed order, any choice saves the same reading.
+    Extents used by several groups come first. Other groups are chosen evenly over the model, so that reading overlaps
+    with their computation; with a fixed order, any choice saves the same amount of reading.
 
     Returns:
         Bytes of the extents that stay.

@@ -1,4 +1,4 @@
-"""A thread that brings pages of mapped files into memory, as far as a plan says."""
+"""A thread that reads pages of mapped files into memory according to a plan."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["Reader"]
 
 
 class Reader:
-    """Reads what the plan names, in its order, piece by piece; the plan may change at any time.
+    """Reads the extents of a plan in order, piece by piece; the plan may change at any time.
 
-    Nothing refers to the object that owns it, so that :meth:`stop` can be that object's finalizer, and the thread ends
-    when the model goes.
+    It does not refer to its owner, so that :meth:`stop` can be the owner's finalizer, and the thread ends when the
+    model is freed.
     """
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.nbytes = 0
-        """Bytes that were asked for, without asking again for what stays in memory."""
+        """Bytes read, without repeated reads of resident extents."""
         self.seconds = 0.0
-        """Time that this took."""
+        """Seconds that this took."""
         # Reentrant, because finalizers run anywhere.
         self._changed = threading.Condition(threading.RLock())
         self._plan: Mapping[Extent, int] = {}
@@ -38,7 +38,7 @@ class Reader:
         self._stopped = False
 
     def follow(self, plan: Mapping[Extent, int]) -> None:
-        """Read these numbers of pieces of these extents."""
+        """Read this number of pieces of each extent."""
         with self._changed:
             self._plan = plan
             self._changed.notify_all()
@@ -46,11 +46,11 @@ class Reader:
                 self._thread = threading.Thread(target=self._run, name="accel-pager", daemon=True)
                 try:
                     self._thread.start()
-                except RuntimeError:  # the interpreter is ending and starts no more threads
+                except RuntimeError:  # the interpreter is exiting and starts no more threads
                     self._stopped = True
 
     def shrink(self, goals: Mapping[Extent, int]) -> None:
-        """Count these extents as read so far at most; when this returns, nothing more of them is being read."""
+        """Count at most these pieces of the extents as read; when this returns, none of the extents is being read."""
         with self._changed:
             self._plan = {extent: min(goal, goals.get(extent, goal)) for extent, goal in self._plan.items()}
             self._changed.wait_for(lambda: self._busy not in goals)
@@ -58,7 +58,7 @@ class Reader:
                 extent.have = min(extent.have, goal)
 
     def wait(self, goals: Mapping[Extent, int]) -> None:
-        """Return when so much has been read."""
+        """Wait until this number of pieces was read."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._stopped or all(extent.have >= goal for extent, goal in goals.items())
@@ -67,7 +67,7 @@ class Reader:
     def stop(self) -> None:
         """End the thread, without waiting for it."""
         if self.pid != os.getpid():
-            return  # in a fork the thread is not there, and its lock may be held for ever
+            return  # a forked process does not have the thread, and its lock may be held forever
         with self._changed:
             self._stopped = True
             self._plan = {}
@@ -76,7 +76,7 @@ class Reader:
     def _run(self) -> None:
         try:
             self._read()
-        finally:  # forwards read for themselves then, instead of waiting for ever
+        finally:  # forwards then read pages themselves, instead of waiting forever
             with self._changed:
                 self._stopped, self._busy = True, None
                 self._changed.notify_all()
@@ -110,10 +110,10 @@ class Reader:
 
 @cache
 def _can_populate() -> bool:
-    """Whether this kernel has the call; where it has, a failure means that the disk did not answer."""
+    """Whether this kernel has the system call; if so, a failure means that the disk could not be read."""
     return populate(new_bytes(mmap.PAGESIZE))
 
 
 def _touch(pages: torch.Tensor) -> None:
-    """Read one byte of every page; torch lets go of the interpreter's lock for that."""
+    """Read one byte of every page; torch releases the interpreter lock for that."""
     pages[:: mmap.PAGESIZE].sum()

@@ -1,1 +1,1 @@
-"""Pipeline inference: a model cut into stages, one per process."""
+"""Pipeline inference: a model split into stages, one per process."""

@@ -1,4 +1,4 @@
-"""Inference with a model cut into stages, one per process, on ``torch.distributed.pipelining``."""
+"""Inference with a model split into stages, one per process, with ``torch.distributed.pipelining``."""
 
 from __future__ import annotations
 
@@ -51,21 +51,22 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> M:
-    """Let every process run one stage of a model, each at another micro-batch. Collective.
+    """Split a model into stages, one per process, which work on different micro-batches at a time. Collective.
 
-    Afterwards all processes call the model, under ``torch.no_grad()``. Rank 0's inputs count; the others pass
-    nothing, or inputs of the same shapes. A batch of any size is cut into ``num_chunks`` micro-batches along the
-    first dimension of every tensor whose first dimension is the batch size; other inputs go to all. What was padded
-    to even them out is cut from the output. Each new shape is traced once, and the last 32 are kept.
+    Afterwards all processes call the model, under ``torch.no_grad()``. The inputs of rank 0 are used; other ranks pass
+    nothing, or inputs of the same shapes. A batch of any size is split into ``num_chunks`` micro-batches along the
+    first dimension of every tensor whose first dimension is the batch size; other inputs go to all micro-batches.
+    Padding that makes micro-batches equal is removed from the output. Each new shape is traced once, and the last 32
+    traces are kept.
 
     Args:
-        model: in evaluation mode, the same on every rank; changed in place. It gets the attributes
+        model: in evaluation mode, the same on every rank; changed in place. These attributes are set on it:
             ``hf_split_points`` (the names), ``pippy_stage`` (the ``Pipeline``; None in a world of one),
             ``_original_forward`` and ``_original_call``.
         split_points: names of the modules that begin the second and later stages; ``"auto"``: stages of about equal
             bytes.
-        no_split_module_classes: for ``"auto"``: names of classes that stay whole.
-        example_args: inputs of one micro-batch, of which only shapes and plain values are used.
+        no_split_module_classes: for ``"auto"``: names of classes whose modules stay whole.
+        example_args: inputs of one micro-batch; only shapes and non-tensor values are used.
         example_kwargs: keyword inputs of one micro-batch.
         num_chunks: number of micro-batches; None: the number of processes.
         gather_output: return the output on every rank, not only on the last one (None on the others).
@@ -75,7 +76,7 @@ def prepare_pippy(
 
     Raises:
         PipelineError: on all ranks: the model is in training mode, cannot be traced, or has fewer parts than there are
-            processes; a split point is wrong; ranks were given different arguments.
+            processes; a split point is wrong; ranks have different arguments.
     """
     state = PartialState()
     size = state.num_processes
@@ -89,12 +90,10 @@ def prepare_pippy(
 
     def plan() -> tuple[list[str], int, bool]:
         if not isinstance(chunks, int) or chunks < 1:
-            raise PipelineError(f"num_chunks must be 1 or more and whole, got {chunks!r}")
+            raise PipelineError(f"num_chunks must be a whole number of 1 or more, got {chunks!r}")
         if not isinstance(example_args, tuple | list):
             kind = type(example_args).__name__
-            raise PipelineError(
-                f"example_args must be a tuple of inputs, such as (x,), got one of type {kind}"
-            )
+            raise PipelineError(f"example_args must be a tuple of inputs, such as (x,), got a {kind}")
         if auto:
             return choose_split_points(model, size, no_split_module_classes), chunks, gather_output
         if not isinstance(split_points, Sequence):
@@ -119,7 +118,7 @@ def prepare_pippy(
         with torch.no_grad():
             return pippy_forward(step, chunks, gather_output, *args, **kwargs)
 
-    # Whoever unwraps the model follows this chain.
+    # Functions that unwrap a model follow this attribute.
     forward.__wrapped__ = MethodType(forward, model)  # type: ignore[attr-defined]
     attributes = {
         "hf_split_points": points,
@@ -134,7 +133,7 @@ def prepare_pippy(
 
 
 class Pipeline:
-    """A model cut at some points, traced anew for each shape of inputs that it meets.
+    """A model split at some points, traced once for each shape of its inputs.
 
     Args:
         model: the model.
@@ -151,7 +150,7 @@ class Pipeline:
         self._weights: Weights = {}  # of all programs
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch whose size ``num_chunks`` divides. Collective; inputs as for ``prepare_pippy``.
+        """Run a batch whose size is a multiple of ``num_chunks``. Collective; inputs as for ``prepare_pippy``.
 
         Returns:
             the output on the last rank, None on the others.
@@ -170,11 +169,13 @@ class Pipeline:
             rows = _batch_size(args, kwargs)
             if rows % self.num_chunks:
                 raise PipelineError(
-                    f"a batch of {rows} rows cannot be cut evenly into {self.num_chunks} micro-batches; pad it, as "
+                    f"a batch of {rows} rows cannot be split evenly into {self.num_chunks} micro-batches; pad it, as "
                     "pippy_forward does"
                 )
             inputs = Inputs.of(args, kwargs, rows, self.num_chunks)
-            if state.process_index == 0:  # here, so that no rank waits if there is no memory for them
+            if (
+                state.process_index == 0
+            ):  # inside the collective step, so that no rank waits if memory for them is short
                 args, kwargs = _map_tensors(lambda tensor: tensor.to(state.device), (args, kwargs))
             return inputs
 
@@ -192,7 +193,7 @@ class Pipeline:
         self._program(lambda: Inputs.of(args, kwargs, _batch_size(args, kwargs), 1))
 
     def _program(self, describe: Callable[[], Inputs | None]) -> Program:
-        """The program for the shapes of rank 0's inputs, under autocast or not; every rank comes to the same one."""
+        """The program for the shapes of rank 0's inputs and the autocast mode; the same on every rank."""
         calls = _together(
             lambda: (describe(), _autocast(), self._is_stale()), "looking at the inputs of the pipeline"
         )
@@ -207,7 +208,7 @@ class Pipeline:
         if key not in self._programs:
             made: list[Program] = []
             _together(lambda: made.append(self._trace(inputs[0])), "cutting the model into stages")
-            self._programs[key] = made[0]  # now that all ranks have one
+            self._programs[key] = made[0]  # only when all ranks have one
             self._weights |= made[0].weights
             if len(self._programs) > _KEPT_PROGRAMS:
                 self._programs.popitem(last=False)
@@ -215,13 +216,13 @@ class Pipeline:
         return self._programs[key]
 
     def _is_stale(self) -> bool:
-        """Whether somebody has given the model other weights than those of the programs."""
+        """Whether the model has other weights than when the programs were made."""
         return not are_still_those_of(self._model, self._weights, PartialState().device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise PipelineError(
-            "a model that is cut into stages is bound to its processes, so it cannot be copied or pickled; copy the "
-            "model before prepare_pippy, or save its state_dict()"
+            "a model that is split into stages is bound to its processes, so it cannot be copied or pickled; copy "
+            "the model before prepare_pippy, or save its state_dict()"
         )
 
     def _trace(self, inputs: Inputs) -> Program:
@@ -244,7 +245,7 @@ def build_pipeline(
     kwargs: dict[str, Any] | None,
     num_chunks: int,
 ) -> Pipeline:
-    """Cut a model at some points, and trace it for an example micro-batch. Collective.
+    """Split a model at some points, and trace it for an example micro-batch. Collective.
 
     Raises:
         PipelineError: on all ranks.
@@ -261,13 +262,13 @@ def pippy_forward(
 
     Args:
         forward: ``Pipeline.step``; in a world of one, any function.
-        num_chunks: the pipeline's; the batch is padded to a multiple of it, by repeating its last row.
+        num_chunks: of the pipeline; the batch is padded to a multiple of it by repeating its last row.
         gather_output: return the output on every rank.
-        *args: inputs of rank 0; the others pass nothing, or inputs of the same shapes.
+        *args: inputs of rank 0; other ranks pass nothing, or inputs of the same shapes.
         **kwargs: keyword inputs.
 
     Returns:
-        the output of the rows that were given, on the last rank or on all.
+        the output for the given rows, on the last rank or on all.
 
     Raises:
         PipelineError: on all ranks, as :meth:`Pipeline.step`.
@@ -311,8 +312,9 @@ def _batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     size = find_pippy_batch_size(args, kwargs)
     if size is None:
         raise PipelineError(
-            "no tensor with a first dimension among the inputs, so there is no batch to cut into micro-batches; rank 0 "
-            "must give the model's inputs, and prepare_pippy an example of them (example_args or example_kwargs)"
+            "the inputs contain no tensor with a first dimension, so there is no batch to split into micro-batches; "
+            "rank 0 must pass the model's inputs, and prepare_pippy needs an example of them (example_args or "
+            "example_kwargs)"
         )
     if size == 0:
         raise PipelineError("the batch has no rows; give at least one")
@@ -343,7 +345,7 @@ def _copied_from_last(output: Any) -> Any:
 
 
 def _map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
-    """Apply a function to the tensors of all structures that a trace knows."""
+    """Apply a function to the tensors of a structure, of all kinds that tracing supports."""
     mapped: T = pytree.tree_map_only(Tensor, function, tree)
     return mapped
 
@@ -353,23 +355,23 @@ def _check_model(model: nn.Module) -> None:
     _check_mode(model)
     if getattr(model, "hf_split_points", None) is not None:
         raise PipelineError(
-            f"this {type(model).__name__} is cut into stages already; build it anew to cut it again"
+            f"this {type(model).__name__} is split into stages already; build the model again to split it differently"
         )
     if getattr(model, "hf_device_map", None) is not None:
         raise PipelineError(
-            f"this {type(model).__name__} is dispatched over devices (hf_device_map); a pipeline needs the model as it "
-            "is in memory, without a device map"
+            f"this {type(model).__name__} is dispatched over devices (hf_device_map); a pipeline needs a model in "
+            "memory, without a device map"
         )
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise PipelineError(
-            f"these weights have no values yet (meta device): {listed(meta)}; load them before "
-            "cutting the model into stages"
+            f"these weights have no values yet (meta device): {listed(meta)}; load them before splitting the model "
+            "into stages"
         )
 
 
 def _autocast() -> str:
-    """What autocast does here; a trace knows the dtypes of only one of its modes."""
+    """The autocast mode on this rank, because a trace is valid for one mode only."""
     device = PartialState().device.type
     return str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else "no autocast"
 
@@ -380,8 +382,8 @@ def _require_same_model(models: Sequence[dict[str, str]]) -> None:
             here, there = models[0].get(name, "missing"), model.get(name, "missing")
             if here != there:
                 raise PipelineError(
-                    f"ranks were given different models: {name} is {here} on rank 0 and {there} on rank {rank}. Build "
-                    "the same one on all ranks"
+                    f"ranks have different models: {name} is {here} on rank 0 and {there} on rank {rank}. Build the "
+                    "same model on all ranks"
                 )
 
 
@@ -399,4 +401,4 @@ def _together(function: Callable[[], T], doing: str) -> list[T]:
 def _require_same(what: str, values: Sequence[T], shown: Callable[[T], Any] = lambda value: value) -> None:
     if any(repr(shown(value)) != repr(shown(values[0])) for value in values):
         lines = "\n".join(f"  rank {rank}: {shown(value)}" for rank, value in enumerate(values))
-        raise PipelineError(f"ranks were given different {what}:\n{lines}\nGive all ranks the same ones.")
+        raise PipelineError(f"ranks have different {what}:\n{lines}\nUse the same ones on all ranks.")

@@ -1,4 +1,4 @@
-"""Where to cut a model into stages of about equal bytes, one for each rank."""
+"""Chooses where to split a model into stages of about equal bytes, one per rank."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from accel_bigmodel.device_maps.budget import Sizes
+from accel_bigmodel.device_maps.budget import Sizes, size_in_bytes
 from accel_bigmodel.device_maps.model_outline import class_names
-from accel_bigmodel.errors import PipelineError
+from accel_bigmodel.errors import DeviceMapError, PipelineError
 from accel_bigmodel.streaming.groups import never_called
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
@@ -19,7 +19,7 @@ __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
 
 @dataclass(frozen=True)
 class _Entry:
-    """A module or tensor that stays whole; only a module that others call can begin a stage."""
+    """A module or tensor that stays whole; only a module that is called by others can begin a stage."""
 
     name: str
     size: int
@@ -32,21 +32,22 @@ def generate_device_map(
     no_split_module_classes: str | Collection[str] | None = None,
     max_memory: Sizes | None = None,
 ) -> dict[str, int]:
-    """Cut a model, in the order of its modules, into one part per process so that the largest part is smallest.
+    """Split a model, in the order of its modules, into one part per process, minimising the largest part.
 
     Repeated blocks (the children of a ``ModuleList``) stay whole where there are enough of them.
 
     Args:
         model: on any device, meta included.
         num_processes: number of parts.
-        no_split_module_classes: names of classes that stay whole; None: those that a transformers model names.
+        no_split_module_classes: names of classes whose modules stay whole; None: those that a transformers model
+            declares.
         max_memory: bytes (or ``"2GB"``) that each process may hold; None: no limit.
 
     Returns:
         the process of every module or tensor, covering the model.
 
     Raises:
-        PipelineError: there are fewer parts than processes, or a part is larger than its limit.
+        PipelineError: there are fewer parts than processes, a part is larger than its limit, or a limit is not a size.
     """
     whole = _whole_classes(model, no_split_module_classes)
     entries = _entries(model, whole, num_processes)
@@ -75,11 +76,11 @@ def check_split_points(model: nn.Module, points: Collection[str], parts: int) ->
     unknown = [point for point in points if point not in modules or not point]
     if unknown:
         raise PipelineError(
-            f"split_points names {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have; "
-            "use names from model.named_modules()"
+            f"split_points contains {', '.join(map(repr, unknown))}, which {type(model).__name__} does not have; use "
+            "names from model.named_modules()"
         )
     if len({id(modules[point]) for point in points}) < len(points):
-        raise PipelineError(f"split_points names a module twice: {list(points)}")
+        raise PipelineError(f"split_points contains a module twice: {list(points)}")
     if len(points) != parts - 1:
         raise PipelineError(
             f"{len(points)} split points make {len(points) + 1} stages, but there are {parts} processes; give "
@@ -101,8 +102,8 @@ def _entries(model: nn.Module, whole: frozenset[str], parts: int) -> list[_Entry
             return entries
     kept = f" ({', '.join(sorted(whole))} stay whole)" if whole else ""
     raise PipelineError(
-        f"{type(model).__name__} has only {places} parts with weights that a stage can be made of{kept}, but there "
-        f"are {parts} processes; start fewer"
+        f"{type(model).__name__} has only {places} parts with weights that can form a stage{kept}, but there are "
+        f"{parts} processes; start fewer processes"
     )
 
 
@@ -120,7 +121,7 @@ def _walk(
             or child._modules.keys() <= {"parametrizations"}
             or isinstance(
                 child, nn.MultiheadAttention | ParametrizationList
-            )  # do not call all that is in them once
+            )  # they do not call each of their submodules exactly once
             or (blocks_stay_whole and isinstance(module, nn.ModuleList))
         )
         if stays:
@@ -136,19 +137,19 @@ def _size(module: nn.Module) -> int:
 
 
 def _places(entries: list[_Entry]) -> list[int]:
-    """Where a stage can begin. What precedes the first place belongs to the first stage."""
+    """The entries at which a stage can begin. Entries before the first one belong to the first stage."""
     return [index for index, entry in enumerate(entries) if entry.is_step and entry.size > 0]
 
 
 def _cut(entries: list[_Entry], parts: int) -> list[int]:
-    """The entries that begin the second and later parts, found by dynamic programming over the places."""
+    """The entries that begin the second and later parts, by dynamic programming over the possible starts."""
     places = [0, *_places(entries)[1:]]
     ends = [*places[1:], len(entries)]
     sizes = [sum(entry.size for entry in entries[start:end]) for start, end in zip(places, ends, strict=True)]
     before = [0]
     for size in sizes:
         before.append(before[-1] + size)
-    # largest[i]: size of the largest part when the first i pieces are cut into as many parts as rounds are done.
+    # largest[i]: size of the largest part when the first i pieces are split into as many parts as rounds were done.
     largest: list[float] = list(before)
     choices: list[list[int]] = []
     for part in range(1, parts):
@@ -173,15 +174,18 @@ def _cut(entries: list[_Entry], parts: int) -> list[int]:
 
 
 def _check_memory(entries: list[_Entry], device_map: Mapping[str, int], max_memory: Sizes) -> None:
-    from accel_ckpt.saving.plan import convert_file_size_to_int
-
     for part in sorted(set(device_map.values())):
         size = sum(entry.size for entry in entries if device_map[entry.name] == part)
         if part not in max_memory:
-            raise PipelineError(f"max_memory says nothing of process {part}; it names {list(max_memory)}")
-        limit = convert_file_size_to_int(max_memory[part])
+            raise PipelineError(
+                f"max_memory has no entry for process {part}; its keys are {list(max_memory)}"
+            )
+        try:
+            limit = size_in_bytes(max_memory[part], f"max_memory[{part}]")
+        except DeviceMapError as error:
+            raise PipelineError(str(error)) from error
         if size > limit:
             raise PipelineError(
                 f"process {part} would hold {size} bytes, but max_memory gives it {limit}, and the model cannot be "
-                "cut more evenly; raise the limit, start more processes, or let fewer classes stay whole"
+                "split more evenly; raise the limit, start more processes, or keep fewer classes whole"
             )

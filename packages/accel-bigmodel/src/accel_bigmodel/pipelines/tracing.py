@@ -1,11 +1,11 @@
 """A model as a chain of stages, traced for inputs of one shape.
 
-torch.distributed.pipelining cuts a traced graph. What it cannot do by itself is done by ``_Flat``, a module around
-the model of which the graph is made:
+torch.distributed.pipelining splits a traced graph. ``_Flat``, a module around the model, is what is traced, and adds
+what pipelining lacks:
 
-- its inputs and outputs are plain tensors, so that any tree of inputs and outputs works;
-- the first stage passes on an alias of each input, because a later stage can only receive what a stage has made;
-- the last stage makes an alias of each output, because what an earlier stage makes is otherwise not returned.
+- its inputs and outputs are flat lists of tensors, so that any tree of inputs and outputs works;
+- the first stage passes on an alias of each input, because a later stage can only receive results of a stage;
+- the last stage makes an alias of each output, because results of an earlier stage are otherwise not returned.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without its values. Where ``cut``, its first dimension is the batch's, and ``shape`` a micro-batch's."""
+    """A tensor without its values. If ``cut``, its first dimension is the batch, and ``shape`` that of a micro-batch."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The shape of a call: what the ranks must agree on, and what a trace is made for.
+    """The shapes and constants of a call, on which ranks must agree and for which a trace is made.
 
     Attributes:
         tree: ``(args, kwargs)`` with shapes in place of the tensors; can be sent to other ranks.
@@ -51,10 +51,10 @@ class Inputs:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, num_chunks: int) -> Inputs:
-        """Describe inputs whose batch of ``rows`` rows is cut into ``num_chunks`` micro-batches.
+        """Describe inputs whose batch of ``rows`` rows is split into ``num_chunks`` micro-batches.
 
         Raises:
-            PipelineError: an input is neither a dense tensor nor plain data.
+            PipelineError: an input is neither a dense tensor nor a plain value.
         """
         leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
         described: list[Any] = []
@@ -62,8 +62,8 @@ class Inputs:
             if isinstance(leaf, Tensor):
                 if leaf.layout is not torch.strided or leaf.is_nested:
                     raise PipelineError(
-                        f"the input{_at(path)} is {'nested' if leaf.is_nested else 'sparse'}, which cannot be cut into "
-                        "micro-batches: give a dense tensor"
+                        f"the input{_at(path)} is {'nested' if leaf.is_nested else 'sparse'}, which cannot be split "
+                        "into micro-batches: give a dense tensor"
                     )
                 cut = leaf.dim() > 0 and leaf.shape[0] == rows
                 shape = (rows // num_chunks, *leaf.shape[1:]) if cut else tuple(leaf.shape)
@@ -73,14 +73,14 @@ class Inputs:
             else:
                 hint = _hint(leaf, "give tensors, plain numbers and strings, and trees of them")
                 raise PipelineError(
-                    f"the input{_at(path)} is of type {type(leaf).__name__}, which cannot be cut into micro-batches: "
-                    f"{hint}"
+                    f"the input{_at(path)} is of type {type(leaf).__name__}, which cannot be split into "
+                    f"micro-batches: {hint}"
                 )
         return cls(pytree.tree_unflatten(described, spec))
 
     @property
     def key(self) -> str:
-        """Text that is equal for equal shapes, with the types of constants: ``1`` is not ``True``."""
+        """Text that is equal for equal shapes and constants, including the types of constants: ``1`` is not ``True``."""
         return repr(self.tree)
 
     def flatten(self) -> tuple[list[Any], pytree.TreeSpec]:
@@ -94,7 +94,7 @@ def _at(path: Any) -> str:
 
 def _hint(leaf: Any, otherwise: str) -> str:
     if is_dataclass(leaf):
-        return f"let torch look into it, by torch.export.register_dataclass({type(leaf).__name__})"
+        return f"register it with torch.export.register_dataclass({type(leaf).__name__})"
     return otherwise
 
 
@@ -103,9 +103,9 @@ class _Flat(nn.Module):
 
     Args:
         model: the model.
-        inputs: what it is called with.
-        record: called with the paths and leaves of the output, and its structure, because torch undoes whatever
-            tracing changes in a module.
+        inputs: the shapes and constants of its inputs.
+        record: called with the paths, leaves and structure of the output, because torch reverts all changes that
+            tracing makes to a module.
     """
 
     def __init__(self, model: nn.Module, inputs: Inputs, record: Callable[[_Output], None]) -> None:
@@ -118,7 +118,7 @@ class _Flat(nn.Module):
         given = iter([torch.ops.aten.alias.default(tensor) for tensor in tensors])
         leaves = [next(given) if isinstance(leaf, _Shape) else leaf for leaf in self._leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        # Not by calling the model: its own hooks of PyTorch run around the pipeline, on the whole batch.
+        # Calls forward, not the model: the model's own PyTorch hooks run around the pipeline, on the whole batch.
         found, spec = pytree.tree_flatten_with_path(self.model.forward(*args, **kwargs))
         for path, leaf in found:
             if not isinstance(leaf, (Tensor, *_PLAIN)):
@@ -128,38 +128,38 @@ class _Flat(nn.Module):
                     else _hint(leaf, "return tensors")
                 )
                 raise PipelineError(
-                    f"the output{_at(path)} of {type(self.model).__name__} is of type {type(leaf).__name__}, "
-                    f"which cannot be put together from micro-batches: {hint}"
+                    f"the output{_at(path)} of {type(self.model).__name__} is of type {type(leaf).__name__}, which "
+                    f"cannot be merged from micro-batches: {hint}"
                 )
         self._record((found, spec))
         return tuple(torch.ops.aten.alias.default(leaf) for _, leaf in found if isinstance(leaf, Tensor))
 
 
 class _Schedule(ScheduleGPipe):
-    """Returns micro-batches as they are: torch's own merge fails for outputs without dimensions."""
+    """Returns micro-batches unmerged, because torch's own merge fails for outputs without dimensions."""
 
     def _merge_outputs(self, output_chunks: list[Any]) -> list[Any]:
         return list(output_chunks)
 
 
 class Program:
-    """The stages of a model for inputs of one shape, of which this rank runs one.
+    """The stages of a model for inputs of one shape; this rank runs one of them.
 
     Args:
-        model: in memory as a whole on every rank; it stays as it is.
+        model: completely in memory on every rank; not changed.
         forward: the model's own forward.
-        inputs: the shape of a call.
+        inputs: the shapes and constants of a call.
         split_points: names of the modules that begin the second and later stages.
         num_chunks: number of micro-batches.
         stage: number of the stage that this rank runs.
         device: where it runs.
 
     Attributes:
-        weights: what this rank's stage uses of the model, for :func:`are_still_those_of`.
+        weights: the model's tensors that this rank's stage uses, for :func:`are_still_those_of`.
 
     Raises:
-        PipelineError: the model cannot be traced, or has another number of stages than one more than split points, or
-            an output that cannot be put together from micro-batches.
+        PipelineError: the model cannot be traced, the number of stages is not one more than that of split points, or an
+            output cannot be merged from micro-batches.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Program:
         pipe = _trace(flat, forward, shapes, split_points)
         if pipe.num_stages != len(split_points) + 1:
             raise PipelineError(
-                f"the split points {list(split_points)} cut {type(model).__name__} into {pipe.num_stages} stages "
+                f"the split points {list(split_points)} split {type(model).__name__} into {pipe.num_stages} stages "
                 f"instead of {len(split_points) + 1}: each must be a module that a call with these inputs runs "
                 "exactly once, by calling the module, after the ones before it"
             )
@@ -195,7 +195,7 @@ class Program:
         self._failure: Exception | None = None
         self._go_on_after_failure(module, device)
         self._stage = pipe.build_stage(stage, device)
-        # Inputs that are not cut go to every micro-batch as they are. torch's annotation leaves that kind out.
+        # Inputs that are not split go to every micro-batch unchanged. torch's annotation does not include that type.
         specs: Any = tuple(
             TensorChunkSpec.from_tuple((0,))[0] if shapes[index].cut else _Replicate() for index in self._used
         )
@@ -214,7 +214,7 @@ class Program:
             the model's output on the last rank, None on the others.
 
         Raises:
-            Exception: this rank's stage failed; it has sent zeros instead, so that no other rank waits for it.
+            Exception: this rank's stage failed; it sent zeros instead, so that no other rank waits for it.
         """
         self._failure = None
         tensors: list[Tensor] = []
@@ -223,14 +223,14 @@ class Program:
             tensors = [given[index] for index in self._used]
         with torch.no_grad():
             chunks = self._schedule.step(*tensors)
-            self._stage.clear_runtime_states()  # it would keep the activations until the next call
+            self._stage.clear_runtime_states()  # otherwise activations are kept until the next call
             failure, self._failure = self._failure, None
             if failure is not None:
                 raise failure
             return self._merged(chunks) if self._stage.is_last else None
 
     def _go_on_after_failure(self, module: nn.Module, device: torch.device) -> None:
-        """Let a stage that fails take part until the end of the call: the next one waits for what it sends."""
+        """Make a failed stage take part until the end of the call, because the next stage waits for its output."""
         assert isinstance(module, fx.GraphModule)
         forward, (output,) = module.forward, module.graph.output_node().args
 
@@ -242,7 +242,7 @@ class Program:
             if self._failure is None:
                 try:
                     return forward(*tensors)
-                except Exception as error:  # raised when the call ends
+                except Exception as error:  # raised at the end of the call
                     self._failure = error
             return fx.node.map_arg(output, zeros)
 
@@ -250,7 +250,7 @@ class Program:
 
     def _merged(self, chunks: list[Any]) -> Any:
         flat = [list(chunk) if isinstance(chunk, tuple | list) else [chunk] for chunk in chunks]
-        # A new tensor even from one chunk: an output may be a buffer that the next call receives into.
+        # A new tensor even for one chunk, because an output may be a buffer that the next call receives into.
         merged = iter([_joined([chunk[index] for chunk in flat]) for index in self._order])
         leaves = [next(merged) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         return pytree.tree_unflatten(leaves, self._spec)
@@ -269,7 +269,7 @@ def _trace(
     marks = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
     touched = [flat.model, *(flat.model.get_submodule(point) for point in split_points)]
     with _restored(touched), warnings.catch_warnings(), torch.no_grad():
-        # torch copies its own tree specs, and warns of how it does so.
+        # torch warns about copies of tree specs that it makes itself.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         flat.model.forward = forward
         try:
@@ -282,15 +282,15 @@ def _trace(
             given = ", ".join(f"{shape.shape}{' (cut)' if shape.cut else ''}" for shape in shapes)
             raise PipelineError(
                 f"{type(flat.model).__name__} cannot be traced for inputs of the shapes {given}: "
-                f"{type(cause).__name__}: {reason.strip()}. Tensors whose first dimension is the batch size are cut. A "
-                "pipeline needs a forward whose control flow does not depend on values; for a model that has one, use "
-                "a device map (dispatch_model)"
+                f"{type(cause).__name__}: {reason.strip()}. Tensors whose first dimension is the batch size are "
+                "split. A pipeline needs a forward whose control flow does not depend on values; for other models "
+                "use a device map (dispatch_model)"
             ) from cause
 
 
 @contextmanager
 def _restored(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Give modules back their own ``forward``: marking a split point replaces it for good."""
+    """Restore the ``forward`` of modules, which marking a split point replaces permanently."""
     before = [module.__dict__.get("forward") for module in modules]
     try:
         yield
@@ -312,9 +312,9 @@ def _check_outputs(found: Sequence[tuple[Any, Any]], shapes: Sequence[_Shape], n
     for path, leaf in tensors:
         if leaf.dim() == 0 or leaf.shape[0] != rows:
             raise PipelineError(
-                f"the output{_at(path)} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} rows, "
-                "so it cannot be put together from micro-batches: its first dimension must be the batch's. Let the "
-                "model not return it (no labels, for a loss), or use num_chunks=1"
+                f"the output{_at(path)} has the shape {tuple(leaf.shape)} for a micro-batch of {rows} rows, so it "
+                "cannot be merged from micro-batches: its first dimension must be the batch. Do not return it from "
+                "the model (for a loss, pass no labels), or use num_chunks=1"
             )
 
 
@@ -324,7 +324,7 @@ def _first_stage(pipe: Pipe) -> fx.Node:
 
 
 def _order_of_outputs(pipe: Pipe) -> list[int]:
-    """For each output of the model, which output of the last stage it is."""
+    """For each output of the model, the index of the last stage's output."""
     (nodes,) = next(node for node in pipe.split_gm.graph.nodes if node.op == "output").args
     return [0 if node.op == "call_module" else node.args[1] for node in nodes]
 
@@ -333,20 +333,20 @@ Weights = dict[str, tuple[Tensor, tuple[Any, ...]]]
 
 
 def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> Weights:
-    """Let a stage's weights be those of the model, or copies on its device.
+    """Make a stage use the weights of the model, or copies on its device.
 
-    Building a stage moves the parameters that it shares with the model, and tracing has copied those that several
-    stages use: both would leave a model that cannot be traced for another shape.
+    Building a stage moves the parameters that it shares with the model, and tracing copies those that several stages
+    use: either would leave a model that cannot be traced for another shape.
 
     Returns:
-        the parameters and buffers of the model that the stage uses, and what tells that they are still these.
+        the parameters and buffers of the model that the stage uses, with facts to detect that they were replaced.
     """
     original = dict(model.named_parameters(remove_duplicate=False))
     placed: dict[int, nn.Parameter] = {}
     for name, _ in list(stage.named_parameters(remove_duplicate=False)):
         weight = original[name.removeprefix("model.")]
         if id(weight) not in placed:
-            # torch chooses kernels by requires_grad, even where no gradient is computed.
+            # torch chooses kernels by requires_grad, even if no gradient is computed.
             placed[id(weight)] = nn.Parameter(weight.detach().to(device), weight.requires_grad)
         parent, _, leaf = name.rpartition(".")
         stage.get_submodule(parent)._parameters[leaf] = placed[id(weight)]
@@ -357,7 +357,7 @@ def _share_weights(stage: nn.Module, model: nn.Module, device: torch.device) -> 
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Its parameters and buffers, by all their names."""
+    """The parameters and buffers of a model, by all their names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -365,7 +365,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def are_still_those_of(model: nn.Module, weights: Weights, device: torch.device) -> bool:
-    """Whether nobody has given the model other parameters and buffers in place of these, which a stage uses."""
+    """Whether the model still has these parameters and buffers, which a stage uses."""
     now = tensors_of(model)
     return all(
         name in now and _identity(now[name], device) == identity for name, (_, identity) in weights.items()
@@ -373,16 +373,16 @@ def are_still_those_of(model: nn.Module, weights: Weights, device: torch.device)
 
 
 def _identity(tensor: Tensor, device: torch.device) -> tuple[Any, ...]:
-    # A stage on another device has copies, which changes in place do not reach.
+    # A stage on another device has copies, which in-place changes do not reach.
     is_copied = tensor.device != device and not tensor.is_inference()
     version = tensor._version if is_copied else None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.device, version
 
 
 def _exchange_contiguous_tensors(stage: nn.Module) -> None:
-    """Send and receive contiguous tensors of the traced dtype.
+    """Make a stage send and receive contiguous tensors of the traced dtype.
 
-    Process groups can send no others, and what is received has the strides and the dtype of the trace.
+    Process groups can send only these, and receive buffers have the strides and the dtype of the trace.
     """
     assert isinstance(stage, fx.GraphModule)
     graph = stage.graph
@@ -402,10 +402,10 @@ def _exchange_contiguous_tensors(stage: nn.Module) -> None:
 
 
 def _receive_in_the_order_of_sending(pipe: Pipe, stage: int) -> None:
-    """Order the inputs of a stage by the stage that they come from, and by their place among its outputs.
+    """Order the inputs of a stage by the stage that sends them, and by their position among its outputs.
 
-    Tensors between two ranks are told apart by their order alone. A stage sends in the order of its outputs, but torch
-    lets the next ones receive in the order in which they use them, which can be another.
+    Tensors between two ranks are identified only by their order. A stage sends in the order of its outputs, but torch
+    makes the next stages receive in the order of use, which can differ.
     """
     calls = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
 
@@ -413,10 +413,10 @@ def _receive_in_the_order_of_sending(pipe: Pipe, stage: int) -> None:
         source, index = (node, 0) if node.op == "call_module" else node.args
         return calls.index(source), index
 
-    for call in calls:  # torch counts outputs by their users
+    for call in calls:  # torch numbers outputs by their users
         indices = [user.args[1] for user in call.users if user.op == "call_function"]
         assert indices == list(range(len(indices))), indices
-    if stage == 0:  # its inputs are the model's
+    if stage == 0:  # its inputs are those of the model
         return
     module = pipe.get_stage_module(stage)
     assert isinstance(module, fx.GraphModule)

@@ -1,1 +1,1 @@
-"""Models with quantised weights: what is asked for, what runs where, the engines, and the loading."""
+"""Models with quantised weights: configuration, supported devices, engines, and loading."""

@@ -1,4 +1,4 @@
-"""Layers whose weights are tensors of torchao."""
+"""Linear layers whose weights are quantised by torchao."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 from accel_bigmodel.quantization.config import TorchAoQuantizationConfig
 from accel_bigmodel.quantization.engine import Pieces
 
-__all__ = ["QuantizationEngine", "TorchAoLinear"]
+__all__ = ["TorchAoEngine", "TorchAoLinear"]
 
 _PREFIX = "weight."
-_PACKED_OUTPUTS = 16  # that torch's kernel for the CPU packs together
+_PACKED_OUTPUTS = 16  # packed together by torch's CPU kernel
 
 
 class TorchAoLinear(nn.Linear):
-    """A linear layer whose ``weight`` is a tensor of torchao.
+    """A linear layer whose ``weight`` is a tensor subclass of torchao.
 
-    Its state dict holds the plain tensors that the weight is made of, as ``weight.<part>``, so that safetensors can
-    save them; states that hold the weight whole are loaded as well.
+    Its state dict holds the plain tensors inside the weight, as ``weight.<part>``, so that safetensors can save them;
+    state dicts that hold the weight itself are loaded as well.
     """
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -42,29 +42,29 @@ class TorchAoLinear(nn.Linear):
 
 
 def parts_of(weight: Any) -> dict[str, torch.Tensor]:
-    """The plain tensors that a tensor of torchao is made of."""
+    """The plain tensors inside a torchao tensor."""
     names, _ = weight.__tensor_flatten__()
     return {name: getattr(weight, name) for name in names}
 
 
 def rebuilt(like: Any, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor of torchao like another one, made of other plain tensors."""
+    """A torchao tensor like another one, with other plain tensors inside."""
     _, attributes = like.__tensor_flatten__()
     made: torch.Tensor = type(like).__tensor_unflatten__(dict(parts), attributes, like.shape, like.stride())
     return made
 
 
-class QuantizationEngine:
-    """torchao, set up for one configuration."""
+class TorchAoEngine:
+    """Quantises with torchao, for one configuration."""
 
     def __init__(self, config: TorchAoQuantizationConfig) -> None:
         self.config = config
         self.flags: Mapping[str, Any] = {"quantization_method": "torchao"}
-        # Layers of one size are made of parts of the same sizes.
+        # Layers of one size have parts of the same sizes.
         self._expected: dict[torch.Size, dict[str, tuple[torch.Size | None, torch.dtype]]] = {}
 
     def why_not(self, layer: nn.Linear, device: torch.device) -> str | None:
-        """What torchao would leave as it is without a word, or fail on."""
+        """Layers that torchao would skip silently, or fail on."""
         if self.config.weights != "int4":
             return None
         if device.type == "cuda" and self.config.dtype != torch.bfloat16:
@@ -72,9 +72,11 @@ class QuantizationEngine:
                 f"would be computed in {self.config.dtype}; torchao's int4 on CUDA computes in bfloat16 only"
             )
         if layer.in_features % self.config.group_size:
-            return f"has {layer.in_features} inputs, which groups of {self.config.group_size} do not divide"
+            return (
+                f"has {layer.in_features} inputs, not a multiple of the group size {self.config.group_size}"
+            )
         if device.type == "cpu" and layer.out_features % _PACKED_OUTPUTS:
-            return f"has {layer.out_features} outputs, which the kernel's {_PACKED_OUTPUTS} do not divide"
+            return f"has {layer.out_features} outputs, not a multiple of the CPU kernel's {_PACKED_OUTPUTS}"
         return None
 
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> nn.Module:
@@ -87,7 +89,7 @@ class QuantizationEngine:
     def expected_pieces(
         self, layer: nn.Linear, device: torch.device
     ) -> dict[str, tuple[torch.Size | None, torch.dtype]]:
-        """What this version of torchao makes of a weight of this size."""
+        """The tensors that this version of torchao makes for a weight of this size."""
         shape = torch.Size((layer.out_features, layer.in_features))
         if shape not in self._expected:
             parts = parts_of(self._like(layer, device))
@@ -97,7 +99,7 @@ class QuantizationEngine:
         return self._expected[shape]
 
     def restore(self, layer: nn.Linear, pieces: Pieces, device: torch.device) -> nn.Module:
-        """A linear layer with the weights that were saved, described as torchao describes new ones of this size."""
+        """A linear layer with saved weights; their metadata is that of a new weight of this size."""
         parts = {name.removeprefix(_PREFIX): value.to(device, copy=True) for name, value in pieces.items()}
         return self._layer(layer, rebuilt(self._like(layer, device), parts))
 
@@ -107,7 +109,7 @@ class QuantizationEngine:
         return weight.detach()  # type: ignore[no-any-return]
 
     def _recipe(self, device: torch.device) -> Any:
-        """What `quantize_` is to do; settings of the compiler, which are the whole process's, are left alone."""
+        """The configuration for `quantize_`; it does not change the compiler's process-wide settings."""
         if self.config.weights == "int8":
             return torchao.Int8WeightOnlyConfig(set_inductor_config=False)
         if self.config.weights == "float8":
@@ -116,7 +118,7 @@ class QuantizationEngine:
             from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
 
             return PrototypeInt4WeightOnlyConfig(group_size=self.config.group_size, set_inductor_config=False)
-        # The layout of the kernel that comes with torch; torchao's default one needs a further package.
+        # The layout of torch's own kernel; torchao's default layout needs another package.
         return torchao.Int4WeightOnlyConfig(
             group_size=self.config.group_size,
             int4_packing_format="tile_packed_to_4d",

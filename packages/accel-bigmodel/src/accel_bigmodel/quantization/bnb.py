@@ -1,4 +1,4 @@
-"""Layers of bitsandbytes, in 8 and in 4 bits."""
+"""Linear layers of bitsandbytes in 8 and 4 bits."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from accel_bigmodel.quantization.config import BnbQuantizationConfig
 from accel_bigmodel.quantization.engine import Pieces
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["Linear4bit", "QuantizationEngine"]
+__all__ = ["BitsAndBytesEngine", "Linear4bit"]
 
-_BLOCK = 64  # weights that share a scale
-_NESTED_BLOCK = 256  # scales that share a scale
+_BLOCK = 64  # weights per scale
+_NESTED_BLOCK = 256  # scales per nested scale
 
-# What the layout for AVX512-BF16 asks of a layer.
+# The layout for AVX512-BF16 requires multiples of these.
 _PACKED_OUTPUTS, _PACKED_INPUTS = 32, 64
 
 
 class Linear4bit(bnb.Linear4bit):  # type: ignore[misc] # bitsandbytes is not there for type checkers
-    """bitsandbytes' layer that does not give away rounded scales."""
+    """bitsandbytes' layer, which refuses to save rounded scales."""
 
     def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        # bitsandbytes 0.50.2 would undo the layout here, with the scales in bfloat16 and in another order.
+        # bitsandbytes 0.50.2 would undo the layout here, with the scales rounded to bfloat16 and in another order.
         if getattr(self.weight.quant_state, "packing_format_for_cpu", False):
             raise QuantizationError(
-                "this model was laid out anew for the CPU by its first forward (bnb_4bit_cpu_packing=True), which "
-                "rounds; save it before, or load it without"
+                "the first forward repacked the weights of this model for the CPU (bnb_4bit_cpu_packing=True), which "
+                "rounds the scales; save the model before its first forward, or load it without bnb_4bit_cpu_packing"
             )
         super()._save_to_state_dict(*args, **kwargs)
 
 
-class QuantizationEngine:
-    """bitsandbytes, set up for one configuration."""
+class BitsAndBytesEngine:
+    """Quantises with bitsandbytes, for one configuration."""
 
     def __init__(self, config: BnbQuantizationConfig) -> None:
         self.config = config
@@ -49,15 +49,15 @@ class QuantizationEngine:
         }
 
     def why_not(self, layer: nn.Linear, device: torch.device) -> str | None:
-        """Two weights of 4 bits share a byte."""
+        """Refuse odd numbers of 4-bit weights, because two share a byte."""
         if self.config.load_in_4bit and layer.in_features * layer.out_features % 2:
-            return "has an odd number of weights; bitsandbytes keeps two in a byte"
+            return "has an odd number of weights, but bitsandbytes stores two in a byte"
         return None
 
     def quantize(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> nn.Module:
         """A layer of bitsandbytes with these weights, quantised on ``device``."""
         if self.config.load_in_8bit:
-            weight = weight.cpu()  # it quantises only what comes from there
+            weight = weight.cpu()  # it quantises only weights that are moved from the CPU
         new: nn.Module = self.unquantized(layer, weight)
         new.weight = new.weight.to(device)
         return new
@@ -81,7 +81,7 @@ class QuantizationEngine:
     def expected_pieces(
         self, layer: nn.Linear, device: torch.device
     ) -> dict[str, tuple[torch.Size | None, torch.dtype]]:
-        """Those of `Linear8bitLt` and `Linear4bit` in bitsandbytes, as they save themselves."""
+        """The entries of the state dicts of bitsandbytes' `Linear8bitLt` and `Linear4bit`."""
         shape = torch.Size((layer.out_features, layer.in_features))
         if self.config.load_in_8bit:
             return {
@@ -103,12 +103,14 @@ class QuantizationEngine:
         return expected
 
     def restore(self, layer: nn.Linear, pieces: Pieces, device: torch.device) -> nn.Module:
-        """A layer of bitsandbytes as it was saved."""
+        """A layer of bitsandbytes from its saved tensors."""
         new: nn.Module = self._without_weight(layer)
         if self.config.load_in_8bit:
             if (order := int(pieces["weight_format"])) != 0:
-                raise QuantizationError(f"weight_format is {order}; bitsandbytes reads 0 only, rows in order")
-            # Copies: the engine's kernels know nothing of mapped files that are read-only to them.
+                raise QuantizationError(
+                    f"weight_format is {order}; bitsandbytes reads only 0, row-major order"
+                )
+            # Copies, because the engine's kernels do not support mapped files.
             weight, scale = (pieces[name].to(device, copy=True) for name in ("weight", "SCB"))
             new.weight = bnb.Int8Params(
                 weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scale
@@ -127,7 +129,7 @@ class QuantizationEngine:
         return f"weight.quant_state.bitsandbytes__{self.config.bnb_4bit_quant_type}"
 
     def _check_description(self, layer: nn.Linear, text: torch.Tensor) -> None:
-        """Refuse what would let the engine read past the end of the weights."""
+        """Refuse metadata with which the engine would read past the end of the weights."""
         try:
             found = json.loads(bytes(as_bytes(text.cpu().contiguous())))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""What a quantised model should be: one class per engine."""
+"""Configurations of quantised models, one class per engine."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _SHORT = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class BnbQuantizationConfig:
-    """Linear layers in 8 or 4 bits, by bitsandbytes.
+    """Quantise linear layers to 8 or 4 bits with bitsandbytes.
 
-    Of the first two switches, exactly one must be on. Names, order and defaults are Accelerate's.
+    Exactly one of ``load_in_8bit`` and ``load_in_4bit`` must be on. Names, order and defaults are Accelerate's.
 
     Args:
         load_in_8bit: 8 bits per weight, one scale per row.
-        llm_int8_threshold: with 8 bits: columns of the input that hold a larger magnitude are computed in 16 bits.
+        llm_int8_threshold: with 8 bits: input columns that contain a larger magnitude are computed in 16 bits.
         load_in_4bit: 4 bits per weight, one scale per 64 weights.
-        bnb_4bit_quant_type: with 4 bits, the values that the codes stand for: ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: with 4 bits: the scales are quantised too.
-        bnb_4bit_compute_dtype: with 4 bits, what is computed in: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
-        torch_dtype: of what is not quantised, and what weights are converted to before they are; by default float16
-            with 8 bits and the compute dtype with 4 bits.
-        skip_modules: names of modules that are not quantised, whole or a part between dots. By default those of
-            `get_keys_to_not_convert`. A weight with several names is never quantised.
+        bnb_4bit_quant_type: with 4 bits: the data type, ``"fp4"`` or ``"nf4"``.
+        bnb_4bit_use_double_quant: with 4 bits: quantise the scales too.
+        bnb_4bit_compute_dtype: with 4 bits: the dtype of computation: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
+        torch_dtype: dtype of tensors that are not quantised, and to which weights are converted before quantisation; by
+            default float16 with 8 bits and the compute dtype with 4 bits.
+        skip_modules: names of modules that are not quantised: a full name, or a part of one between dots. By default
+            those of `get_keys_to_not_convert`. A weight with several names is never quantised.
         keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
             transformers lists for the model's class, such as ``wo`` of T5.
-        bnb_4bit_cpu_packing: with 4 bits, on processors with AVX512-BF16: let bitsandbytes lay the weights out anew
-            before the first forward in evaluation. Measured on 2048 by 2048: one row 25 times as fast, 256 rows 4 times
-            as slow. The scales are rounded to bfloat16 then, so ``state_dict()`` refuses afterwards. Only layers whose
-            outputs are a multiple of 32 and inputs of 64.
+        bnb_4bit_cpu_packing: with 4 bits, on processors with AVX512-BF16: let bitsandbytes repack the weights before
+            the first forward in evaluation mode. Measured on 2048 by 2048: one row 25 times as fast, 256 rows 4 times
+            as slow. Repacking rounds the scales to bfloat16, so ``state_dict()`` raises afterwards. Only for layers
+            whose outputs are a multiple of 32 and inputs of 64.
 
     Raises:
-        QuantizationError: a value that is not one of these, or switches that contradict each other.
+        QuantizationError: an invalid value, or options that contradict each other.
     """
 
     load_in_8bit: bool = False
@@ -60,7 +60,7 @@ class BnbQuantizationConfig:
     engine: ClassVar[str] = "bitsandbytes"
 
     def __post_init__(self) -> None:
-        """Check, and turn names of dtypes into dtypes."""
+        """Check the values, and convert names of dtypes to dtypes."""
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant", "bnb_4bit_cpu_packing"):
             _require(self, name, bool, "True or False")
         if self.load_in_8bit == self.load_in_4bit:
@@ -81,13 +81,13 @@ class BnbQuantizationConfig:
         wanted = self.torch_dtype or (torch.float16 if self.load_in_8bit else compute)
         object.__setattr__(self, "torch_dtype", _dtype_of(self, "torch_dtype", wanted))
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
-            warnings.warn("llm_int8_threshold has no meaning with load_in_4bit; leave it out", stacklevel=3)
+            warnings.warn("llm_int8_threshold has no effect with load_in_4bit; leave it out", stacklevel=3)
         if self.load_in_8bit and self.bnb_4bit_cpu_packing:
-            raise QuantizationError("bnb_4bit_cpu_packing has no meaning with load_in_8bit; leave it out")
+            raise QuantizationError("bnb_4bit_cpu_packing has no effect with load_in_8bit; leave it out")
 
     @property
     def format(self) -> str:
-        """The row of the table of what runs where."""
+        """The row of the support table."""
         return "bitsandbytes int8" if self.load_in_8bit else f"bitsandbytes {self.bnb_4bit_quant_type}"
 
     @property
@@ -97,12 +97,12 @@ class BnbQuantizationConfig:
 
     @property
     def stored_as(self) -> str:
-        """The name of an integer type of the size of a quantised weight."""
+        """The name of an integer type with the size of a quantised weight."""
         return "int8" if self.load_in_8bit else "int4"
 
     @property
     def overhead(self) -> float:
-        """Bytes of scales per byte of quantised weights, but for scales per row."""
+        """Bytes of scales per byte of quantised weights; scales per row are not counted."""
         if self.load_in_8bit:
             return 0.0
         scale = 1 + 4 / 256 if self.bnb_4bit_use_double_quant else 4
@@ -111,20 +111,20 @@ class BnbQuantizationConfig:
 
 @dataclass(frozen=True)
 class TorchAoQuantizationConfig:
-    """Linear layers whose weights alone are quantised, by torchao; what goes through them keeps its dtype.
+    """Quantise the weights of linear layers with torchao; activations keep their dtype.
 
     Args:
         weights: ``"int8"`` or ``"float8"`` (e4m3): one scale per row; ``"int4"``: scale and zero point per group.
-        group_size: with ``"int4"``: how many weights of a row share a scale: 32, 64 or 128.
-        torch_dtype: of what is not quantised and of what is computed, and what weights are converted to before they
-            are quantised: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
-        skip_modules: names of modules that are not quantised, whole or a part between dots. By default those of
-            `get_keys_to_not_convert`. A weight with several names is never quantised.
+        group_size: with ``"int4"``: weights of a row per scale: 32, 64 or 128.
+        torch_dtype: dtype of computation and of tensors that are not quantised, and to which weights are converted
+            before quantisation: ``"fp32"``, ``"fp16"``, ``"bf16"``, or a dtype.
+        skip_modules: names of modules that are not quantised: a full name, or a part of one between dots. By default
+            those of `get_keys_to_not_convert`. A weight with several names is never quantised.
         keep_in_fp32_modules: names of modules that are not quantised and stay in float32. By default those that
             transformers lists for the model's class, such as ``wo`` of T5.
 
     Raises:
-        QuantizationError: a value that is not one of these.
+        QuantizationError: an invalid value.
     """
 
     weights: str
@@ -137,19 +137,19 @@ class TorchAoQuantizationConfig:
     engine: ClassVar[str] = "torchao"
 
     def __post_init__(self) -> None:
-        """Check, and turn the name of a dtype into the dtype."""
+        """Check the values, and convert the name of a dtype to the dtype."""
         if self.weights not in ("int8", "int4", "float8"):
             raise QuantizationError(f"weights is {self.weights!r}; give 'int8', 'int4' or 'float8'")
         if self.group_size not in (32, 64, 128):
             raise QuantizationError(f"group_size is {self.group_size!r}; give 32, 64 or 128")
         if self.weights != "int4" and self.group_size != 128:
-            raise QuantizationError(f"group_size has no meaning with {self.weights!r} weights; leave it out")
+            raise QuantizationError(f"group_size has no effect with {self.weights!r} weights; leave it out")
         _check_names(self)
         object.__setattr__(self, "torch_dtype", _dtype_of(self, "torch_dtype", self.torch_dtype))
 
     @property
     def format(self) -> str:
-        """The row of the table of what runs where."""
+        """The row of the support table."""
         return f"torchao {self.weights}"
 
     @property
@@ -159,12 +159,12 @@ class TorchAoQuantizationConfig:
 
     @property
     def stored_as(self) -> str:
-        """The name of an integer type of the size of a quantised weight."""
+        """The name of an integer type with the size of a quantised weight."""
         return "int4" if self.weights == "int4" else "int8"
 
     @property
     def overhead(self) -> float:
-        """Bytes of scales and zero points per byte of quantised weights, but for scales per row."""
+        """Bytes of scales and zero points per byte of quantised weights; scales per row are not counted."""
         return 2 * self.dtype.itemsize / (self.group_size / 2) if self.weights == "int4" else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Loading a model with quantised weights: each weight is quantised as it is read."""
+"""Loading a model with quantised weights: each weight is quantised when it is read."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ from torch import nn
 from accel_bigmodel.device_maps.budget import Sizes
 from accel_bigmodel.dispatch import dispatch_model, undispatch
 from accel_bigmodel.errors import OffloadError
+from accel_bigmodel.offload_cache import check_folder
 from accel_bigmodel.quantization.config import QuantizationConfig
+from accel_bigmodel.quantization.device_map import (
+    Device,
+    PartDevices,
+    check_sizes,
+    get_quantized_model_device_map,
+)
 from accel_bigmodel.quantization.engine import Engine, quantization_engine
 from accel_bigmodel.quantization.packed import PackedWeights
-from accel_bigmodel.quantization.places import Device, Places, check_sizes, get_quantized_model_device_map
 from accel_bigmodel.quantization.selection import (
-    Layer,
+    SelectedLayer,
     is_named,
     kept_in_float32,
     select_layers,
@@ -34,7 +40,7 @@ __all__ = ["load_and_quantize_model"]
 
 Model = TypeVar("Model", bound=nn.Module)
 
-# Bytes of full weights after which what quantising them took is given back.
+# Bytes of unquantised weights after which freed memory is returned to the system.
 _TRIM = 1 << 25
 
 
@@ -52,60 +58,61 @@ def load_and_quantize_model(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Model:
-    """Quantise the linear layers of a model, with the weights of a checkpoint or those that the model has.
+    """Quantise the linear layers of a model, with the weights of a checkpoint or its own.
 
-    A weight at a time is read, quantised and put on its device, so that of a model built under
-    ``init_empty_weights`` no more than one layer is ever in memory in full precision. Layers that are quantised become
-    layers of the engine, whose weights do not train. What was saved from a quantised model is read as it is.
+    One weight at a time is read, quantised and put on its device, so that at most one layer of a model built under
+    ``init_empty_weights`` is in memory in full precision. Quantised layers become layers of the engine, whose weights
+    cannot be trained. Checkpoints saved from a quantised model are loaded as they are.
 
     Args:
-        model: changed in place. Its weights may be on the meta device if there is a checkpoint.
+        model: changed in place. Its weights may be on the meta device if a checkpoint is given.
         bnb_quantization_config: what to quantise, and how: a `BnbQuantizationConfig` or `TorchAoQuantizationConfig`.
         weights_location: a file, an index, a folder, or a repository ``org/name`` of a hub. ``None``: the model's own
             weights are quantised.
-        device_map: where parts of the model go: a map, a device for all of it, or a word such as ``"auto"``. By default
-            all of it goes to the accelerator, or to the CPU if there is none.
-        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
-        max_memory: bytes by device, for a map that is inferred.
-        offload_folder: for modules that are not quantised and that the map puts on ``"disk"``, if the checkpoint does
-            not hold them in the dtype that they get.
-        offload_state_dict: accepted as Accelerate does; there is nothing to offload, because weights are read one
-            at a time.
-        strict: what of missing, unexpected and mismatched names is an error: see ``load_checkpoint_in_model``.
+        device_map: devices of the parts of the model: a map, one device for all of it, or a word such as ``"auto"``. By
+            default all of it goes to the accelerator, or to the CPU if there is none.
+        no_split_module_classes: classes whose modules stay whole, for an inferred map.
+        max_memory: bytes by device, for an inferred map.
+        offload_folder: for unquantised modules on ``"disk"``, if the checkpoint does not hold them in the required
+            dtype.
+        offload_state_dict: accepted for compatibility with Accelerate; no effect, because weights are read one at a
+            time.
+        strict: which missing, unexpected and mismatched names are errors: see ``load_checkpoint_in_model``.
         revision: of a repository: branch, tag or commit.
-        token: for a private repository; by default the one that was logged in with.
+        token: for a private repository; by default the token of the login.
 
     Returns:
-        The model, with ``hf_device_map``, ``quantization_method`` and, of bitsandbytes, ``is_loaded_in_8bit`` and
-        ``is_loaded_in_4bit``. ``is_quantized`` is not set: who sets it, in transformers, also sets ``hf_quantizer``.
+        The model, with ``hf_device_map``, ``quantization_method`` and, for bitsandbytes, ``is_loaded_in_8bit`` and
+        ``is_loaded_in_4bit``. ``is_quantized`` is not set, because transformers expects ``hf_quantizer`` beside it.
 
     Raises:
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
         MissingDependencyError: the engine is not installed.
-        QuantizationError: nothing to quantise; a layer that cannot be quantised, or not on this device; a checkpoint
-            that was quantised in another way. Names the layers.
-        DeviceMapError: the map leaves out a tensor, or names a device that is not there.
-        UninitializedTensorError: the model has tensors on the meta device and no values for them.
-        OffloadError: ``offload_folder`` is needed and missing, or cannot be written.
-        StateMismatchError: as ``strict`` says; names the first names of each kind, and how many more there are.
+        QuantizationError: there is nothing to quantise; a layer cannot be quantised, or not on its device; the
+            checkpoint was quantised with another configuration. Names the layers.
+        DeviceMapError: the map omits a tensor, or names a device that does not exist.
+        UninitializedTensorError: the model has tensors on the meta device without values.
+        OffloadError: ``offload_folder`` is needed and missing, is not a path, or cannot be written.
+        StateMismatchError: depending on ``strict``; lists the first names of each kind, and counts the rest.
     """
     check_is_module(model)
+    check_folder(offload_folder, "offload_folder")
     engine = quantization_engine(bnb_quantization_config)
     config = bnb_quantization_config
     layers = select_layers(model, config)
     warn_of_unknown(model, config)
-    places = Places(
+    places = PartDevices(
         get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     )
     check_sizes(layers, places, engine, config)
     placer = _QuantizingPlacer(model, config, engine, layers, places, has_folder=offload_folder is not None)
-    del layers  # and with it the weights that are replaced
+    del layers  # and with them the weights that are replaced
     if weights_location is None:
         _check_has_values(model)
         placer.prepare_own()
         placer.finish(())
     else:
-        must_run = places.are_several  # as dispatch_model demands
+        must_run = places.are_several  # as dispatch_model requires
         request = Request(weights_location, strict, revision=revision, token=token, must_run=must_run)
         load_weights(model, request, placer)
     for name, value in {**engine.flags, "hf_device_map": places.device_map}.items():
@@ -120,25 +127,25 @@ def _check_has_values(model: nn.Module) -> None:
         check_nothing_on_meta(model)
     except UninitializedTensorError as error:
         raise UninitializedTensorError(
-            f"{error}; give weights_location, the checkpoint that has them"
+            f"{error}; give weights_location, a checkpoint with these values"
         ) from error
 
 
 class _QuantizingPlacer(Placer):
-    """Quantises the weights of layers as they come, and converts the other tensors."""
+    """Quantises the weights of layers as they are loaded, and converts other tensors."""
 
     def __init__(
         self,
         model: nn.Module,
         config: QuantizationConfig,
         engine: Engine,
-        layers: Sequence[Layer],
-        places: Places,
+        layers: Sequence[SelectedLayer],
+        places: PartDevices,
         has_folder: bool,
     ) -> None:
         super().__init__(dtype=config.dtype)
         self._has_folder = has_folder
-        self._model, self._config, self._engine, self._places = model, config, engine, places
+        self._model, self._config, self._engine, self._devices_of = model, config, engine, places
         self._keep = kept_in_float32(model, config)
         self._waiting = {id(layer.module.weight): layer for layer in layers}
         self._linear = {
@@ -151,13 +158,13 @@ class _QuantizingPlacer(Placer):
         self._since_trim = 0
 
     def view(self, source: WeightSource) -> WeightSource:
-        """Weights that are quantised already, as what they were before."""
+        """The checkpoint, with weights that are quantised already shown as single tensors of the layer's shape."""
         self._packed = PackedWeights(source, self._linear, self._config.dtype)
         return self._packed
 
     def home(self, target: Target) -> torch.device:
         """As the device map says."""
-        return self._places.of(target.names[0])
+        return self._devices_of.of(target.names[0])
 
     def dtype(self, step: Step) -> torch.dtype:
         """As the configuration says."""
@@ -167,25 +174,25 @@ class _QuantizingPlacer(Placer):
         return super().dtype(step)
 
     def prepare(self, source: WeightSource, steps: Sequence[Step]) -> Sequence[Step]:
-        """Compare weights that are quantised already with what the engine makes. Layers are replaced last.
+        """Compare weights that are quantised already with those the engine makes. Layers are replaced last.
 
-        By then their biases have values, which go over to the new layers.
+        By then their biases, which the new layers take over, have values.
         """
         assert self._packed is not None
         layers = {name: layer.module for layer in self._waiting.values() for name in layer.names}
-        self._packed.check(layers, self._engine, {name: self._places.of(name) for name in layers})
+        self._packed.check(layers, self._engine, {name: self._devices_of.of(name) for name in layers})
         self._refuse_homeless(
             step.target.names[0]
             for step in steps
             if self._waits_on_disk(step.target.names[0], step.target.tensor)
             and not (source.is_mapped(step.source) and self.dtype(step) == step.saved)
         )
-        self._linear.clear()  # modules that are replaced go, with their weights
-        undispatch(self._model)  # what brings its weights would go on to bring those that are replaced
+        self._linear.clear()  # frees modules that are replaced, with their weights
+        undispatch(self._model)  # a streamer would continue to move the weights that are replaced
         return sorted(steps, key=lambda step: id(step.target.tensor) in self._waiting)
 
     def prepare_own(self) -> None:
-        """As ``prepare``, for the weights that the model has."""
+        """As ``prepare``, for the model's own weights."""
         self._refuse_homeless(
             name
             for name, tensor in self._model.named_parameters()
@@ -196,15 +203,15 @@ class _QuantizingPlacer(Placer):
 
     def _waits_on_disk(self, name: str, tensor: torch.Tensor) -> bool:
         plain = isinstance(tensor, nn.Parameter) and id(tensor) not in self._waiting
-        return plain and tensor.numel() > 0 and self._places.is_on_disk(name)
+        return plain and tensor.numel() > 0 and self._devices_of.is_on_disk(name)
 
     def _refuse_homeless(self, names: Iterable[str]) -> None:
-        """Of weights that are to wait on disk and are in no file as they are needed: `dispatch_model` comes last."""
+        """Refuse weights to keep on disk that no file holds as needed, before `dispatch_model`, which runs last."""
         found = () if self._has_folder else sorted(names)
         if found:
             raise OffloadError(
-                f"{listed(found)} should wait on disk, and no safetensors file holds them in the dtype that they "
-                "get; pass offload_folder, a folder to write them to once"
+                f"{listed(found)} are to be kept on disk, but no safetensors file holds them in the required dtype; "
+                "pass offload_folder, a folder to write them to once"
             )
 
     def _converted(self, name: str) -> torch.dtype:
@@ -215,7 +222,7 @@ class _QuantizingPlacer(Placer):
         return False
 
     def put(self, step: Step, value: torch.Tensor) -> None:
-        """Quantise it, or convert it."""
+        """Quantise or convert a tensor."""
         layer = self._waiting.pop(id(step.target.tensor), None)
         if layer is None:
             super().put(step, value)
@@ -229,14 +236,14 @@ class _QuantizingPlacer(Placer):
         self._replace(layer, new)
 
     def finish(self, rest: Sequence[Target]) -> None:
-        """Quantise and convert what no checkpoint held."""
+        """Quantise and convert tensors that are not in the checkpoint."""
         model = self._model
         self._packed = None
         while self._waiting:
             _, layer = self._waiting.popitem()
             weight = layer.module.weight.detach()
             if weight.device.type != "meta":
-                home = self._places.of(layer.names[0])
+                home = self._devices_of.of(layer.names[0])
                 new = self._engine.quantize(layer.module, weight.to(self._config.dtype), home)
                 self._replace(layer, new)
         hidden = get_non_persistent_buffers(model, recurse=True, fqns=True)
@@ -245,10 +252,10 @@ class _QuantizingPlacer(Placer):
                 continue
             converts = tensor.dtype.is_floating_point and name not in hidden
             dtype = self._converted(name) if converts else tensor.dtype
-            tensor.data = tensor.data.to(self._places.of(name), dtype)
+            tensor.data = tensor.data.to(self._devices_of.of(name), dtype)
         trim_heap()
 
-    def _replace(self, layer: Layer, new: nn.Module) -> None:
+    def _replace(self, layer: SelectedLayer, new: nn.Module) -> None:
         for name in layer.names:
             self._model.set_submodule(name, new)
         self._quantized.update(id(parameter) for name, parameter in new.named_parameters() if name != "bias")

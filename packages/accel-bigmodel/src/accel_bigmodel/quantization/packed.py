@@ -1,4 +1,4 @@
-"""Weights that were quantised before they were saved, seen as one tensor each."""
+"""Checkpoints with quantised weights, each shown as one tensor."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from accel_ckpt.loading.weights import About, Pair, TensorInfo, WeightSource
 
 __all__ = ["PackedWeights"]
 
-# So many layers are told of in a message.
+# The most layers that a message lists.
 _TOLD = 8
 
-# Of bitsandbytes in 8 bits; all others stand below the name of the weight.
+# Of bitsandbytes in 8 bits; the names of all others begin with the name of the weight.
 _BESIDE = frozenset({"SCB", "weight_format"})
 
 
 class PackedWeights:
-    """A checkpoint in which quantised weights appear as what they were before: one tensor of the layer's shape.
+    """A checkpoint in which each quantised weight appears as one tensor of the layer's shape.
 
     Args:
         opened: the checkpoint.
         linear: every linear layer of the model by name.
-        dtype: what quantised weights appear as.
+        dtype: dtype of quantised weights as they appear.
     """
 
     def __init__(self, opened: WeightSource, linear: Mapping[str, nn.Linear], dtype: torch.dtype) -> None:
         self.opened = opened
         self.pieces = _find_pieces(opened.about, linear)
-        """Name of a layer → what stands behind ``<layer>.`` in the names of its pieces."""
+        """Name of a layer → names of its pieces after ``<layer>.``."""
         hidden = {f"{layer}.{piece}" for layer, pieces in self.pieces.items() for piece in pieces}
         plain = {name: value for name, value in opened.about.items() if name not in hidden}
         packed: dict[str, TensorInfo] = {}
@@ -45,12 +45,12 @@ class PackedWeights:
     def check(
         self, layers: Mapping[str, nn.Linear], engine: Engine, places: Mapping[str, torch.device]
     ) -> None:
-        """Compare names, shapes and dtypes of all pieces with what the engine makes.
+        """Compare names, shapes and dtypes of all pieces with those that the engine makes.
 
         Args:
-            layers: those that are to be quantised, by name.
-            engine: set up as the configuration says.
-            places: where they go, by name.
+            layers: the layers to quantise, by name.
+            engine: the engine of the configuration.
+            places: their devices, by name.
 
         Raises:
             QuantizationError: names the layers and what differs.
@@ -58,7 +58,7 @@ class PackedWeights:
         wrong: dict[str, list[str]] = {}  # by layer
         for name, pieces in self.pieces.items():
             if name not in layers:
-                wrong[name] = [f"{name} is quantised there, and not to be quantised here"]
+                wrong[name] = [f"{name} is quantised in the checkpoint, but is not to be quantised here"]
                 continue
             expected = engine.expected_pieces(layers[name], places[name])
             for piece in sorted(pieces | expected.keys()):
@@ -69,8 +69,9 @@ class PackedWeights:
             told = [problem for name in sorted(wrong)[:_TOLD] for problem in wrong[name]]
             told += [f"and {len(wrong) - _TOLD} more layers"] if len(wrong) > _TOLD else []
             raise QuantizationError(
-                f"the checkpoint holds weights that were quantised in another way: {'; '.join(told)}. Load it with "
-                "the configuration that it was saved with, on the same kind of device; nothing was changed"
+                f"the checkpoint holds weights that were quantised with another configuration: {'; '.join(told)}. "
+                "Load it with the configuration that it was saved with, on the same type of device; nothing was "
+                "changed"
             )
 
     def read(self, layer: str) -> Pieces:
@@ -82,13 +83,13 @@ class PackedWeights:
         return name in self.opened.about and self.opened.is_mapped(name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the CPU; nothing for a quantised weight, which is there in pieces only."""
+        """A tensor on the CPU; empty for a quantised weight, which exists only as pieces."""
         return torch.empty(0, device="cpu") if self._is_packed(name) else self.opened.tensor(name)
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
-        """Those pairs of names whose values are not equal: of two quantised weights one of the pieces.
+        """The pairs of names whose values differ: for two quantised weights, any of the pieces.
 
-        Of a quantised and a plain one nothing can be said; `check` refuses the first.
+        A quantised and a plain weight cannot be compared; `check` refuses the quantised one.
         """
         asked: dict[Pair, Pair] = {}
         for pair in pairs:
@@ -102,13 +103,13 @@ class PackedWeights:
         return {asked[found] for found in self.opened.differing([*asked])}
 
     def begin(self, names: Collection[str]) -> None:
-        """Say which tensors will be asked for."""
+        """Announce the tensors that will be read."""
         packed = {name.removesuffix(".weight") for name in names if self._is_packed(name)}
         pieces = [f"{layer}.{piece}" for layer in packed for piece in self.pieces[layer]]
         self.opened.begin([*(name for name in names if not self._is_packed(name)), *pieces])
 
     def finish(self) -> None:
-        """Say that no more will be asked for."""
+        """Announce that no more will be read."""
         self.opened.finish()
 
     def _is_packed(self, name: str) -> bool:
@@ -116,7 +117,7 @@ class PackedWeights:
 
 
 def _find_pieces(names: Collection[str], layers: Collection[str]) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}  # in the order of the names, which must not depend on the process
+    found: dict[str, set[str]] = {}  # in the order of the names, which must be the same in all processes
     for name in names:
         layer, _, piece = name.rpartition(".")
         if piece not in _BESIDE:

@@ -1,4 +1,4 @@
-"""Which layers of a model are quantised, and which tensors stay in float32."""
+"""Selects the layers of a model to quantise, and the modules that stay in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_ckpt.modules.ties import find_tied_parameters
 
 __all__ = [
-    "Layer",
+    "SelectedLayer",
     "get_keys_to_not_convert",
     "is_named",
     "kept_in_float32",
@@ -23,23 +23,23 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layer:
-    """A layer that is to be quantised."""
+class SelectedLayer:
+    """A layer to quantise."""
 
     module: nn.Linear
     names: tuple[str, ...]
-    """All its names in the model; more than one if the module is used in several places."""
+    """All its names in the model; several if the module is shared."""
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """The modules whose precision counts most: the last one, which makes the output, and those with tied weights.
+    """The modules that are most sensitive to precision: the last one, which makes the output, and those with tied
+    weights.
 
     Args:
-        model: the model, on any device. If it is the body of a transformers model, without a head, only tied modules
-            count.
+        model: on any device. For the body of a transformers model, without a head, only tied modules are returned.
 
     Returns:
-        Their names; the last one first.
+        Their names; that of the last module first.
     """
     tied = sorted({name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group})
     prefix = getattr(model, "base_model_prefix", None)
@@ -49,16 +49,17 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def is_named(name: str, wanted: Iterable[str]) -> bool:
-    """Whether a name is one of those wanted, lies below one, or has one of them between its dots."""
+    """Whether a name is one of those wanted, is below one, or contains one of them between dots."""
     dotted = f".{name}."
     return any(f".{each}." in dotted for each in wanted)
 
 
 def kept_in_float32(model: nn.Module, config: QuantizationConfig) -> list[str]:
-    """Names of modules that stay in float32: as configured, or else as transformers says for the model's class.
+    """Names of modules that stay in float32: as configured, otherwise those that transformers lists for the model's
+    class.
 
-    What is listed there can also be what fails when it is quantised: T5 converts what goes into ``wo`` to the dtype of
-    its weight, and with 4 bits that is uint8.
+    That list also contains modules that would fail when quantised: T5 converts the input of ``wo`` to the dtype of its
+    weight, which is uint8 with 4 bits.
     """
     if config.keep_in_fp32_modules is not None:
         return list(config.keep_in_fp32_modules)
@@ -66,14 +67,14 @@ def kept_in_float32(model: nn.Module, config: QuantizationConfig) -> list[str]:
     return sorted({name for names in listed for name in names})
 
 
-def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
-    """The layers that are quantised: of the class ``nn.Linear`` itself, not skipped, with a weight of their own.
+def select_layers(model: nn.Module, config: QuantizationConfig) -> list[SelectedLayer]:
+    """The layers to quantise: of the class ``nn.Linear`` itself, not skipped, with a weight that is not shared.
 
-    A subclass may compute something else than the engine's layer that would replace it, or lend its weight to
-    another module, as `nn.MultiheadAttention`'s does.
+    A subclass may compute something else than the engine's layer that would replace it, or have its weight used by
+    another module, as in `nn.MultiheadAttention`.
 
     Raises:
-        QuantizationError: there is none; or one has hooks, which its replacement would not have.
+        QuantizationError: there is none, or one has hooks, which its replacement would not have.
     """
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     skipped = [*skipped, *kept_in_float32(model, config)]
@@ -86,7 +87,7 @@ def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
         for parameter in module._parameters.values():
             users.setdefault(id(parameter), set()).add(module)
     layers = [
-        Layer(module, tuple(names))
+        SelectedLayer(module, tuple(names))
         for module, names in places.items()
         if len(users[id(module.weight)]) == 1 and not any(is_named(name, skipped) for name in names)
     ]
@@ -94,18 +95,19 @@ def select_layers(model: nn.Module, config: QuantizationConfig) -> list[Layer]:
     return layers
 
 
-def _check(model: nn.Module, layers: Collection[Layer], skipped: Collection[str]) -> None:
+def _check(model: nn.Module, layers: Collection[SelectedLayer], skipped: Collection[str]) -> None:
     if not layers:
         raise QuantizationError(
-            f"{type(model).__name__} has no layer to quantise: only modules of the class nn.Linear are, inside of a "
-            f"model, with a weight that no other module uses, and these are left out: {', '.join(skipped) or 'none'}. "
-            "Name other skip_modules, or load the model without quantisation"
+            f"{type(model).__name__} has no layer to quantise: only submodules of the class nn.Linear whose weight no "
+            f"other module uses can be quantised, and these are skipped: {', '.join(skipped) or 'none'}. Choose other "
+            "skip_modules, or load the model without quantisation"
         )
     hooked = [layer.names[0] for layer in layers if _has_hooks(layer.module)]
     if hooked:
         raise QuantizationError(
-            f"{', '.join(hooked)} have hooks, which would be lost: quantised layers are new modules. Register hooks "
-            "after quantising, or name these in skip_modules; undispatch(model) takes off those of a dispatch"
+            f"{', '.join(hooked)} have hooks, which would be lost, because quantised layers are new modules. Register "
+            "hooks after quantising, or name these layers in skip_modules; undispatch(model) removes the hooks of a "
+            "dispatched model"
         )
 
 
@@ -113,17 +115,17 @@ def _has_hooks(module: nn.Module) -> bool:
     tables = (
         module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
     )  # fmt: skip
-    return any(tables) or "forward" in vars(module)  # as hooks of this library, and Accelerate's, replace it
+    return any(tables) or "forward" in vars(module)  # hooks of this library and of Accelerate replace it
 
 
 def warn_of_unknown(model: nn.Module, config: QuantizationConfig) -> None:
-    """Warn of names in the configuration that no module of the model has: a typing error would go unnoticed."""
+    """Warn about names in the configuration that no module has, which would otherwise hide a typing error."""
     asked = [*(config.skip_modules or ()), *(config.keep_in_fp32_modules or ())]
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     unknown = [each for each in asked if not any(is_named(name, [each]) for name in names)]
     if unknown:
         warnings.warn(
-            f"skip_modules or keep_in_fp32_modules name {', '.join(unknown)}, which no module of "
-            f"{type(model).__name__} is called",
+            f"skip_modules or keep_in_fp32_modules contain {', '.join(unknown)}, but no module of "
+            f"{type(model).__name__} has such a name",
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""What runs where, as data: the guide shows this table, and a test runs or is refused each of its cells."""
+"""Which format runs on which device, as data: the guide shows this table, and tests check each of its cells."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from accel_bigmodel.errors import QuantizationError
 __all__ = ["OFFLOADED", "QUANTIZATION_SUPPORT", "QuantizationSupport", "check_support", "support_table"]
 
 OFFLOADED = "offloaded"
-"""Stands for the device of weights that wait on the host or on disk for another device."""
+"""In place of a device type: weights that are kept on the host or disk and compute on another device."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSupport:
-    """A format on a kind of device."""
+    """A format on a type of device."""
 
     format: str
-    """Engine and format, as a configuration's ``format`` says it."""
+    """Engine and format, as in a configuration's ``format``."""
     device: str
     """``torch.device(…).type``, or ``"offloaded"``."""
     runs: bool
-    """Whether it is done; otherwise it is refused."""
+    """Whether it is supported; otherwise it is refused."""
     why: str = ""
-    """A condition, or the reason of the refusal and what to do instead."""
+    """A condition, or the reason for the refusal and what to do instead."""
 
 
 _PARKED = (
-    "the engine computes with tensors beside the weight that would stay behind when it moves; give these modules a "
-    "device, or name them in skip_modules: they are offloaded as they are"
+    "the engine also computes with tensors beside the weight, which are not moved with it; give these modules a "
+    "device, or name them in skip_modules, so that they are offloaded unquantised"
 )
-_ENGINES_WORD = "as the engine says: tested where there is such a device"
+_ENGINES_WORD = "according to the engine; tested only on machines with such a device"
 _TO_CPU = "put the model on the CPU: device_map={'': 'cpu'}"
-_NO_KERNELS = f"bitsandbytes has no kernels of its own for it in 8 bits; {_TO_CPU}"
-_NOT_TRIED = f"torchao has not been tried there; {_TO_CPU}"
+_NO_KERNELS = f"bitsandbytes has no 8-bit kernels for it; {_TO_CPU}"
+_NOT_TRIED = f"torchao is untested there; {_TO_CPU}"
 
 
 def _rows(format: str, cells: dict[str, tuple[bool, str]]) -> list[QuantizationSupport]:
@@ -42,8 +42,8 @@ def _rows(format: str, cells: dict[str, tuple[bool, str]]) -> list[QuantizationS
 
 
 _BNB_INT8 = {
-    "cpu": (True, "what goes in is rounded to float16"),
-    "cuda": (True, "what goes in is rounded to float16"),
+    "cpu": (True, "inputs are rounded to float16"),
+    "cuda": (True, "inputs are rounded to float16"),
     "xpu": (True, _ENGINES_WORD),
     "mps": (False, _NO_KERNELS),
 }
@@ -56,8 +56,11 @@ _BNB_4BIT = {
 _AO = {"cpu": (True, ""), "cuda": (True, ""), "xpu": (False, _NOT_TRIED), "mps": (False, _NOT_TRIED)}
 _AO_INT4 = {
     **_AO,
-    "cpu": (True, "inputs a multiple of group_size, outputs of 16"),
-    "cuda": (True, "from compute capability 8.0 on; torch_dtype='bf16'; inputs a multiple of group_size"),
+    "cpu": (True, "inputs must be a multiple of group_size, outputs of 16"),
+    "cuda": (
+        True,
+        "requires compute capability 8.0, torch_dtype='bf16', and inputs that are a multiple of group_size",
+    ),
 }
 
 QUANTIZATION_SUPPORT: tuple[QuantizationSupport, ...] = (
@@ -68,14 +71,14 @@ QUANTIZATION_SUPPORT: tuple[QuantizationSupport, ...] = (
     *_rows("torchao int4", _AO_INT4),
     *_rows("torchao float8", _AO),
 )
-"""Every format on every kind of device that has been thought about; others are refused."""
+"""Every format on every known type of device; others are refused."""
 
 
 def check_support(format: str, device: str) -> None:
-    """Refuse a format on a device where it does not run.
+    """Refuse a format on a device where it is not supported.
 
     Args:
-        format: of a configuration.
+        format: the ``format`` of a configuration.
         device: a ``torch.device(…).type``, or ``"offloaded"``.
 
     Raises:
@@ -86,11 +89,11 @@ def check_support(format: str, device: str) -> None:
             if not cell.runs:
                 raise QuantizationError(f"{format} weights on the device {device!r}: {cell.why}")
             return
-    raise QuantizationError(f"{format} weights on the device {device!r}: nobody has tried that; {_TO_CPU}")
+    raise QuantizationError(f"{format} weights on the device {device!r}: untested; {_TO_CPU}")
 
 
 def support_table() -> str:
-    """The table in Markdown: a row per format, a column per device, and below it the conditions and reasons."""
+    """The table in Markdown: a row per format, a column per device, then the conditions and reasons as notes."""
     devices = list(dict.fromkeys(cell.device for cell in QUANTIZATION_SUPPORT))
     cells = {(cell.format, cell.device): cell for cell in QUANTIZATION_SUPPORT}
     notes = list(dict.fromkeys(cell.why for cell in QUANTIZATION_SUPPORT if cell.why))

@@ -1,1 +1,1 @@
-"""Bring weights to the device just in time: groups of them, moved ahead of the modules that use them."""
+"""Streaming: weights in host memory are copied to the device in groups, ahead of the modules that use them."""

@@ -1,49 +1,85 @@
-"""The places where a module's forward is surrounded: weights come before it and go after it, whatever happens."""
+"""Wrappers of a module's forward, which make its weights available before it and release them after it."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from accel_bigmodel.hooks.base import forwards_of
 
-if TYPE_CHECKING:
-    from accel_bigmodel.streaming.engine import Streamer
-
-__all__ = ["Gate", "gates_of"]
+__all__ = ["ForwardWrapper", "WeightStream", "wrappers_of"]
 
 
-class Gate:
-    """Stands in for ``module.forward``.
+class WeightStream(Protocol):
+    """What a wrapper calls around a forward; :class:`~accel_bigmodel.streaming.streamer.Streamer` implements it."""
 
-    Not a pair of forward hooks: PyTorch calls none of these when a forward is interrupted from the keyboard, nor
-    where ``module.forward`` is called directly.
+    turn: threading.RLock
+    """Held during a forward, before ``lock``: models that share weights run one at a time."""
+    lock: threading.RLock
+    """Held during a forward of the model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights go."""
+
+    def is_running(self) -> bool:
+        """Whether this thread is in a forward of the model."""
+
+    def is_copied(self, memo: dict[int, Any]) -> bool:
+        """Whether ``copy.deepcopy``, whose memo this is, copies the whole model."""
+
+    def open(self, key: Hashable, order: Sequence[int], outermost: bool) -> None:
+        """A forward begins that may use these groups, by default in this order."""
+
+    def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
+        """It ended."""
+
+    def enter(self, group: int) -> None:
+        """A group's module needs its weights now."""
+
+    def leave(self, group: int) -> None:
+        """A group's module has run."""
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """Surrounds a forward that autograd records."""
+
+    def owned(self, group: int, result: Any) -> Any:
+        """The result of a group's module, without views of device memory that is reused."""
+
+
+class ForwardWrapper:
+    """Replaces ``module.forward``.
+
+    Not a pair of forward hooks: PyTorch does not call those after a keyboard interrupt, nor where ``module.forward`` is
+    called directly.
 
     Args:
-        streamer: whom it tells.
-        module: whose forward it surrounds.
+        streamer: is called around the forward.
+        module: whose forward is wrapped.
         group: number of the group that the module needs; ``None`` if it only contains such modules.
-        below: numbers of the groups of the module and of those in it, in their order there.
+        below: numbers of the groups of the module and its submodules, in module order.
     """
 
     def __init__(
-        self, streamer: Streamer, module: nn.Module, group: int | None, below: Sequence[int]
+        self, streamer: WeightStream, module: nn.Module, group: int | None, below: Sequence[int]
     ) -> None:
-        self._streamer: Streamer | None = streamer
+        self._streamer: WeightStream | None = streamer
         self._module = module
         self._group = group
         self.below = tuple(below)
-        # A forward that somebody else put on the module is part of the chain; that of the class is found again.
+        # A forward that others set on the module is part of the chain; that of the class is looked up.
         self._inner: Callable[..., Any] | None = module.__dict__.get("forward")
         while (
-            isinstance(self._inner, Gate) and not self._inner.is_open()
-        ):  # left under a wrapper that went later
+            isinstance(self._inner, ForwardWrapper) and not self._inner.is_active()
+        ):  # left beneath a wrapper that was removed later
             self._inner = self._inner._inner
         self._bind()
         module.__dict__["forward"] = self
@@ -56,10 +92,10 @@ class Gate:
         names = ("_streamer", "_module", "_group", "below", "_inner")
         return {name: self.__dict__[name] for name in names}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Gate:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardWrapper:
         new = memo[id(self)] = object.__new__(type(self))
         state = self.__getstate__()
-        # Who copies a part of the model gets a plain part: an engine of its own would bring a copy of the whole model.
+        # A copy of a part of the model is plain: its own streamer would need a copy of the whole model.
         if self._streamer is not None and not self._streamer.is_copied(memo):
             state["_streamer"] = None
         new.__setstate__(copy.deepcopy(state, memo))
@@ -70,7 +106,7 @@ class Gate:
         self._bind()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward, with the weights it needs."""
+        """Run the forward with the weights it needs."""
         streamer = self._streamer
         if streamer is None:
             return self._forward(*args, **kwargs)
@@ -78,7 +114,7 @@ class Gate:
         with streamer.turn, streamer.lock:
             orderly = complete = False
             try:
-                streamer.open(self, outermost)
+                streamer.open(self, self.below, outermost)
                 if self._group is None:
                     result = self._forward(*args, **kwargs)
                 else:
@@ -92,7 +128,7 @@ class Gate:
                 streamer.close(outermost, orderly, complete)
 
     def _with_weights(
-        self, streamer: Streamer, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, streamer: WeightStream, group: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         try:
             streamer.enter(group)
@@ -105,26 +141,26 @@ class Gate:
 
     @property
     def offload(self) -> bool:
-        """Whether it brings the weights of its module; what ``has_offloaded_params`` asks."""
+        """Whether it provides the weights of its module; ``has_offloaded_params`` reads this."""
         return self._streamer is not None and self._group is not None
 
     @property
     def execution_device(self) -> torch.device | None:
-        """Where it brings them."""
+        """The device of the weights during a forward."""
         return None if self._streamer is None else self._streamer.device
 
-    def is_open(self) -> bool:
-        """Whether it tells any engine."""
+    def is_active(self) -> bool:
+        """Whether a streamer is attached."""
         return self._streamer is not None
 
-    def belongs_to(self, streamer: Streamer | None) -> bool:
-        """Whether it tells this engine."""
+    def belongs_to(self, streamer: WeightStream | None) -> bool:
+        """Whether this streamer is attached."""
         return self._streamer is streamer
 
     def remove(self) -> None:
-        """Take it off the module; where somebody wrapped it meanwhile, it only passes calls on from now on.
+        """Remove it from the module; if something wraps it by now, it stays and only passes calls on.
 
-        Hooks, which keep what they wrap as ``_old_forward``, leave no trace of it when they go.
+        Hooks, which keep what they wrap as ``_old_forward``, are updated, so that removing them does not bring it back.
         """
         self._streamer = None
         if self._module.__dict__.get("_old_forward") is self:
@@ -136,6 +172,6 @@ class Gate:
                 self._module.__dict__["forward"] = self._inner
 
 
-def gates_of(module: nn.Module) -> list[Gate]:
-    """The gates at a module, also those under hooks and under other wrappers that name what they wrap."""
-    return [forward for forward in forwards_of(module) if isinstance(forward, Gate)]
+def wrappers_of(module: nn.Module) -> list[ForwardWrapper]:
+    """The wrappers on a module, including those beneath hooks and other wrappers that set ``__wrapped__``."""
+    return [forward for forward in forwards_of(module) if isinstance(forward, ForwardWrapper)]

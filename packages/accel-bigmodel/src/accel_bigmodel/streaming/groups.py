@@ -1,4 +1,4 @@
-"""Which weights move together: the repeated blocks of a model, and single modules where nothing repeats."""
+"""Which weights are copied together: the repeated blocks of a model, and single modules where nothing repeats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Group", "never_called", "plan_groups"]
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Weights that are needed while one module runs, and move together.
+    """Weights that one module needs while it runs, and that are copied together.
 
     Attributes:
         name: full name of the module; ``""`` is the model.
@@ -45,29 +45,29 @@ def plan_groups(
     preload_module_classes: Collection[str] | None = None,
     offload_buffers: bool = False,
 ) -> list[Group]:
-    """Divide the weights that wait elsewhere into groups, in the order of the modules.
+    """Divide the offloaded weights into groups, in the order of the modules.
 
     A group is a whole repeated block (a child of a ``ModuleList``, ``ModuleDict`` or ``Sequential`` that has
     siblings of its class, or no siblings), unless blocks that repeat inside it, as experts do, hold most of it:
-    then these are the groups. Where nothing repeats, each module with tensors of its own is one group together
-    with what is below it, because such modules may use the weights of their children without calling these.
+    then those are the groups. Where nothing repeats, each module with its own tensors is one group together with its
+    submodules, because such modules may use the weights of their children without calling them.
 
     Args:
         model: where the weights are.
-        streamed: names of modules and tensors whose weights wait elsewhere; ``""`` is all. A parameter that is
-            tied to a name outside is in no group: it has to stay on the device in any case.
-        preload_module_classes: names of classes whose modules are one group each, with all that is below.
-        offload_buffers: buffers that are saved move, too. Others never do.
+        streamed: names of modules and tensors whose weights are offloaded; ``""`` is the whole model. A parameter that
+            is tied to a name outside of them is in no group, because it stays on the device.
+        preload_module_classes: names of classes whose modules are one group each, including all their submodules.
+        offload_buffers: persistent buffers are streamed too. Others never are.
 
     Raises:
-        DeviceMapError: a name is neither a module's nor a tensor's, or a class is given by anything but its name.
+        DeviceMapError: a name is neither a module's nor a tensor's, or a class is not given by its name.
     """
     tensors = _waiting(model, frozenset(streamed), offload_buffers)
     return _Planner(tensors, class_names(preload_module_classes, "preload_module_classes")).plan(model)
 
 
 def _waiting(model: nn.Module, streamed: frozenset[str], offload_buffers: bool) -> set[int]:
-    """Identities of the tensors all of whose names are covered."""
+    """Identities of the tensors whose names are all covered."""
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -93,8 +93,8 @@ def _covered(name: str, entries: frozenset[str]) -> bool:
 
 
 def never_called(module: nn.Module) -> bool:
-    """Whether it only holds others: its tensors and children are used by the module that it is part of."""
-    # The forward of a class of torch.jit cannot be asked for.
+    """Whether it is only a container: its parent uses its tensors and children."""
+    # Classes of torch.jit have no ``forward`` attribute.
     return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
 
 
@@ -126,7 +126,7 @@ class _Planner:
         return groups
 
     def _walk(self, module: nn.Module, name: str, *, inside: bool) -> Iterator[Group]:
-        """The groups of a module; ``inside`` a repeated block, which its own blocks divided."""
+        """The groups of a module; ``inside``: it is in a repeated block that is split into groups."""
         if module in self._seen:
             return
         self._seen.add(module)
@@ -157,7 +157,7 @@ class _Planner:
         return within == 0 and (inside or bool(self._own(module, name)))
 
     def _repeated_bytes(self, module: nn.Module) -> int:
-        """Bytes of the repeated blocks below a module; repeated layers without parts are no blocks."""
+        """Bytes of the repeated blocks below a module; repeated layers without submodules do not count as blocks."""
         held = {
             id(tensor): tensor.nbytes
             for below in module.modules()
@@ -172,7 +172,7 @@ class _Planner:
         )
 
     def _own(self, module: nn.Module, name: str) -> dict[str, torch.Tensor]:
-        """Tensors of a module itself, and of children that are never called."""
+        """Tensors of a module itself, and of children that are only containers."""
         found = self._only_waiting(
             [
                 *module.named_parameters(prefix=name, recurse=False),

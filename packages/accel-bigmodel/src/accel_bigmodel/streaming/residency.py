@@ -1,4 +1,4 @@
-"""Which groups stay on the device for good, so that what is left of a budget is enough to stream the others."""
+"""Which groups stay on the device permanently, within a budget that leaves enough room to stream the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from accel_bigmodel.errors import DeviceMapError
 
 __all__ = ["choose_resident", "window_bytes"]
 
-# Groups that together have at most this part of the largest group's bytes are not worth moving.
+# Groups whose bytes together are at most this fraction of the largest group's are not worth copying.
 _SMALL_PART = 16
 
 
@@ -17,19 +17,18 @@ def choose_resident(
 ) -> set[int]:
     """Numbers of the groups that stay on the device.
 
-    These are the groups around others (needed while those stream) and those that are needed early, the smallest ones,
-    and as many more as the budget allows beside the slots, evenly spread: while they compute, the copies of the next
-    ones run.
+    These are the groups that are in use while others stream, those that are needed early, the smallest ones, and as
+    many more as the budget allows beside the slots, evenly spread: while they compute, the next groups are copied.
 
     Args:
-        names: of the groups, in the order in which they are expected.
+        names: of the groups, in the expected order of use.
         sizes: bytes of each on the device.
-        around: numbers of groups that are in use while others are, or are needed before their turn.
-        budget: bytes on the device for all; ``None``: nothing stays that need not.
+        around: numbers of groups that are in use while others are, or are needed before their forward.
+        budget: bytes on the device for all; ``None``: only the groups that must stay do.
         prefetch: how many groups are moved ahead.
 
     Raises:
-        DeviceMapError: the budget does not even hold the largest group beside those around it.
+        DeviceMapError: the budget does not hold the largest group beside those in use around it.
     """
     everything = set(range(len(sizes)))
     if budget is not None and sum(sizes) <= budget:
@@ -50,7 +49,7 @@ def choose_resident(
     if fits(resident | small):
         resident |= small
     rest = [number for number in inner if number not in resident]
-    few, many = 0, len(rest)  # `few` groups fit, or none at all; more than `many` do not
+    few, many = 0, len(rest)  # `few` groups fit (or none); more than `many` do not
     while few < many:
         count = (few + many + 1) // 2
         if fits(resident | _spread(rest, count)):
@@ -61,7 +60,7 @@ def choose_resident(
 
 
 def window_bytes(sizes: Sequence[int], prefetch: int) -> int:
-    """Bytes that a group and those moved ahead of it have at most."""
+    """The most bytes that a group and the groups prefetched with it take."""
     return max((sum(sizes[at : at + 1 + prefetch]) for at in range(len(sizes))), default=0)
 
 
@@ -77,8 +76,8 @@ def _check(
     if largest is not None:
         parts.append(f"{names[largest]!r} ({sizes[largest]:,} bytes)")
     raise DeviceMapError(
-        f"a budget of {budget:,} bytes on the device is too small: {' and '.join(parts)} must be there at one time, "
-        f"which takes {need:,} bytes; give at least that, or divide the module further"
+        f"a budget of {budget:,} bytes on the device is too small: {' and '.join(parts)} must be on the device at the "
+        f"same time, which takes {need:,} bytes; give at least that, or split the module further"
     )
 
 

@@ -6,27 +6,27 @@ from collections.abc import Iterator
 
 import torch
 
-from accel_bigmodel.streaming.members import Member
-from accel_bigmodel.streaming.slots import Layout, Slot
-from accel_bigmodel.streaming.transfer import Transfer
+from accel_bigmodel.streaming.slot_layout import SlotLayout
+from accel_bigmodel.streaming.streamed_groups import StreamedGroup
+from accel_bigmodel.streaming.types import Slot, Transfer
 
 __all__ = ["Resident"]
 
 
 class Resident:
-    """A group's tensors on the device, until they are restored.
+    """A group's tensors on the device, until ``restore``.
 
     Args:
         member: the group.
         transfer: to the device.
     """
 
-    def __init__(self, member: Member, transfer: Transfer) -> None:
+    def __init__(self, member: StreamedGroup, transfer: Transfer) -> None:
         self._tensors = [item.tensor for item in member.items]
         self.nbytes = member.layout.nbytes
         self._hosts = [tensor.data for tensor in self._tensors]
-        # Each in memory of its own, for who saves one saves its storage.
-        layouts = [Layout([host]) for host in self._hosts]
+        # Each in its own memory, because saving a tensor saves its whole storage.
+        layouts = [SlotLayout([host]) for host in self._hosts]
         self._slots = [
             Slot(transfer.allocate(layout.pieces[0].nbytes), transfer.mark(None)) for layout in layouts
         ]
@@ -40,16 +40,16 @@ class Resident:
             tensor.data = slot.views(layout)[0]
 
     def homes(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Identities of the tensors, and what stands for them in host memory."""
+        """Identities of the tensors, with their counterparts in host memory."""
         return ((id(tensor), host) for tensor, host in zip(self._tensors, self._hosts, strict=True))
 
     def restore(self) -> None:
-        """Back to host memory, with the values they have on the device."""
+        """Move the tensors back to host memory, with the values they have on the device."""
         for tensor, host in zip(self._tensors, self._hosts, strict=True):
             now = tensor.data.to(host.device)
-            # What is equal is not written: the pages of a mapped file would be copied.
+            # Equal values are not written, which would copy the pages of a mapped file.
             if not _same_bytes(now, host):
-                with torch.inference_mode():  # allowed for tensors of either kind
+                with torch.inference_mode():  # may write inference tensors and others
                     host.copy_(now)
             tensor.data = host
 

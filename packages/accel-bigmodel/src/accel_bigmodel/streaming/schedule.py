@@ -1,4 +1,4 @@
-"""The order in which groups are used, learnt from one forward for the next."""
+"""Predicts the order in which groups are used from the previous forward."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ __all__ = ["Schedule"]
 
 
 class Schedule:
-    """Predicts which groups come next, from what came in the last forward that began at the same module.
+    """Predicts the next groups from the last forward that began at the same module.
 
-    A prediction that fails costs time, never results: after a group that was not expected, what came after it the last
-    time is expected, and the new order replaces the old one. An order that is only assumed is worth less: after a group
-    that it did not expect, nothing is expected until it was right twice in a row, and then one group more each time.
+    A wrong prediction costs time and never changes results: after an unexpected group, the groups that followed it last
+    time are expected, and the new order replaces the old one. An order that is only assumed is trusted less: after an
+    unexpected group nothing is predicted until the order was right twice in a row, and then one group more each time.
 
     Args:
-        assumed: what is expected until a forward was seen.
+        assumed: the order expected before the first forward.
     """
 
     def __init__(self, assumed: Sequence[int] = ()) -> None:
@@ -26,16 +26,16 @@ class Schedule:
         self._seen: list[int] = []
         self._next = 0
         self._doubted: set[Hashable] = set()
-        self._run = 0  # how many uses in a row were as expected
+        self._run = 0  # consecutive uses that were as expected
 
     def assume(self, key: Hashable, order: Sequence[int]) -> None:
-        """Expect an order of forwards that begin at ``key``, if none was seen."""
+        """Set the order to expect of forwards that begin at ``key``, unless one was seen."""
         if key not in self._known:
             self._known[key] = list(order)
             self._doubted.add(key)
 
     def begin(self, key: Hashable) -> None:
-        """A forward begins at the module that ``key`` stands for."""
+        """A forward begins at the module identified by ``key``."""
         self._key = key
         self._expected = self._known.get(key, self._assumed)
         self._seen = []
@@ -56,11 +56,11 @@ class Schedule:
             self._next = expected.index(group, self._next if ahead else 0) + 1
 
     def upcoming(self, count: int, *, again: bool = False) -> list[int]:
-        """The groups expected next, the first first; each place of the order counts, also of the same group.
+        """The groups expected next, in order; a group that is used twice is listed twice.
 
         Args:
-            count: at most so many.
-            again: expect the same forward once more after this one.
+            count: the most groups to return.
+            again: continue with the start of the same forward after the end.
         """
         if self._key in self._doubted:
             count = min(count, max(0, self._run - 1))
@@ -68,7 +68,7 @@ class Schedule:
         return following + self._expected[: min(self._next, count - len(following))] if again else following
 
     def end(self, complete: bool) -> None:
-        """The forward is over; an order that an error cut short is not learnt."""
+        """The forward ended; its order is learnt only if it is complete."""
         if complete:
             self._known[self._key] = self._seen
             self._doubted.discard(self._key)

@@ -1,4 +1,4 @@
-"""What moving weights cost."""
+"""Counts and times of copying weights."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ __all__ = ["StreamStats"]
 
 @dataclass(frozen=True)
 class StreamStats:
-    """Counts since weights began to move.
+    """Counts since streaming or paging began.
 
     Attributes:
-        bytes_moved: bytes of the copies that were asked for, without those of resident weights.
+        bytes_moved: bytes of the requested copies, without those of resident weights.
         seconds_moving: seconds that copies took.
-        seconds_waited: seconds for which forwards stood still because weights were not there yet. On an accelerator
-            only the host's: there the device waits by itself, for what was asked for.
-        hits: uses of groups whose copy had been asked for ahead.
-        misses: uses of groups that were asked for when they were needed.
-        slot_bytes: bytes on the device for weights that come and go, now.
-        resident_bytes: bytes on the device of weights that stay.
-        peak_bytes: most bytes on the device at one time, of both kinds.
-        page_locked_bytes: bytes of weights that come and go, and wait in page-locked host memory. What comes from
-            elsewhere is packed by a thread first, which is slower than the link.
+        seconds_waited: seconds that forwards waited for weights. On an accelerator only waiting of the host counts; the
+            device waits for requested copies by itself.
+        hits: uses of groups whose copy was requested ahead.
+        misses: uses of groups whose copy was requested when they were needed.
+        slot_bytes: bytes on the device for streamed weights, now.
+        resident_bytes: bytes on the device of resident weights.
+        peak_bytes: the most bytes on the device at one time, of both kinds.
+        page_locked_bytes: bytes of streamed weights in page-locked host memory. Weights in other memory are staged by a
+            thread first, which is slower than the link.
     """
 
     bytes_moved: int
@@ -37,5 +37,5 @@ class StreamStats:
 
     @property
     def rate(self) -> float:
-        """Bytes per second of the copies; 0 before the first."""
+        """Bytes per second of the copies; 0 before the first one."""
         return self.bytes_moved / self.seconds_moving if self.seconds_moving else 0.0

@@ -1,4 +1,4 @@
-"""How weights get from the host to the device: the seam between the streaming engine and hardware."""
+"""Copying weights from the host to the device: to an accelerator, or to ordinary memory in its place."""
 
 from __future__ import annotations
 
@@ -6,88 +6,29 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from accel_bigmodel.streaming.host_blocks import HostBlocks, Run
-from accel_bigmodel.streaming.slots import Layout, Slot
+from accel_bigmodel.streaming.slot_layout import SlotLayout
+from accel_bigmodel.streaming.types import Pending, Slot, Sources
 
-__all__ = ["AcceleratorTransfer", "HostTransfer", "Pending", "Transfer"]
+__all__ = ["AcceleratorTransfer", "HostTransfer"]
 
-# Buffers through which weights pass that are not pinned: one is filled while the other is sent.
+# Staging buffers for weights that are not pinned: one is filled while the other is copied from.
 _STAGING_SLOTS = 2
-
-Sources = Sequence["torch.Tensor | None"]
-
-
-class Pending(Protocol):
-    """A copy that was asked for."""
-
-    def ready(self) -> bool:
-        """Whether ``wait`` would return at once."""
-
-    def wait(self) -> None:
-        """Let what this thread computes from now on see the copied values; raise what the copy failed with."""
-
-    def settle(self) -> None:
-        """As ``wait``, but whether the copy failed does not matter any more."""
-
-    def cancel(self) -> None:
-        """Leave the copy out if it has not begun; nobody needs it."""
-
-
-class Transfer(Protocol):
-    """Memory of a device, and one queue of copies to it.
-
-    Copies run one after the other, in the order in which they were asked for, beside the computation.
-    ``copy.deepcopy`` makes an independent one for the same device.
-    """
-
-    device: torch.device
-
-    host_blocks: HostBlocks
-    """Where sources may lie, that came from ``host_block``: these are copied without being packed."""
-
-    def host_block(self, nbytes: int) -> memoryview:
-        """New host memory from which the device copies fastest.
-
-        Raises:
-            RuntimeError: there is none; copies from other memory work.
-        """
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """New memory on the device, as 1-D uint8."""
-
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
-        """Ask for a copy of a group's tensors to a slot, after the computation passed ``slot.used_until``.
-
-        Args:
-            name: of the group.
-            sources: tensors in host memory, in the order of the layout; ``None`` is left out.
-            layout: where they go in the slot.
-            slot: the target.
-        """
-
-    def mark(self, previous: Any) -> Any:
-        """The point that the computation has been asked to reach so far; ``previous`` is one to use again."""
-
-    def seconds(self) -> float:
-        """Seconds that finished copies took."""
-
-    def close(self) -> None:
-        """Wait for what was asked for, and free threads and buffers. A later copy takes them again."""
 
 
 class HostTransfer:
-    """Ordinary memory as the device, a thread as its copy queue: the engine without an accelerator, as in tests.
+    """Ordinary memory as the device and a thread as its copy queue: streaming without an accelerator, as in tests.
 
     Args:
-        before_copy: called in the copy thread with the name of each group before it is copied; it may sleep, for
-            a slow device, or raise, for a broken one.
+        before_copy: called in the copy thread with the name of each group before it is copied; it may sleep, to
+            simulate a slow device, or raise, to simulate a failing one.
     """
 
     def __init__(self, before_copy: Callable[[str], None] | None = None) -> None:
@@ -109,12 +50,14 @@ class HostTransfer:
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
-        """Ask the thread for a copy; see ``Transfer``."""
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
+        """Request a copy from the thread; see ``Transfer``."""
         runs = self.host_blocks.runs(sources, layout)
         return _HostCopy(self._thread.submit(self._copy, name, sources, runs, layout, slot))
 
-    def _copy(self, name: str, sources: Sources, runs: list[Run] | None, layout: Layout, slot: Slot) -> None:
+    def _copy(
+        self, name: str, sources: Sources, runs: list[Run] | None, layout: SlotLayout, slot: Slot
+    ) -> None:
         begin = time.perf_counter()
         if self._before_copy is not None:
             self._before_copy(name)
@@ -125,19 +68,19 @@ class HostTransfer:
         self._seconds += time.perf_counter() - begin
 
     def mark(self, previous: Any) -> None:
-        """Nothing: what was asked of the processor is done when the call returns."""
+        """Nothing: computation on the CPU is done when the call returns."""
 
     def seconds(self) -> float:
         """Seconds that finished copies took."""
         return self._seconds
 
     def close(self) -> None:
-        """Wait for what was asked for, and end the thread."""
+        """Wait for requested copies, and end the thread."""
         self._thread.close()
 
 
 def _copy_all(sources: Sources, targets: list[torch.Tensor], *, non_blocking: bool = False) -> None:
-    with torch.inference_mode():  # which may write tensors of either kind
+    with torch.inference_mode():  # may write inference tensors and others
         for source, target in zip(sources, targets, strict=True):
             if source is not None:
                 target.copy_(source, non_blocking=non_blocking)
@@ -149,7 +92,7 @@ def _copy_runs(runs: list[Run], slot: Slot, *, non_blocking: bool = False) -> No
 
 
 class _Job:
-    """Work for the copy thread. An interrupt of the thread that waits leaves it as it is."""
+    """Work for the copy thread. An interrupt of a waiting thread does not affect it."""
 
     def __init__(self, work: Callable[..., None], args: tuple[Any, ...]) -> None:
         self._work: Callable[[], None] | None = partial(work, *args)
@@ -184,9 +127,9 @@ class _Job:
 
 
 class _CopyThread:
-    """One thread, started when it is needed, that does one job after the other.
+    """One thread, started when needed, that runs one job after another.
 
-    Not an executor of the standard library: an interrupt from the keyboard can leave the locks of these taken.
+    Not an executor of the standard library: a keyboard interrupt can leave the locks of those held.
     """
 
     def __init__(self) -> None:
@@ -216,7 +159,7 @@ class _CopyThread:
 def _work_off(jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
-        del job  # or what it copied would live until the next one
+        del job  # otherwise its tensors would live until the next job
 
 
 class _HostCopy:
@@ -241,14 +184,14 @@ class _HostCopy:
 
 
 class AcceleratorTransfer:
-    """Copies to an accelerator on a stream of their own, ordered against the computation by events.
+    """Copies to an accelerator on a separate stream, ordered relative to the computation by events.
 
-    Weights in page-locked memory ("pinned") are sent as they are: those in a host block by one copy per group, or few.
-    Others are packed into one of two pinned buffers by a thread, and sent by one copy; meanwhile the next group is
-    packed into the other one.
+    Weights in page-locked ("pinned") memory are copied directly: those in a host block with one copy per group, or a
+    few. Others are packed by a thread into one of two pinned buffers and sent with one copy, while the next group is
+    packed into the other buffer.
 
     Args:
-        device: of any backend that ``torch.accelerator`` knows.
+        device: of any backend that ``torch.accelerator`` supports.
     """
 
     def __init__(self, device: torch.device | str | int) -> None:
@@ -263,7 +206,7 @@ class AcceleratorTransfer:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.device,)
 
-    # What of PyTorch differs from one backend to another; tests put a fake device here.
+    # The PyTorch calls that need an accelerator; tests override them with a fake device.
 
     def _new_stream(self) -> Any:
         return torch.Stream(device=self.device)
@@ -287,18 +230,18 @@ class AcceleratorTransfer:
         """New page-locked memory.
 
         Raises:
-            RuntimeError: the system locks no more.
+            RuntimeError: the system cannot lock more memory.
         """
         with torch.inference_mode(False):
             return self.host_blocks.add(self._pinned(nbytes))
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """New memory on the device, of the allocator of the computing stream."""
+        """New memory on the device, from the allocator of the compute stream."""
         with torch.inference_mode(False):
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
-    def copy(self, name: str, sources: Sources, layout: Layout, slot: Slot) -> Pending:
-        """Ask for a copy; see ``Transfer``. Packing, which may have to read files, is the thread's work."""
+    def copy(self, name: str, sources: Sources, layout: SlotLayout, slot: Slot) -> Pending:
+        """Request a copy; see ``Transfer``. Packing, which may have to read files, runs in the thread."""
         if self._stream is None:
             self._stream = self._new_stream()
         done = self._new_event(timed=True)
@@ -307,7 +250,7 @@ class AcceleratorTransfer:
         return _DeviceCopy(job, done, partial(self._follow, done, slot.buffer))
 
     def _follow(self, done: Any, memory: torch.Tensor) -> None:
-        """Let the computation go on behind an event. It may be on another stream than when the memory was allocated."""
+        """Make the computation wait for an event. Its stream may not be the one on which the memory was allocated."""
         stream = self._compute_stream()
         stream.wait_event(done)
         self._keep_for(stream, memory)
@@ -316,7 +259,7 @@ class AcceleratorTransfer:
         self,
         sources: Sources,
         runs: list[Run] | None,
-        layout: Layout,
+        layout: SlotLayout,
         slot: Slot,
         targets: list[torch.Tensor],
         done: Any,
@@ -324,7 +267,7 @@ class AcceleratorTransfer:
         begun = self._new_event(timed=True)
         pinned = runs is not None or all(source is None or self._is_pinned(source) for source in sources)
         staging = None if pinned else self._pack(sources, layout)
-        # A model may be forgotten while its last copies run; the memory must not go to others before.
+        # A model may be freed while its last copies run; the memory must not be reused before they end.
         self._keep_for(self._stream, slot.buffer)
         with self._stream:
             if slot.used_until is not None:
@@ -343,8 +286,8 @@ class AcceleratorTransfer:
         while self._timed and self._timed[0][1].query():
             self._seconds += _seconds_between(*self._timed.popleft())
 
-    def _pack(self, sources: Sources, layout: Layout) -> _Staging:
-        """Put a group's tensors into the pinned buffer that was used before the other."""
+    def _pack(self, sources: Sources, layout: SlotLayout) -> _Staging:
+        """Put a group's tensors into the pinned buffer that was used least recently."""
         if len(self._staging) < _STAGING_SLOTS:
             self._staging.append(_Staging())
         else:
@@ -358,18 +301,18 @@ class AcceleratorTransfer:
         return staging
 
     def mark(self, previous: Any) -> Any:
-        """An event behind what the computing stream was asked for so far."""
+        """An event after the work queued on the compute stream so far."""
         event = self._new_event() if previous is None else previous
         event.record(self._compute_stream())
         return event
 
     def seconds(self) -> float:
         """Seconds that finished copies took on the device."""
-        # The thread adds up what is finished before its next copy.
+        # The thread sums up finished copies before its next one.
         return self._seconds + sum(_seconds_between(*pair) for pair in list(self._timed) if pair[1].query())
 
     def close(self) -> None:
-        """Wait for what was asked for, and free thread, stream and pinned buffers."""
+        """Wait for requested copies, and free thread, stream and pinned buffers."""
         self._thread.close()
         if self._stream is not None:
             self._stream.synchronize()
@@ -382,7 +325,7 @@ def _seconds_between(begun: Any, done: Any) -> float:
 
 
 class _Staging:
-    """A pinned buffer, and the event behind the last copy from it."""
+    """A pinned buffer, and the event after the last copy from it."""
 
     def __init__(self) -> None:
         self.buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -390,7 +333,7 @@ class _Staging:
 
 
 class _DeviceCopy:
-    """A copy on the stream: first the thread asks for it, then the device does it."""
+    """A copy on the stream: the thread queues it, then the device executes it."""
 
     __slots__ = ("_done", "_follow", "_job")
 
@@ -408,7 +351,7 @@ class _DeviceCopy:
 
     def settle(self) -> None:
         self._job.settle()
-        # An event that was never recorded, for the copy was cancelled or failed, holds nothing up.
+        # An event that was never recorded, because the copy was cancelled or failed, delays nothing.
         self._follow()
 
     def cancel(self) -> None:

@@ -23,12 +23,12 @@ from accel_ckpt.loading.weights import (
     collector_paused,
     open_weights,
 )
+from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
 from accel_ckpt.sharded import fill_part, is_sharded, reshard
 from accel_ckpt.tensor_storage import is_lazy, parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
-from accel_state.host.devices import device_count
 
 __all__ = [
     "LoadReport",
@@ -140,19 +140,7 @@ def _check_is_map(device_map: object) -> None:
 
 
 def _existing(place: Device, name: str) -> torch.device:
-    try:
-        device = torch.device(place)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"the device_map puts {name!r} on {place!r}, which is no device here; give one such as 'cpu' or 'cuda:0', "
-            "or the index of an accelerator"
-        ) from error
-    if device.type not in ("cpu", "meta") and (device.index or 0) >= device_count(device.type):
-        raise DeviceError(
-            f"the device_map puts {name!r} on {place!r}, but there are {device_count(device.type)} of that kind "
-            "here; use 'cpu', or a device that torch.accelerator finds"
-        )
-    return device
+    return existing_device(place, f"the device_map puts {name!r} on")
 
 
 def _device_of(name: str, devices: Mapping[str, torch.device | None]) -> torch.device | None:

@@ -33,24 +33,24 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with the words after its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     return run_app(app, "accel config", arguments)
 
 
 @app.callback(invoke_without_command=True)
 def ask(context: typer.Context, config_file: _FileOption = None) -> None:
-    """Ask, then write."""
+    """Ask the questions, then write the file."""
     if context.invoked_subcommand is not None:
         if config_file is not None:
             raise ConfigError(
-                f"--config_file belongs behind the subcommand: accel config {context.invoked_subcommand} "
+                f"--config_file must come after the subcommand: accel config {context.invoked_subcommand} "
                 f"--config_file {config_file}"
             )
         return
     if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError(
-            "questions need a terminal, and standard input is none; "
-            "accel config default writes a file without questions"
+            "questions need a terminal, but standard input is not one; accel config default writes a file without "
+            "questions"
         )
     from accel_cli.prompts import ask_launch_config, may_replace, questionary_asker
     from accel_state.launching.hardware import find_accelerators
@@ -59,7 +59,7 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
     path = _writable(config_file)
     replace = may_replace(path)
     if replace is False:
-        typer.echo(f"{path} is left as it is")
+        typer.echo(f"{path} is not changed")
         return
     config = ask_launch_config(questionary_asker(), find_accelerators(environ).count) if replace else None
     if config is None:
@@ -79,14 +79,14 @@ def default(
 
     path = _writable(config_file)
     if path.exists():
-        typer.echo(f"{path} exists and is left as it is; remove it, or name another with --config_file")
+        typer.echo(f"{path} exists and is not changed; remove it, or give another path with --config_file")
     elif write_basic_config(mixed_precision, path):
         typer.echo(f"wrote {path}")
 
 
 @app.command(context_settings=HELP)
 def update(config_file: _FileOption = None) -> None:
-    """Read a file of any age and write it again in today's form."""
+    """Read a configuration file of any version and write it in the current format."""
     environ = snapshot()
     if config_file is None:
         found = find_default(environ)
@@ -101,7 +101,7 @@ def update(config_file: _FileOption = None) -> None:
 
 
 def _writable(config_file: str | None) -> Path:
-    """The file to write: ours by default, and never the one that Accelerate wrote for itself."""
+    """The file to write: this library's by default, and never Accelerate's own file."""
     ours = default_path(snapshot())
     if config_file is None:
         return ours

@@ -1,4 +1,4 @@
-"""``accel env``: what a bug report needs to know."""
+"""``accel env``: the facts that a bug report needs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with the words after its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     return run_app(app, "accel env", arguments)
 
 
@@ -39,7 +39,7 @@ def env(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show versions, devices, memory and the configuration in force: paste it into bug reports."""
+    """Show versions, devices, memory and the configuration in effect, for bug reports."""
     facts = collect(config_file)
     if as_json:
         typer.echo(json.dumps(facts, indent=2))
@@ -48,7 +48,7 @@ def env(
 
 
 def collect(config_file: str | None = None) -> dict[str, dict[str, Any]]:
-    """The facts, by topic. Loads torch.
+    """The facts, by topic. Imports torch.
 
     Args:
         config_file: configuration file to show; by default the one that ``accel launch`` would read.
@@ -121,7 +121,7 @@ def _configuration(config_file: str | None) -> dict[str, Any]:
     except ConfigNotFoundError:
         raise
     except ConfigError as error:
-        return {"error": str(error)}  # what the bug report may be about
+        return {"error": str(error)}  # it may be the subject of the bug report
 
 
 def _in_force(resolved: Resolved) -> dict[str, Any]:

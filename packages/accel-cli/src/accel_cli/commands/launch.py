@@ -26,13 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        arguments: its flags, then the script and the script's arguments.
+        arguments: flags, then the script and the script's arguments.
 
     Returns:
         The exit code.
 
     Raises:
-        AccelError: something about the flags, the file, the script or the machine is wrong.
+        AccelError: the flags, the configuration file, the script or the machine are unsuitable.
     """
     flags = parse_flags(arguments, _OWN)
     if "help" in flags.others or "-h" in flags.others:
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
-    """Notes about flags that this run has no use for."""
+    """Notes about flags that have no effect on this run."""
     if config.num_machines > 1:
         return []
     typed = (flags.spelled.get(path) for path in _FOR_SEVERAL_MACHINES)

@@ -1,4 +1,4 @@
-"""``accel merge-weights``: a sharded checkpoint as plain files of weights."""
+"""``accel merge-weights``: merge a sharded checkpoint into plain weight files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command with the words after its name; returns the exit code."""
+    """Run the command with the arguments after its name; returns the exit code."""
     return run_app(app, "accel merge-weights", arguments)
 
 
@@ -31,7 +31,7 @@ def merge_weights(
             "Accelerate, shards with an index, a training state."
         ),
     ],
-    output_path: Annotated[Path, typer.Argument(help="Folder for the result; made if it is not there.")],
+    output_path: Annotated[Path, typer.Argument(help="Folder for the result; made if it does not exist.")],
     unsafe_serialization: Annotated[
         bool,
         typer.Option(
@@ -45,7 +45,7 @@ def merge_weights(
         typer.Option(
             "--remove_checkpoint_dir",
             "--remove-checkpoint-dir",
-            help="Remove the folder that held the weights once the result is on the disk.",
+            help="Remove the folder of the sharded weights after the result is written.",
         ),
     ] = False,
     max_shard_size: Annotated[
@@ -66,16 +66,16 @@ def merge_weights(
         ),
     ] = False,
 ) -> None:
-    """Merge the weights of a sharded checkpoint into plain files, a tensor at a time."""
+    """Merge the weights of a sharded checkpoint into plain files, one tensor at a time."""
     from rich.filesize import decimal
 
     import accel_ckpt
 
     if accelerate_state:
         if unsafe_serialization or remove_checkpoint_dir or max_shard_size is not None:
-            raise ConfigError("--accelerate_state goes with none of the other options; leave them out")
+            raise ConfigError("--accelerate_state cannot be combined with the other options; leave them out")
         for note in accel_ckpt.export_to_accelerate(checkpoint_directory, output_path):
-            typer.echo(f"left out: {note}")
+            typer.echo(f"omitted: {note}")
         typer.echo(f"{output_path} can be loaded with Accelerate's load_state")
         return
     with _progress() as report:
@@ -110,7 +110,7 @@ def _shorten(names: Sequence[str]) -> Sequence[str]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A bar on the error stream, where that is a terminal."""
+    """A progress bar on stderr, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

@@ -1,4 +1,4 @@
-"""The engine: weights wait in host memory, and are on the device while the module that needs them runs."""
+"""The streamer: keeps weights in host memory, and on the device while the module that needs them runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,16 +16,17 @@ from torch import nn
 from accel_bigmodel.errors import OffloadError
 from accel_bigmodel.hooks.base import computes_weight_early, outside_graphs
 from accel_bigmodel.streaming.autograd import Saving
-from accel_bigmodel.streaming.forward_wrappers import Gate, gates_of
+from accel_bigmodel.streaming.block_packing import pack_into_blocks
+from accel_bigmodel.streaming.forward_wrappers import ForwardWrapper, wrappers_of
 from accel_bigmodel.streaming.groups import Group
-from accel_bigmodel.streaming.host_blocks import gather
-from accel_bigmodel.streaming.members import Load, Member, TiedUses
 from accel_bigmodel.streaming.residency import choose_resident, window_bytes
 from accel_bigmodel.streaming.resident import Resident
 from accel_bigmodel.streaming.schedule import Schedule
-from accel_bigmodel.streaming.slots import SlotPool, address_of
+from accel_bigmodel.streaming.slot_layout import address_of
+from accel_bigmodel.streaming.slots import SlotPool
 from accel_bigmodel.streaming.stats import StreamStats
-from accel_bigmodel.streaming.transfer import Transfer
+from accel_bigmodel.streaming.streamed_groups import Load, StreamedGroup, TiedUses
+from accel_bigmodel.streaming.types import Transfer
 
 __all__ = ["Streamer"]
 
@@ -34,12 +35,12 @@ R = TypeVar("R")
 
 _attached: weakref.WeakSet[Streamer] = weakref.WeakSet()
 
-# Whose turn it is among models that have weights in common: what one of them has in a slot is nobody's home.
+# Held in turn by models that share weights: while one of them has a shared weight in a slot, no other may read it.
 _common_turn = threading.RLock()
 
 
 def _outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a part of the engine run as if no transform of ``torch.func`` were at work: what it makes outlives that."""
+    """Run a part of the streamer outside transforms of ``torch.func``, because what it makes outlives them."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -52,27 +53,26 @@ def _outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 class Streamer:
     """Streams the weights of a model's groups to the device of a transfer.
 
-    Parameters stay the objects that they are. While a group's module runs, the ``data`` of its parameters are views
-    of a slot on the device; otherwise they are tensors in host memory, and these hold the truth: the engine reads
-    them anew for every forward, and what a forward changes in place is written back to them. Changes of weights
-    through ``.data`` inside a forward are not seen. Only the weights of resident groups are on the device all the
-    time.
+    Parameters keep their identity. While a group's module runs, the ``data`` of its parameters are views of a slot on
+    the device; otherwise they are tensors in host memory, which are authoritative: every forward copies them again, and
+    in-place changes made by a forward are written back to them. Changes of weights through ``.data`` inside a forward
+    are not detected. Only the weights of resident groups are always on the device.
 
-    Copies are asked for ahead within one call of the outermost module that contains groups, in the order of the call
-    before. One thread at a time runs the model, or one that has weights in common with it; others wait, so a forward
-    must not wait for another thread that runs a part of the model. ``copy.deepcopy`` and pickling of an attached model
-    give a model with an engine of its own.
+    Copies are requested ahead within one call of the outermost module that contains groups, in the order of the
+    previous call. One thread at a time runs the model, or another model that shares weights with it; others wait, so a
+    forward must not wait for another thread that runs a part of the model. ``copy.deepcopy`` and pickling of an
+    attached model give a model with its own streamer.
 
     Args:
         model: contains the groups.
         groups: what ``plan_groups`` returned for the model.
         transfer: to the device; not shared with another streamer.
-        budget: bytes on the device for slots and resident groups; ``None``: room for the groups that are moved
-            ahead, and nothing resident but what is too small to be worth moving, or needed around others, or before its
-            forward.
-        prefetch: how many groups are moved ahead.
-        in_memory: names of groups whose weights are to wait in host memory for good. They are gathered in host blocks
-            of the transfer when the engine takes hold of them, and stay there when it lets go.
+        budget: bytes on the device for slots and resident groups. ``None``: room for the prefetched groups; resident
+            are only groups that are too small to be worth copying, that are in use while others are, or whose weights
+            are needed before their forward.
+        prefetch: number of groups that are copied ahead of their use.
+        in_memory: names of groups whose weights stay in host memory permanently. Attaching packs them into host blocks
+            of the transfer, where they stay after detaching.
 
     Raises:
         ValueError: ``prefetch`` is negative.
@@ -89,7 +89,7 @@ class Streamer:
         in_memory: Collection[str] = (),
     ) -> None:
         if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch} must be 0 or more: the number of groups to move ahead")
+            raise ValueError(f"prefetch={prefetch} must be 0 or more: the number of groups to copy ahead")
         self._arguments = (model, list(groups), transfer, budget, prefetch, frozenset(in_memory))
         self._begin()
 
@@ -99,17 +99,17 @@ class Streamer:
         )
         self.turn = threading.RLock()  # taken before the lock; other engines may wait for the same
         self.lock = threading.RLock()
-        self._gates: list[Gate] = []
+        self._wrappers: list[ForwardWrapper] = []
         self._ready = False
         self._interrupted = False
         self._schedule = Schedule()
-        self._members: dict[int, Member] = {}
-        self._loaded: dict[int, Member] = {}  # those with a load, the first asked for first
+        self._members: dict[int, StreamedGroup] = {}
+        self._loaded: dict[int, StreamedGroup] = {}  # those with a load, oldest request first
         self._tied = TiedUses()
         self._resident: list[Resident] = []
         self._pool = SlotPool(self._transfer, 0)
         self._saving = Saving(self._transfer.device)
-        self._moved = self._hits = self._misses = self._gathered = 0
+        self._moved = self._hits = self._misses = self._packed = 0
         self._waited = 0.0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -118,8 +118,8 @@ class Streamer:
         return {"_arguments": self._arguments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # The gates of the copied modules call this object; it takes hold of the weights when they first do, for
-        # now the modules are only half copied.
+        # The wrappers of the copied modules call this object. It prepares the weights at the first call, because the
+        # modules are only half copied at this point.
         self.__dict__.update(state)
         self._begin()
 
@@ -131,11 +131,11 @@ class Streamer:
     # Attaching
 
     def attach(self) -> None:
-        """Begin: surround the forwards of the groups' modules and of those that contain them.
+        """Begin streaming: wrap the forwards of the groups' modules and of the modules that contain them.
 
         Raises:
-            DeviceMapError: the budget does not hold the largest group, which is named with what is needed.
-            OffloadError: the engine is attached, or a tensor cannot be streamed.
+            DeviceMapError: the budget does not hold the largest group; names it and the bytes needed.
+            OffloadError: the weights are streamed already, or a tensor cannot be streamed.
         """
         self._check_modules(None)
         self._take_turns()
@@ -143,14 +143,14 @@ class Streamer:
             with self.turn, self.lock:
                 self._prepare()
                 for module, group, below in self._places():
-                    self._gates.append(Gate(self, module, group, below))
+                    self._wrappers.append(ForwardWrapper(self, module, group, below))
                 _attached.add(self)
         except BaseException:
-            self.detach()  # when the lock is free: who holds it is in a forward
+            self.detach()  # once the lock is free: its holder is in a forward
             raise
 
     def _take_turns(self) -> None:
-        """Let forwards of models that have weights in common run one after the other."""
+        """Make forwards of models that share weights run one after another."""
         mine = self._identities()
         for other in list(_attached):
             if not mine.isdisjoint(other._identities()):
@@ -160,10 +160,10 @@ class Streamer:
         return {id(tensor) for group in self._groups for tensor in group.tensors.values()}
 
     def check(self, replacing: Streamer | None = None) -> None:
-        """Refuse what ``attach`` refuses, but for weights that have no values yet. Nothing is changed.
+        """Make the checks of ``attach``, except for weights without values. Nothing is changed.
 
         Args:
-            replacing: an engine that will have been detached by then.
+            replacing: a streamer that will be detached before.
         """
         self._check_modules(replacing)
         members = self._new_members()
@@ -176,25 +176,29 @@ class Streamer:
             for module in group.module.modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     raise OffloadError(
-                        f"{group.name!r} was compiled by torch.jit, which runs its parts without telling anybody, so "
-                        "its weights cannot be streamed; place it on the device, or offload what it was compiled from"
+                        f"{group.name!r} was compiled by torch.jit, which calls its submodules without their "
+                        "wrappers, so its weights cannot be streamed; place it on the device, or offload the module "
+                        "that it was compiled from"
                     )
-                if any(gate.is_open() and not gate.belongs_to(replacing) for gate in gates_of(module)):
+                if any(
+                    wrapper.is_active() and not wrapper.belongs_to(replacing)
+                    for wrapper in wrappers_of(module)
+                ):
                     raise OffloadError(
-                        f"the weights of {group.name!r} are streamed already; detach the engine that does it first"
+                        f"the weights of {group.name!r} are streamed already; detach the streamer that does this first"
                     )
 
     def detach(self) -> None:
-        """End: weights are in host memory, with the values they have now, and the modules as they were before."""
+        """End streaming: weights are in host memory with their current values, and the modules as they were before."""
         if self.is_running():
-            raise OffloadError("the engine cannot be detached while a forward of its model runs")
+            raise OffloadError("the streamer cannot be detached while a forward of its model runs")
         with self.turn, self.lock:
             _attached.discard(self)
             if self._interrupted:
                 self._recover()
-            for gate in reversed(self._gates or self._copied_gates()):
-                gate.remove()
-            self._gates = []
+            for wrapper in reversed(self._wrappers or self._copied_wrappers()):
+                wrapper.remove()
+            self._wrappers = []
             self._let_residents_go()
             self._saving.forget()
             self._schedule = Schedule()
@@ -203,20 +207,20 @@ class Streamer:
             self._ready = False
 
     def homes(self) -> dict[int, torch.Tensor]:
-        """The tensors in host memory behind those that stay on the device, by the identity of the latter."""
+        """The tensors in host memory of the resident weights, by the identity of the weights."""
         return {key: host for resident in self._resident for key, host in resident.homes()}
 
-    def _copied_gates(self) -> list[Gate]:
-        """Those that came with a copied model."""
-        gates = [gate for module in self._model.modules() for gate in gates_of(module)]
-        return [gate for gate in gates if gate.belongs_to(self)]
+    def _copied_wrappers(self) -> list[ForwardWrapper]:
+        """The wrappers that came with a copied model."""
+        wrappers = [wrapper for module in self._model.modules() for wrapper in wrappers_of(module)]
+        return [wrapper for wrapper in wrappers if wrapper.belongs_to(self)]
 
     def is_copied(self, memo: dict[int, Any]) -> bool:
-        """Whether ``copy.deepcopy`` is at work on the whole model; ``memo`` is its memory."""
+        """Whether ``copy.deepcopy``, whose memo this is, copies the whole model."""
         return id(self._model) in memo
 
     def _places(self) -> Iterator[tuple[nn.Module, int | None, list[int]]]:
-        """The modules to surround, outer ones first, with the numbers of their groups and of those within."""
+        """The modules to wrap, outer ones first, with the number of their group and those of the groups within."""
         numbers = {self._groups[number].module: number for number in self._members}
         for module in self._model.modules():
             within = [numbers[below] for below in module.modules() if below in numbers]
@@ -224,7 +228,7 @@ class Streamer:
                 yield module, numbers.get(module), within
 
     def _prepare(self) -> None:
-        """Decide what stays on the device, move that there, and make the slots for the rest."""
+        """Choose the resident groups, copy them to the device, and make slots for the rest."""
         members = self._new_members()
         for member in members:
             member.check()
@@ -240,7 +244,7 @@ class Streamer:
                     here.update(id(item.tensor) for item in member.items)
             moving = [member for member in members if member.index not in stay and member.leave_out(here)]
             waiting = [member for member in moving if member.name in self._in_memory]
-            self._gathered = gather(self._model, waiting, self._transfer) if waiting else 0
+            self._packed = pack_into_blocks(self._model, waiting, self._transfer) if waiting else 0
         except BaseException:
             self._let_residents_go()
             raise
@@ -251,10 +255,10 @@ class Streamer:
         self._pool = SlotPool(self._transfer, window if self._budget is None else self._budget - used, used)
         self._ready = True
 
-    def _new_members(self) -> list[Member]:
-        return [Member(self._model, number, group) for number, group in enumerate(self._groups)]
+    def _new_members(self) -> list[StreamedGroup]:
+        return [StreamedGroup(self._model, number, group) for number, group in enumerate(self._groups)]
 
-    def _choose(self, members: Sequence[Member]) -> set[int]:
+    def _choose(self, members: Sequence[StreamedGroup]) -> set[int]:
         sizes = [member.layout.nbytes for member in members]
         names = [member.name for member in members]
         return choose_resident(names, sizes, self._around() | self._early(), self._budget, self._prefetch)
@@ -280,37 +284,37 @@ class Streamer:
             if any(computes_weight_early(module) for module in group.module.modules())
         }
 
-    # Called by the gates
+    # Called by the forward wrappers
 
     @outside_graphs
     def is_running(self) -> bool:
         """Whether this thread is in a forward of the model."""
-        # Not a count of our own: an interrupt from the keyboard could come between a call and its being counted.
+        # Not a counter: a keyboard interrupt could come between a call and its counting.
         return bool(self.lock._is_owned())  # type: ignore[attr-defined]
 
     @outside_graphs
     @_outside_transforms
-    def open(self, gate: Gate, outermost: bool) -> None:
+    def open(self, key: Hashable, order: Sequence[int], outermost: bool) -> None:
         """A module that is a group's or contains groups begins its forward."""
         if not outermost:
             return
         if self._interrupted:
             self._recover()
-        self._interrupted = True  # until the contrary is known
+        self._interrupted = True  # until the forward has ended in order
         if not self._ready:
             self._prepare()
-        self._schedule.assume(gate, gate.below)
-        self._schedule.begin(gate)
+        self._schedule.assume(key, order)
+        self._schedule.begin(key)
         self._ahead()
 
     @outside_graphs
     @_outside_transforms
     def close(self, outermost: bool, orderly: bool, complete: bool) -> None:
-        """It ended; after the outermost one nothing that was copied counts any more, for users may change weights.
+        """It ended. After the outermost forward all copies are dropped, because users may change weights.
 
         Args:
-            outermost: no other module's forward is around it.
-            orderly: it ended by itself or by an error, and not by an interrupt, which may come anywhere.
+            outermost: it is not inside another module's forward.
+            orderly: it returned or raised an error; not an interrupt, which may come anywhere.
             complete: it ended without an error.
         """
         if not outermost:
@@ -323,7 +327,7 @@ class Streamer:
         self._interrupted = False
 
     def _recover(self) -> None:
-        """Bring all weights home, and begin with new slots: an interrupt may have left any bookkeeping half done."""
+        """Point all weights at host memory and start with new slots: an interrupt may have left any state half done."""
         self._transfer.close()
         for member in self._members.values():
             member.rescue()
@@ -377,7 +381,7 @@ class Streamer:
         del self._saving.slots[load.slot.address]
         member.restore(load, self._tied)
         if torch.is_autocast_enabled(self._transfer.device.type):
-            # Else the casts of all weights that passed through the slots would pile up on the device.
+            # Otherwise the casts of all weights that passed through the slots would accumulate on the device.
             torch.clear_autocast_cache()
         load.slot.used_until = self._transfer.mark(load.slot.used_until)
         if load.partial or group not in self._schedule.upcoming(self._prefetch):
@@ -385,12 +389,12 @@ class Streamer:
 
     @outside_graphs
     def saving(self) -> AbstractContextManager[Any]:
-        """Surrounds forwards that autograd records: what it saves of slots is read from host memory again."""
+        """Context for forwards that autograd records: what it saves of slots is read from host memory again."""
         return self._saving.around()
 
     @outside_graphs
     def owned(self, group: int, result: Any) -> Any:
-        """The result of a group's module, where it is weights themselves as a copy: the slot will hold others."""
+        """The result of a group's module; views of its slot are cloned, because the slot is reused."""
         load = self._members[group].load
         assert load is not None
         return _without(load.slot.address, result)
@@ -398,7 +402,7 @@ class Streamer:
     # Copies
 
     def _ahead(self) -> None:
-        """Ask for the groups that are expected next, as far as there is room."""
+        """Request the groups that are expected next, as far as there is room."""
         for group in self._schedule.upcoming(self._prefetch):
             member = self._members[group]
             if member.load is None:
@@ -406,11 +410,11 @@ class Streamer:
                 if sources is None or not self._load(member, sources):
                     return
 
-    def _load_now(self, member: Member) -> Load:
-        """Ask for a group that is needed; groups that were moved ahead make room, the latest first."""
+    def _load_now(self, member: StreamedGroup) -> Load:
+        """Request a group that is needed now; prefetched groups make room, the latest first."""
         expected = self._schedule.upcoming(self._prefetch)
         for other in [other for other in self._loaded.values() if not other.active]:
-            if other.index not in expected:  # nor does what waits in the queue hold this one up
+            if other.index not in expected:  # so that its queued copy does not delay this one
                 self._drop(other)
         sources = self._tied.sources_now(member)
         for other in reversed([other for other in self._loaded.values() if not other.active]):
@@ -421,20 +425,21 @@ class Streamer:
         if load is None:
             active = ", ".join(repr(other.name) for other in self._loaded.values())
             raise OffloadError(
-                f"the weights of {member.name!r} take {member.layout.nbytes:,} bytes on {self._transfer.device} beside "
-                f"those of {active}, which runs around it; the budget of {self._budget:,} bytes has no room for both"
+                f"the weights of {member.name!r} take {member.layout.nbytes:,} bytes on {self._transfer.device} "
+                f"beside those of {active}, whose forward calls it; the budget of {self._budget:,} bytes has no room "
+                "for both"
             )
         return load
 
     def _load(
-        self, member: Member, sources: Sequence[torch.Tensor | None], *, must: bool = False
+        self, member: StreamedGroup, sources: Sequence[torch.Tensor | None], *, must: bool = False
     ) -> Load | None:
-        """Ask for the copy of a group to a slot; ``None`` if there is no room.
+        """Request the copy of a group to a slot; ``None`` if there is no room.
 
         Args:
             member: the group.
             sources: its tensors in host memory.
-            must: without a budget take more than was planned; raise if the device has no more.
+            must: without a budget, take more than was planned; raise if the device has no more.
         """
         member.describe(sources)
         try:
@@ -451,7 +456,7 @@ class Streamer:
         self._moved += load.nbytes
         return load
 
-    def _wait(self, member: Member, load: Load) -> None:
+    def _wait(self, member: StreamedGroup, load: Load) -> None:
         begin = None if load.pending.ready() else time.perf_counter()
         try:
             load.pending.wait()
@@ -466,7 +471,7 @@ class Streamer:
         if begin is not None:
             self._waited += time.perf_counter() - begin
 
-    def _drop(self, member: Member) -> None:
+    def _drop(self, member: StreamedGroup) -> None:
         load = self._loaded.pop(member.index).load
         assert load is not None
         member.load = None
@@ -474,7 +479,7 @@ class Streamer:
         self._pool.give_back(load.slot)
 
     def stats(self) -> StreamStats:
-        """What was moved since the engine was made, and what is on the device."""
+        """Bytes copied since the streamer was made, and bytes on the device."""
         return StreamStats(
             bytes_moved=self._moved,
             seconds_moving=self._transfer.seconds(),
@@ -484,12 +489,12 @@ class Streamer:
             slot_bytes=self._pool.nbytes,
             resident_bytes=sum(resident.nbytes for resident in self._resident),
             peak_bytes=self._pool.peak,
-            page_locked_bytes=self._gathered,
+            page_locked_bytes=self._packed,
         )
 
 
 def _without(address: int | None, result: Any) -> Any:
-    """A module's result with clones in place of what lies in the slot at an address."""
+    """A module's result, with clones in place of tensors in the slot at an address."""
     if isinstance(result, torch.Tensor):
         return result.clone() if address is not None and address_of(result) == address else result
     if isinstance(result, tuple):

@@ -1,4 +1,4 @@
-"""Looking for layers of bitsandbytes in a model, and putting them there by hand."""
+"""Finding layers of bitsandbytes in a model, and replacing linear layers by them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Whether a model has layers of bitsandbytes in 4 bits, whoever put them there."""
-    engine = sys.modules.get("bitsandbytes")  # without it there cannot be any
+    """Whether a model has 4-bit layers of bitsandbytes, made by this library or another."""
+    engine = sys.modules.get("bitsandbytes")  # if it is not imported, there are none
     return engine is not None and any(isinstance(module, engine.nn.Linear4bit) for module in model.modules())
 
 
@@ -30,20 +30,20 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> Model:
-    """Replace linear layers by layers of bitsandbytes that hold the same weights, not quantised yet.
+    """Replace linear layers by layers of bitsandbytes with the same weights, not quantised yet.
 
-    bitsandbytes quantises them when the model is moved from the CPU to a device, the CPU itself included.
-    ``load_and_quantize_model`` does all of this in one step, and weight by weight.
+    bitsandbytes quantises them when the model is moved from the CPU to a device, including the CPU itself.
+    ``load_and_quantize_model`` does all of this in one step, one weight at a time.
 
     Args:
         model: changed in place; weights on the CPU or on the meta device.
         bnb_quantization_config: how they will be quantised.
-        modules_to_not_convert: names of modules that are left alone; by default those of ``get_keys_to_not_convert``.
-        current_key_name: accepted as Accelerate does, which passes its place in the model in it; not used.
+        modules_to_not_convert: names of modules that are not replaced; by default those of ``get_keys_to_not_convert``.
+        current_key_name: accepted for compatibility with Accelerate; not used.
 
     Raises:
         MissingDependencyError: bitsandbytes is not installed.
-        QuantizationError: there is no layer to replace.
+        QuantizationError: the model has no layer to replace.
     """
     config = bnb_quantization_config
     if modules_to_not_convert is not None:

@@ -1,4 +1,4 @@
-"""On which device each part of a quantised model is."""
+"""The device map of a quantised model."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import nn
 
-from accel_bigmodel.device_maps.budget import Sizes, get_max_memory
+from accel_bigmodel.device_maps.budget import Sizes, memory_budgets
 from accel_bigmodel.device_maps.checks import check_device_map
 from accel_bigmodel.device_maps.infer import MODES, resolve_device_map
 from accel_bigmodel.errors import QuantizationError
 from accel_bigmodel.quantization.config import QuantizationConfig
 from accel_bigmodel.quantization.engine import Engine
-from accel_bigmodel.quantization.selection import Layer, is_named, kept_in_float32, select_layers
+from accel_bigmodel.quantization.selection import SelectedLayer, is_named, kept_in_float32, select_layers
 from accel_bigmodel.quantization.support import OFFLOADED, check_support
 from accel_state.host.devices import default_device
 
-__all__ = ["Device", "Places", "check_sizes", "get_quantized_model_device_map"]
+__all__ = ["Device", "PartDevices", "check_sizes", "get_quantized_model_device_map"]
 
 Device = int | str | torch.device
 
 CPU = torch.device("cpu")
 
 
-class Places:
-    """A device map, ready to be asked about single names.
+class PartDevices:
+    """Looks up the devices of single names in a device map.
 
     Args:
-        device_map: name of a module or tensor → device; parameters are covered, devices are there.
+        device_map: name of a module or tensor → device; covers all parameters, with existing devices.
     """
 
     def __init__(self, device_map: Mapping[str, Device]) -> None:
@@ -37,31 +37,31 @@ class Places:
 
     @property
     def main(self) -> torch.device:
-        """Where what waits elsewhere computes: the first device of the map that is not the CPU, or else the CPU."""
+        """The device that computes with offloaded weights: the first of the map that is not the CPU, else the CPU."""
         return next((device for device in self._devices.values() if device not in (None, CPU)), None) or CPU
 
     @property
     def are_several(self) -> bool:
-        """Whether parts are in different places."""
+        """Whether parts are on different devices."""
         return len({*self._devices.values()}) > 1
 
     def of(self, name: str) -> torch.device:
-        """The device of a module or tensor; the CPU for what is on disk."""
+        """The device of a module or tensor; the CPU for those on disk."""
         return self._find(name) or CPU
 
     def is_on_disk(self, name: str) -> bool:
-        """Whether a module or tensor waits on disk."""
+        """Whether a module or tensor is kept on disk."""
         return self._find(name) is None
 
     def kind(self, name: str) -> str:
-        """The kind of the device of a module, as the table of what runs where calls it."""
+        """The device of a module as the support table names it: its type, or ``"offloaded"``."""
         device = self._find(name)
         waits = device is None or (device == CPU and self.main != CPU)
         return OFFLOADED if waits or device is None else device.type
 
     def _find(self, name: str) -> torch.device | None:
         fitting = [key for key in self._devices if key == "" or name == key or name.startswith(f"{key}.")]
-        # Only buffers that no checkpoint holds may be left out of a map.
+        # Only non-persistent buffers may be missing from a map.
         return self._devices[max(fitting, key=len)] if fitting else self.main
 
 
@@ -80,15 +80,15 @@ def get_quantized_model_device_map(
 
     Args:
         model: not quantised yet, on any device.
-        bnb_quantization_config: of any engine.
+        bnb_quantization_config: configuration for any engine.
         device_map: a map; a device for the whole model; ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
             ``"sequential"``, which infer one. ``None``: the accelerator, or the CPU if there is none.
-        max_memory: bytes by device, for a map that is inferred.
-        no_split_module_classes: classes whose modules stay whole, for a map that is inferred.
+        max_memory: bytes by device, for an inferred map.
+        no_split_module_classes: classes whose modules stay whole, for an inferred map.
 
     Raises:
-        DeviceMapError: the map leaves something out, names what is not there, or splits tied weights.
-        QuantizationError: a layer that is to be quantised would have to wait on the host or on disk.
+        DeviceMapError: the map omits a tensor, names something that does not exist, or splits tied weights.
+        QuantizationError: a layer to quantise would be offloaded to the host or disk.
     """
     config = bnb_quantization_config
     layers = select_layers(model, config)
@@ -102,7 +102,7 @@ def get_quantized_model_device_map(
         default = device.type if device.index is None else device.index
         found = {"": default if device_map is None else device_map}
     check_device_map(model, found, strict=True)
-    places = Places(found)
+    places = PartDevices(found)
     for layer in layers:
         for name in layer.names:
             try:
@@ -115,7 +115,7 @@ def get_quantized_model_device_map(
 def _inferred(
     model: nn.Module,
     config: QuantizationConfig,
-    layers: Sequence[Layer],
+    layers: Sequence[SelectedLayer],
     mode: str,
     max_memory: Sizes | None,
     no_split_module_classes: str | Iterable[str] | None,
@@ -127,21 +127,23 @@ def _inferred(
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
         if name not in quantized and tensor.dtype.is_floating_point
     }
-    # Scales take memory beside the weights.
-    budgets = {place: int(size / (1 + config.overhead)) for place, size in get_max_memory(max_memory).items()}
+    # Scales take memory besides the weights.
+    budgets = {device: size / (1 + config.overhead) for device, size in memory_budgets(max_memory).items()}
     return dict(resolve_device_map(model, mode, budgets, no_split_module_classes, config.stored_as, special))
 
 
-def check_sizes(layers: Iterable[Layer], places: Places, engine: Engine, config: QuantizationConfig) -> None:
-    """Refuse layers that the engine cannot quantise where they go.
+def check_sizes(
+    layers: Iterable[SelectedLayer], places: PartDevices, engine: Engine, config: QuantizationConfig
+) -> None:
+    """Refuse layers that the engine cannot quantise on their device.
 
     Raises:
-        QuantizationError: names all of them and the reasons.
+        QuantizationError: names all of them with reasons.
     """
     found = {layer.names[0]: engine.why_not(layer.module, places.of(layer.names[0])) for layer in layers}
     refused = {name: reason for name, reason in found.items() if reason is not None}
     if refused:
         raise QuantizationError(
-            f"{config.format}: {'; '.join(f'{name} {reason}' for name, reason in refused.items())}. Leave them as they "
-            f"are with skip_modules, added to what you skip already: {list(refused)}"
+            f"{config.format}: {'; '.join(f'{name} {reason}' for name, reason in refused.items())}. To leave them "
+            f"unquantised, add these to skip_modules: {list(refused)}"
         )

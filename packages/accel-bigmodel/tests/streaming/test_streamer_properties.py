@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_bigmodel import DeviceMapError, OffloadError
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import poison_released
 

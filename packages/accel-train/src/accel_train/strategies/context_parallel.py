@@ -1,4 +1,4 @@
-"""What transformers models need for context parallelism, where no rank sees a whole attention mask."""
+"""Transformers models under context parallelism, where no rank holds a whole attention mask."""
 
 from __future__ import annotations
 
@@ -6,28 +6,29 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["_attach_context_parallel_hooks"]
+__all__ = ["attach_context_parallel_hooks"]
 
 
-def _attach_context_parallel_hooks(model: nn.Module) -> None:
-    """Let modules called ``…self_attn`` attend causally instead of by the mask that they are given.
+def attach_context_parallel_hooks(model: nn.Module) -> None:
+    """Make modules named ``…self_attn`` attend causally and ignore the attention mask they are given.
 
     Args:
         model: changed in place.
 
     Raises:
-        ValueError: the model's configuration has layers that attend to less than all that came before, which would be
-            trained as if they did not.
+        ValueError: the model's configuration has layers other than full attention, such as a sliding window; without
+            their mask they would be trained as full attention.
     """
     narrow = _narrow_layers(model)
     if narrow:
         raise ValueError(
-            f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need their mask; context "
-            "parallelism can only express full causal attention. Use a model without them, or no context parallelism"
+            f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need their mask, but "
+            "context parallelism supports full causal attention only. Use a model without such layers, or turn context "
+            "parallelism off"
         )
     for name, module in model.named_modules():
         if name.endswith("self_attn"):
-            # First, so that no other hook spends work on the mask.
+            # Prepended, so that no other hook moves or converts the mask in vain.
             module.register_forward_pre_hook(_causal_instead_of_mask, with_kwargs=True, prepend=True)
 
 
@@ -45,6 +46,6 @@ def _narrow_layers(model: nn.Module) -> list[str]:
         config = config.get_text_config()
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        # Older configurations only say how far every layer sees.
+        # Older configurations have one window for all layers.
         return ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     return sorted(set(kinds) - {"full_attention"})

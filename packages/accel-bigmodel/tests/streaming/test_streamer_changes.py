@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from accel_bigmodel import OffloadError
-from accel_bigmodel.streaming.engine import Streamer
-from accel_bigmodel.streaming.members import Member
 from accel_bigmodel.streaming.schedule import Schedule
 from accel_bigmodel.streaming.slots import SlotPool
+from accel_bigmodel.streaming.streamed_groups import StreamedGroup
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, same, x
 
@@ -352,8 +352,8 @@ def test_an_exception_in_a_forward_brings_all_home(attach, error):
         (SlotPool, "give_back"),
         (HostTransfer, "copy"),
         (Schedule, "saw"),
-        (Member, "point"),
-        (Member, "restore"),
+        (StreamedGroup, "point"),
+        (StreamedGroup, "restore"),
         (Streamer, "enter"),
         (Streamer, "leave"),
         (Streamer, "close"),

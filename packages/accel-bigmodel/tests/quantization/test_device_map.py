@@ -12,8 +12,8 @@ from accel_bigmodel import (
     get_quantized_model_device_map,
     init_empty_weights,
 )
-from accel_bigmodel.quantization.places import Places, check_sizes
-from accel_bigmodel.quantization.selection import Layer
+from accel_bigmodel.quantization.device_map import PartDevices, check_sizes
+from accel_bigmodel.quantization.selection import SelectedLayer
 
 INT8 = TorchAoQuantizationConfig("int8", skip_modules=["c"])
 
@@ -23,7 +23,7 @@ def model():
 
 
 def test_the_longest_name_counts():
-    places = Places({"": "cpu", "a.b": "meta", "a": "cpu"})
+    places = PartDevices({"": "cpu", "a.b": "meta", "a": "cpu"})
     assert [places.of(name).type for name in ("x", "a.c.weight", "a.b", "a.b.weight", "a.bc")] == [
         "cpu", "cpu", "meta", "meta", "cpu",
     ]  # fmt: skip
@@ -109,8 +109,8 @@ class Engine:
 
 
 def test_all_layers_that_do_not_fit_are_named():
-    layers = [Layer(nn.Linear(size, 2), (f"l{size}",)) for size in (2, 5, 6)]
-    places = Places({"": "cpu"})
+    layers = [SelectedLayer(nn.Linear(size, 2), (f"l{size}",)) for size in (2, 5, 6)]
+    places = PartDevices({"": "cpu"})
     with pytest.raises(
         QuantizationError, match=r"l5 is too large; l6 is too large\. .*skip_modules.*\['l5', 'l6'\]"
     ):

@@ -1,27 +1,24 @@
-"""The streamed groups as the engine knows them: their tensors, where these are now, and who else uses them."""
+"""Run-time state of the streamed groups: their tensors, where these are now, and which other groups use them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.slots import Layout, Slot, address_of
+from accel_bigmodel.streaming.groups import Group
+from accel_bigmodel.streaming.slot_layout import SlotLayout, address_of
+from accel_bigmodel.streaming.types import Pending, Slot
 from accel_ckpt.modules.ties import parent_and_leaf
 
-if TYPE_CHECKING:
-    from accel_bigmodel.streaming.groups import Group
-    from accel_bigmodel.streaming.transfer import Pending
-
-__all__ = ["Item", "Load", "Member", "TiedUses"]
+__all__ = ["Item", "Load", "StreamedGroup", "TiedUses"]
 
 
 class Item:
-    """One tensor of a group, and the place in its module where it is registered."""
+    """One tensor of a group, and where its module registers it."""
 
     __slots__ = ("is_buffer", "leaf", "name", "owner", "table", "tensor", "tied", "versioned")
 
@@ -38,19 +35,19 @@ class Item:
         self.hold(tensor)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """This is the tensor from now on; users may register another one between forwards."""
+        """Replace the tensor; users may register another one between forwards."""
         self.tensor = tensor
-        # Torch counts no versions of tensors made in inference mode.
+        # Inference tensors have no version counter.
         self.versioned = not tensor.is_inference()
 
     def version(self) -> int:
-        """A number that changes with every change in place, other than through ``.data``."""
+        """A number that changes with every in-place change that is not made through ``.data``."""
         return self.tensor._version if self.versioned else 0
 
     def may_change_unseen(self) -> bool:
-        """Whether a forward may have changed it without counting a version.
+        """Whether a forward may have changed it without changing its version.
 
-        Kernels of normalisation write statistics that way, when they train.
+        Normalisation kernels update running statistics that way in training mode.
         """
         return self.is_buffer and (self.owner.training or not self.versioned)
 
@@ -60,19 +57,19 @@ class Load:
 
     __slots__ = ("hosts", "nbytes", "partial", "pending", "slot", "versions", "views")
 
-    def __init__(self, member: Member, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
+    def __init__(self, member: StreamedGroup, slot: Slot, sources: Sequence[torch.Tensor | None]) -> None:
         assert slot.last_copy is not None
         self.slot = slot
         self.pending: Pending = slot.last_copy
         self.views = slot.views(member.layout)
         self.hosts = sources
-        # Tensors that another group has on the device anyway are left out.
+        # Tied tensors that an active group has on the device already are not copied.
         self.partial = any(source is None for source in sources)
         self.versions = [item.version() for item in member.items]
         self.nbytes = sum(source.nbytes for source in sources if source is not None)
 
 
-class Member:
+class StreamedGroup:
     """A group that is streamed.
 
     Args:
@@ -101,10 +98,10 @@ class Member:
                     f"{item.name!r} is a {type(tensor.data).__name__}, so it cannot be streamed; "
                     "place its module on the device"
                 )
-        self.layout = Layout([item.tensor for item in self.items])
+        self.layout = SlotLayout([item.tensor for item in self.items])
 
     def check_values(self) -> None:
-        """Refuse tensors that have none.
+        """Refuse tensors without values.
 
         Raises:
             OffloadError: names one.
@@ -116,28 +113,28 @@ class Member:
                 )
 
     def take_home(self) -> None:
-        """Take tensors that are elsewhere to host memory: those of a copied model may be where it kept residents."""
+        """Move tensors to host memory that are on a device, as the resident weights of a copied model are."""
         for item in self.items:
             if item.tensor.device.type != "cpu":
                 item.tensor.data = item.tensor.data.cpu()
 
     def leave_out(self, elsewhere: Set[int]) -> bool:
-        """Forget the tensors of these identities; false if there is nothing left to stream."""
+        """Exclude tensors by identity; false if nothing is left to stream."""
         self.items = [item for item in self.items if id(item.tensor) not in elsewhere]
-        self.layout = Layout([item.tensor for item in self.items])
+        self.layout = SlotLayout([item.tensor for item in self.items])
         return bool(self.items)
 
     def describe(self, sources: Sequence[torch.Tensor | None]) -> None:
-        """Let the layout follow tensors that got another shape, memory format or dtype."""
+        """Update the layout for tensors that have another shape, memory format or dtype now."""
         tensors = [
             item.tensor if source is None else source
             for item, source in zip(self.items, sources, strict=True)
         ]
         if not self.layout.describes(tensors):
-            self.layout = Layout(tensors)
+            self.layout = SlotLayout(tensors)
 
     def changed(self, load: Load, tied: TiedUses) -> bool:
-        """Whether a tensor was changed since its copy was asked for."""
+        """Whether a tensor was changed since its copy was requested."""
         for item, host, version in zip(self.items, load.hosts, load.versions, strict=True):
             tensor = item.tensor
             if item.table.get(item.leaf) is not tensor or (item.versioned and tensor._version != version):
@@ -148,13 +145,13 @@ class Member:
         return False
 
     def point(self, load: Load, tied: TiedUses) -> None:
-        """Let the tensors be those in the slot."""
+        """Point the tensors at the slot."""
         for item, view, host in zip(self.items, load.views, load.hosts, strict=True):
             if not item.tied or tied.first(item, host):
                 item.tensor.data = view
 
     def restore(self, load: Load, tied: TiedUses) -> None:
-        """Let the tensors be those in host memory again, with what the forward changed."""
+        """Point the tensors at host memory again, including the changes that the forward made."""
         for number, item in enumerate(self.items):
             host = load.hosts[number]
             if (item.tied and not tied.last(item)) or host is None:
@@ -171,7 +168,7 @@ class Member:
                 new.data = torch.empty_like(new.data, device="cpu").copy_(new.data)
 
     def rescue(self) -> None:
-        """Let every tensor that is still in a slot be the one in host memory, whatever was going on."""
+        """Point every tensor that is still in a slot at host memory, in whatever state the group is."""
         load, self.load, self.active = self.load, None, 0
         if load is None:
             return
@@ -181,13 +178,13 @@ class Member:
 
 
 class TiedUses:
-    """Who uses the tensors that several groups have, and where their values are meanwhile.
+    """Which groups use the tensors that several groups share, and where the values of these are in host memory.
 
     Args:
         members: the streamed groups.
     """
 
-    def __init__(self, members: Iterable[Member] = ()) -> None:
+    def __init__(self, members: Iterable[StreamedGroup] = ()) -> None:
         self._members = list(members)
         self._users: Counter[int] = Counter()
         self._hosts: dict[int, torch.Tensor] = {}
@@ -206,8 +203,8 @@ class TiedUses:
             return self._hosts[id(item.tensor)]
         return item.tensor.data
 
-    def hosts(self, member: Member) -> list[torch.Tensor] | None:
-        """The tensors of a group in host memory, as its modules have them now; ``None`` if one has no tensor."""
+    def hosts(self, member: StreamedGroup) -> list[torch.Tensor] | None:
+        """The tensors of a group in host memory, as registered now; ``None`` if one was removed."""
         for item in member.items:
             tensor = item.table.get(item.leaf)
             if tensor is None:
@@ -217,8 +214,8 @@ class TiedUses:
                 self._count()
         return [self.host(item) for item in member.items]
 
-    def sources_now(self, member: Member) -> list[torch.Tensor | None]:
-        """The tensors that have to be copied for a group which is needed at once.
+    def sources_now(self, member: StreamedGroup) -> list[torch.Tensor | None]:
+        """The tensors to copy for a group that is needed now.
 
         Raises:
             OffloadError: one was removed from its module.
@@ -227,8 +224,8 @@ class TiedUses:
         if hosts is None:
             removed = [item.name for item in member.items if item.table.get(item.leaf) is None]
             raise OffloadError(
-                f"{', '.join(map(repr, removed))} was removed from its module after the weights were placed; "
-                "place the model again"
+                f"{', '.join(map(repr, removed))} was removed from its module after the model was dispatched; "
+                "dispatch the model again"
             )
         return [
             None if item.tied and self._users[id(item.tensor)] else host
@@ -236,7 +233,7 @@ class TiedUses:
         ]
 
     def first(self, item: Item, host: torch.Tensor | None) -> bool:
-        """A group uses a tied tensor; whether no other does already."""
+        """Note that a group uses a tied tensor; true if no other group does already."""
         key = id(item.tensor)
         self._users[key] += 1
         if self._users[key] > 1:
@@ -246,7 +243,7 @@ class TiedUses:
         return True
 
     def last(self, item: Item) -> bool:
-        """A group used a tied tensor; whether no other still does."""
+        """Note that a group no longer uses a tied tensor; true if no other group does either."""
         key = id(item.tensor)
         self._users[key] -= 1
         if self._users[key]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_bigmodel.hooks.context_parallel import _attach_context_parallel_hooks
+from accel_train.strategies.context_parallel import attach_context_parallel_hooks
 
 
 class Attention(nn.Module):
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 def test_self_attention_becomes_causal_and_other_attention_stays():
     model = Model(layer_types=["full_attention"])
-    _attach_context_parallel_hooks(model)
+    attach_context_parallel_hooks(model)
     layer, x, mask = model.layers[0], torch.ones(1), torch.ones(1)
     assert layer["self_attn"](x, attention_mask=mask) == (None, True)
     assert layer["self_attn"](x) == (None, None)
@@ -34,7 +34,7 @@ def test_the_hook_comes_before_others_and_leaves_the_callers_arguments():
     model, seen = Model(), []
     attention = model.layers[0]["self_attn"]
     attention.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    _attach_context_parallel_hooks(model)
+    attach_context_parallel_hooks(model)
     arguments = {"attention_mask": torch.ones(1)}
     attention(torch.ones(1), **arguments)
     assert seen == [{"attention_mask": None, "is_causal": True}]
@@ -56,10 +56,10 @@ def test_models_that_need_their_mask_are_refused(config, kinds):
     with pytest.raises(
         ValueError, match=f"Model has attention layers of type {kinds}, which need their mask"
     ):
-        _attach_context_parallel_hooks(Model(**config))
+        attach_context_parallel_hooks(Model(**config))
 
 
 def test_models_without_a_configuration():
     model = nn.ModuleDict({"self_attn": Attention()})
-    _attach_context_parallel_hooks(model)
+    attach_context_parallel_hooks(model)
     assert model["self_attn"](1, attention_mask=2) == (None, True)

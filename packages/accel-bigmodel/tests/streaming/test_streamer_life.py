@@ -15,10 +15,10 @@ from torch import nn
 from accel_bigmodel import OffloadError
 from accel_bigmodel.hooks.alignment import has_offloaded_params
 from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, remove_hook_from_module
-from accel_bigmodel.streaming import engine
-from accel_bigmodel.streaming.engine import Streamer
-from accel_bigmodel.streaming.forward_wrappers import Gate
+from accel_bigmodel.streaming import streamer as streamer_module
+from accel_bigmodel.streaming.forward_wrappers import ForwardWrapper
 from accel_bigmodel.streaming.groups import Group, plan_groups
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Attached, Block, Model, same, x
 
@@ -73,7 +73,7 @@ def test_a_copy_of_a_part_can_be_streamed_itself(attach):
 
 
 def test_attaching_that_is_interrupted_leaves_nothing_behind(attach, monkeypatch):
-    class Interrupted(Gate):
+    class Interrupted(ForwardWrapper):
         def __init__(self, streamer, module, group, below):
             if group == 2:
                 raise KeyboardInterrupt
@@ -81,7 +81,7 @@ def test_attaching_that_is_interrupted_leaves_nothing_behind(attach, monkeypatch
 
     model = Model()
     streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
-    monkeypatch.setattr(engine, "Gate", Interrupted)
+    monkeypatch.setattr(streamer_module, "ForwardWrapper", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         streamer.attach()
     assert not any("forward" in module.__dict__ for module in model.modules())
@@ -334,7 +334,7 @@ def test_gates_that_were_left_under_a_wrapper_do_not_pile_up():
         streamer = Streamer(model, plan_groups(model, [""]), HostTransfer())
         streamer.attach()
         add_hook_to_module(model.blocks[0], Doubling())
-        assert not isinstance(model.blocks[0]._old_forward.__wrapped__, Gate)
+        assert not isinstance(model.blocks[0]._old_forward.__wrapped__, ForwardWrapper)
         streamer.detach()
         remove_hook_from_module(model.blocks[0])
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.utils.prune import random_unstructured
 
 from accel_bigmodel import DeviceMapError, OffloadError
-from accel_bigmodel.streaming.engine import Streamer
 from accel_bigmodel.streaming.groups import plan_groups
+from accel_bigmodel.streaming.streamer import Streamer
 from accel_bigmodel.streaming.transfer import HostTransfer
 from testkit.streamed import BLOCK_BYTES, SIZE, Block, Model, Tied, same, x
 
@@ -402,7 +402,7 @@ def test_groups_that_run_inside_others_beyond_the_budget_are_named(attach):
     model = Chain(Caller(block), Block(), block)
     attached = attach(model, budget=BLOCK_BYTES, prefetch=1)
     with pytest.raises(
-        OffloadError, match=r"weights of '2' take 2,048 bytes.*those of '0', which runs around it"
+        OffloadError, match=r"weights of '2' take 2,048 bytes.*those of '0', whose forward calls it"
     ):
         attached.model(x())
     attached.check_home()
