@@ -173,13 +173,13 @@ def test_a_missing_part_is_noticed(saved):
     import shutil
 
     from accel_ckpt import CorruptCheckpointError, open_training_state
-    from accel_ckpt.sharded import BoxFiles
+    from accel_ckpt.loading.saved_tensors import SavedTensors
 
     parts = sorted(pathlib.Path(saved).glob("model-shard-*.safetensors"))
     if len(parts) < 2:
         pytest.skip("one rank writes one part")
     with pytest.raises(CorruptCheckpointError, match="do not make up"):
-        BoxFiles(parts[:-1])
+        SavedTensors(parts[:-1])
     broken = pathlib.Path(saved).with_name("broken")
     shutil.copytree(saved, broken)
     (broken / parts[-1].name).unlink()

@@ -13,8 +13,8 @@ import torch
 from accel_ckpt.convert.sources import open_pieces, source_of
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError, StateMismatchError
+from accel_ckpt.format.state_files import EXTRA
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
-from accel_ckpt.saving.save_state import EXTRA
 from accel_ckpt.saving.writer import write_safetensors_from, write_torch
 
 __all__ = ["export_to_accelerate"]

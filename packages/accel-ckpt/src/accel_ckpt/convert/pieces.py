@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.sharded import overlap
+from accel_ckpt.geometry import Box, overlap
 
 __all__ = ["Piece", "PiecedTensor", "PiecedWeights"]
 
@@ -88,10 +88,7 @@ class PiecedTensor:
             )
             for piece in self.pieces
         )
-        boxes = [
-            (piece.offsets, tuple(o + s for o, s in zip(piece.offsets, piece.sizes, strict=False)))
-            for piece in self.pieces
-        ]
+        boxes = [Box(piece.offsets, piece.sizes) for piece in self.pieces]
         volume = sum(math.prod(piece.sizes) for piece in self.pieces)
         if not inside or volume != math.prod(self.shape) or overlap(boxes):
             raise CorruptCheckpointError(

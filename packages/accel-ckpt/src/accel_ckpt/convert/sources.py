@@ -16,10 +16,10 @@ from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.format.index import WeightFiles, find_weights, inside, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.format.reader import Header, read_entry, read_header, read_pickled_weights
+from accel_ckpt.format.reader import read_entry, read_header, read_pickled_weights
+from accel_ckpt.format.sharding import is_divided, places_of
 from accel_ckpt.modules.names import listed
-from accel_ckpt.sharded import places_of
-from accel_ckpt.tensor_storage import SHARDING_KEY, tied_aliases
+from accel_ckpt.tensor_storage import tied_aliases
 
 __all__ = ["PiecedFolder", "Source", "find_source", "open_pieces", "source_of"]
 
@@ -108,11 +108,6 @@ def open_pieces(source: Source) -> PiecedWeights:
             _refuse_one_of_many(source.files[0])
         return _open_files(source.files, source.weight_map)
     return _open_files(source.files) if source.files else _open_dcp(source.folder)
-
-
-def is_divided(header: Header) -> bool:
-    """Whether a safetensors file says where its tensors belong in larger ones."""
-    return SHARDING_KEY in header.metadata
 
 
 def _find_own(folder: Path) -> Source:

@@ -47,6 +47,7 @@ __all__ = [
     "parse_json",
     "read_entry",
     "read_header",
+    "read_into",
     "read_json",
     "read_pickled",
     "read_pickled_weights",
@@ -283,11 +284,16 @@ def read_entry(entry: TensorEntry) -> torch.Tensor:
     if entry.nbytes:
         with open(entry.file, "rb", buffering=0) as file:
             file.seek(entry.offset)
-            _read_into(file, as_bytes(tensor), entry.file)
+            read_into(file, as_bytes(tensor), entry.file)
     return tensor
 
 
-def _read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
+def read_into(file: IO[bytes], view: memoryview, path: Path) -> None:
+    """Fill memory with the next bytes of an unbuffered file.
+
+    Raises:
+        CorruptCheckpointError: the file ends before.
+    """
     filled = 0
     while filled < len(view):
         count = file.readinto(view[filled:])  # type: ignore[attr-defined]
@@ -325,7 +331,7 @@ def file_digest(path: Path) -> str:
         view = window[number % len(window)][: size - number * _CHUNK]
         with open(path, "rb", buffering=0) as file:
             file.seek(number * _CHUNK)
-            _read_into(file, view, path)
+            read_into(file, view, path)
         return view
 
     digest = xxhash.xxh3_64()

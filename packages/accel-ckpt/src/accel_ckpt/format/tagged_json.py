@@ -23,16 +23,17 @@ import numpy as np
 import torch
 
 from accel_ckpt.errors import CheckpointError, CorruptCheckpointError, UnsupportedValueError
+from accel_ckpt.parts import Leaf, is_divided, shape_of
 from accel_ckpt.tensor_storage import DTYPE_NAMES, why_not_plain
 
 __all__ = ["Json", "Sink", "Source", "decode", "encode"]
 
 Json: TypeAlias = Any
 """What ``json.dumps`` writes."""
-Sink: TypeAlias = Callable[[tuple[Any, ...], torch.Tensor], str]
-"""Stores a tensor found at a path inside the object and returns the name that finds it again."""
-Source: TypeAlias = Callable[[str], torch.Tensor]
-"""Returns the tensor that a sink stored under a name."""
+Sink: TypeAlias = Callable[[tuple[Any, ...], Leaf], str]
+"""Stores a tensor, whole or divided, found at a path inside the object; returns the name that finds it again."""
+Source: TypeAlias = Callable[[str], Any]
+"""Returns the tensor that a sink stored under a name, or something with ``read()`` that does."""
 
 TAG = "!"
 INLINE_BYTES = (
@@ -141,24 +142,22 @@ class Encoder:
     def __init__(self, sink: Sink | None) -> None:
         self.sink = sink
         self.open: set[int] = set()  # containers being encoded: meeting one again is a cycle
-        self.stored: dict[int, tuple[torch.Tensor, Json]] = {}  # one object met twice is stored once
+        self.stored: dict[int, tuple[Leaf, Json]] = {}  # one object met twice is stored once
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
         if value is None or kind is bool:
             return value
-        handler = _ENCODERS.get(kind)
+        handler = Encoder.tensor if is_divided(value) else _ENCODERS.get(kind)
         if handler is None and isinstance(value, np.generic):
             handler = Encoder.numpy_scalar
         if handler is None and isinstance(value, np.dtype):
             handler = Encoder.numpy_dtype
         if handler is None and isinstance(value, pathlib.PurePath):
             handler = Encoder.path
-        if handler is None and isinstance(value, torch.Tensor) and hasattr(value, "full_tensor"):
-            handler = Encoder.tensor  # a DTensor, whose class is not imported for the sake of its name
         if handler is None:
             raise self.refuse(value, path)
-        if kind not in _CONTAINERS:
+        if kind not in _CONTAINERS or handler is Encoder.tensor:
             return handler(self, value, path)
         if id(value) in self.open:
             raise UnsupportedValueError(
@@ -244,7 +243,7 @@ class Encoder:
         if dtype.kind not in _NUMPY_KINDS:
             raise self.refuse(value, path, f": its NumPy dtype is {dtype}")
 
-    def tensor(self, value: torch.Tensor, path: tuple[Any, ...]) -> Json:
+    def tensor(self, value: Leaf, path: tuple[Any, ...]) -> Json:
         if self.sink is None:
             raise self.refuse(value, path, " here, where there is no place for tensors")
         known = self.stored.get(id(value))
@@ -254,9 +253,16 @@ class Encoder:
         return known[1]
 
     @staticmethod
-    def store(value: torch.Tensor, sink: Sink, path: tuple[Any, ...]) -> Json:
-        if hasattr(value, "full_tensor"):
+    def store(value: Leaf, sink: Sink, path: tuple[Any, ...]) -> Json:
+        if is_divided(value):
+            try:
+                shape_of(value)
+            except ValueError as error:
+                raise UnsupportedValueError(
+                    f"the value at {show_path(path)} cannot be saved: {error}"
+                ) from error
             return _tag("tensor", sink(path, value))
+        assert isinstance(value, torch.Tensor), "the only leaf that is not divided"
         if (reason := why_not_plain(value)) is not None:
             raise UnsupportedValueError(f"the tensor at {show_path(path)} {reason}")
         if value.dtype in DTYPE_NAMES:
@@ -294,14 +300,20 @@ def _stored_bytes(value: Any, data: Json, source: Source | None) -> bytes:
 
 
 def _stored(name: Any, source: Source | None) -> torch.Tensor:
+    found = _referred(name, source)
+    return found if isinstance(found, torch.Tensor) else found.read()
+
+
+def _referred(name: Any, source: Source | None) -> Any:
     if source is None:
         raise CorruptCheckpointError(f"the data refers to a tensor {name!r}, but no tensors belong to it")
     return source(name)
 
 
-def _read_tensor(value: Any, data: Json, source: Source | None) -> torch.Tensor:
-    tensor = _stored(value, source)
-    return tensor.view(_TORCH_DTYPES[data["dtype"]]).view(data["shape"]) if "dtype" in data else tensor
+def _read_tensor(value: Any, data: Json, source: Source | None) -> Any:
+    if "dtype" not in data:
+        return _referred(value, source)
+    return _stored(value, source).view(_TORCH_DTYPES[data["dtype"]]).view(data["shape"])
 
 
 def _read_float(value: str) -> float:

@@ -26,7 +26,7 @@ from accel_ckpt.loading.weights import (
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
-from accel_ckpt.sharded import fill_part, is_sharded, reshard
+from accel_ckpt.parts import fill_part, is_sharded, reshard
 from accel_ckpt.tensor_storage import is_lazy, parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
 

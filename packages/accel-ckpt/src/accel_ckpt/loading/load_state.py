@@ -9,30 +9,20 @@ from typing import Any
 
 import torch
 
-from accel_ckpt.errors import (
-    CheckpointNotFoundError,
-    CorruptCheckpointError,
-    MissingPartError,
-    UnsupportedValueError,
-)
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, MissingPartError
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import Manifest
-from accel_ckpt.format.reader import (
-    Header,
-    MappedShard,
-    check_digest,
-    file_digest,
-    read_json,
-    read_pickled,
-    read_tensors,
-)
+from accel_ckpt.format.reader import MappedShard, read_json
+from accel_ckpt.format.sharding import is_divided
+from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
+from accel_ckpt.loading.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
 from accel_ckpt.memory import Arena
+from accel_ckpt.parts import Leaf
+from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.leftovers import restore_interrupted_swaps
-from accel_ckpt.saving.save_state import EXTRA, Tree, is_box_file, is_tensor_file, model_stem, rank_stem
-from accel_ckpt.sharded import BoxFiles, load_tensors
 
-__all__ = ["RankState", "TrainingCheckpoint", "open_training_state"]
+__all__ = ["NamedTrees", "TrainingCheckpoint", "SavedWeights", "open_training_state"]
 
 
 def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
@@ -63,6 +53,7 @@ class TrainingCheckpoint:
         self.directory = directory
         self.manifest = manifest
         self._verify = verify
+        self._check = FileChecks(self._checksum)
 
     @property
     def models(self) -> Sequence[dict[str, Any]]:
@@ -72,17 +63,27 @@ class TrainingCheckpoint:
     @property
     def shared(self) -> Mapping[str, Tree]:
         """The shared trees by name."""
-        return self.mapped_shared(())
+        return self._shared((), ())
 
     def mapped_shared(self, mapped: Collection[str]) -> Mapping[str, Tree]:
         """The same, but the tensors of the trees in ``mapped`` are to copy from at once: views of the files.
 
         The files are checked first, and must stay as they are while the views are in use.
         """
+        return self._shared(mapped, ())
+
+    def lazy_shared(self, lazy: Collection[str]) -> Mapping[str, Tree]:
+        """The same, but in the trees in ``lazy`` a ``SavedTensor``, of which only the header is read, is in the place
+        of each tensor.
+
+        ``load_optimizer_state`` takes such a tree, and reads to where the optimizer's states are.
+        """
+        return self._shared((), lazy)
+
+    def _shared(self, mapped: Collection[str], lazy: Collection[str]) -> Mapping[str, Tree]:
         extra = {EXTRA.format(i) for i in range(len(self.manifest.models))}
-        return RankState(
-            "the shared state", self._read_trees("state", lambda name: name not in extra, mapped)
-        )
+        trees = self._read_trees("state", lambda name: name not in extra, mapped, lazy)
+        return NamedTrees("the shared state", trees)
 
     def per_rank(self, rank: int, *, allow_missing: bool = False) -> Mapping[str, Tree] | None:
         """The trees of one rank by name.
@@ -102,7 +103,7 @@ class TrainingCheckpoint:
                 f"ranks, and holds {list(self.manifest.ranks)}. Load with as many ranks, or allow the state "
                 "to be missing"
             )
-        return RankState(f"the state of rank {rank}", self._read_trees(rank_stem(rank)))
+        return NamedTrees(f"the state of rank {rank}", self._read_trees(rank_stem(rank)))
 
     def verify(self) -> None:
         """Read every file and check its checksum.
@@ -120,20 +121,25 @@ class TrainingCheckpoint:
         return self.manifest.files[name].xxh3 if self._verify else None
 
     def _read_trees(
-        self, stem: str, wanted: Callable[[str], bool] = lambda name: True, mapped: Collection[str] = ()
+        self,
+        stem: str,
+        wanted: Callable[[str], bool] = lambda name: True,
+        mapped: Collection[str] = (),
+        lazy: Collection[str] = (),
     ) -> dict[str, Tree]:
         """Trees by name; files of tensors are only read if one of these trees holds some."""
         path = inside(self.directory, f"{stem}.json")
         content = read_json(path, self._checksum(path.name))
         if not isinstance(content, dict):
             raise CorruptCheckpointError(f"{path} does not hold trees by name")
-        opened: list[dict[str, torch.Tensor]] = []
+        opened: list[Mapping[str, Any]] = []
+        views: list[Mapping[str, torch.Tensor]] = []
         copies: dict[str, torch.Tensor] = {}
         arena = Arena()
 
-        def find(name: str) -> torch.Tensor:
+        def find(name: str) -> Any:
             if not opened:
-                opened.append(self._map_state_tensors(stem))
+                opened.append(SavedTensors(self._files(self._state_files(stem)), self._check))
             if name not in opened[0]:
                 raise CorruptCheckpointError(
                     f"{path} refers to the tensor {name!r}, which is in no file beside it"
@@ -142,97 +148,166 @@ class TrainingCheckpoint:
 
         def copy(name: str) -> torch.Tensor:
             if name not in copies:
-                copies[name] = arena.copy(find(name))
+                copies[name] = find(name).read(arena.empty)
             return copies[name]
+
+        def view(name: str) -> torch.Tensor:
+            if not views:
+                views.append(self._mapped(self._files(self._state_files(stem))))
+            return views[0][name] if name in views[0] else copy(name)
 
         try:
             return {
-                name: tagged_json.decode(tree, find if name in mapped else copy)
+                name: tagged_json.decode(tree, find if name in lazy else view if name in mapped else copy)
                 for name, tree in content.items()
                 if wanted(name)
             }
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
 
-    def _map_state_tensors(self, stem: str) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for name in self.manifest.files:
-            if is_tensor_file(name, stem):
-                tensors |= _map_tensors(inside(self.directory, name), self._checksum(name))[1]
-        return tensors | self._read_boxes(name for name in self.manifest.files if is_box_file(name, stem))
+    def _state_files(self, stem: str) -> list[str]:
+        return [
+            name for name in self.manifest.files if is_tensor_file(name, stem) or is_part_file(name, stem)
+        ]
 
-    def _read_boxes(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        files = self._box_files(names)
-        tensors = {name: files.whole(name) for name in files.shapes}
-        return tensors | {alias: tensors[original] for alias, original in files.aliases.items()}
+    def _files(self, names: Iterable[str]) -> list[Path]:
+        return [inside(self.directory, name) for name in names]
 
-    def _box_files(self, names: Iterable[str]) -> BoxFiles:
-        return BoxFiles((inside(self.directory, name) for name in names), self._checksum)
+    def _mapped(self, files: Iterable[Path]) -> dict[str, torch.Tensor]:
+        """Views of the whole tensors in safetensors files, which are checked first."""
+        found: dict[str, torch.Tensor] = {}
+        for path in files:
+            shard = MappedShard(path)
+            if not is_divided(shard.header):
+                self._check([path])
+                found |= {name: shard.tensor(name) for name in shard.header.entries}
+                found |= {alias: found[original] for alias, original in shard.header.aliases.items()}
+        return found
 
-    def load_model(self, index: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors of a model in place; of a ``DTensor`` only the part that this rank holds is copied.
+    def weights(self, index: int) -> SavedWeights:
+        """The weights of a model: names, shapes and dtypes; values are read only where they go."""
+        names = self.manifest.models[index]
+        return SavedWeights(self.directory, SavedTensors(self._files(names), self._check), self._extra(index))
+
+    def load_model(self, index: int, tensors: Mapping[str, Leaf]) -> None:
+        """Fill tensors of a model in place; of a divided one only what this rank holds is read.
 
         The tensors may be divided otherwise than when they were saved, or not at all.
 
+        Args:
+            index: of the model.
+            tensors: by name; each a tensor, a ``DTensor``, a :class:`accel_ckpt.Part`, or a list of parts.
+
         Raises:
             StateMismatchError: a name is missing, or has another shape. Nothing was changed.
+            CorruptCheckpointError: a file is not what was written. Nothing was changed.
         """
-        load_tensors(self._box_files(_only_safetensors(self.manifest.models[index], self.directory)), tensors)
+        self.weights(index).fill(tensors)
 
-    def load_shared(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def load_shared(self, tensors: Mapping[str, Leaf]) -> None:
         """The same for tensors of the shared trees, by their names in the files, such as
         ``optimizer_0.state.model_0.weight.exp_avg``.
         """
-        names = (n for n in self.manifest.files if is_box_file(n, "state") or is_tensor_file(n, "state"))
-        load_tensors(self._box_files(names), tensors)
+        saved = SavedTensors(self._files(self._state_files("state")), self._check)
+        fill_all(saved.pairs(tensors))
 
     def mapped_model(self, index: int) -> dict[str, Any]:
         """The same as ``models[index]``, but to copy from at once: where it can be, tensors are views of the files.
 
         The files are checked first, and must stay as they are while the views are in use.
         """
-        return self._read_model(index, _map_tensors)
+        files = self._files(self.manifest.models[index])
+        views = self._mapped(path for path in files if path.suffix == ".safetensors")
+        return self._read_model(index, views)
 
-    def _read_model(
-        self,
-        index: int,
-        read: Callable[[Path, str | None], tuple[Header, dict[str, torch.Tensor]]] = read_tensors,
-    ) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        names = self.manifest.models[index]
-        divided = [name for name in names if is_box_file(name, model_stem(index, True))]
-        for name in names:
-            if name in divided:
-                continue
-            path = inside(self.directory, name)
-            checksum = self._checksum(name)
-            if path.suffix == ".safetensors":
-                header, tensors = read(path, checksum)
-                result |= tensors
-                result |= {alias: tensors[original] for alias, original in header.aliases.items()}
-            else:
-                if checksum is not None:
-                    check_digest(path, file_digest(path), checksum)
-                result |= read_pickled(path, mapped=False)
-        result |= self._read_boxes(divided)
+    def read_model(self, index: int) -> dict[str, Any]:
+        """The state dict of a model; see ``models``."""
+        return self._read_model(index, {})
+
+    def _read_model(self, index: int, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        weights = self.weights(index)
+        return {**weights.read(known), **weights.extra}
+
+    def _extra(self, index: int) -> Mapping[str, Any]:
         extra = EXTRA.format(index)
-        result.update(self._read_trees("state", lambda name: name == extra).get(extra, {}))
-        return result
+        found: Mapping[str, Any] = self._read_trees("state", lambda name: name == extra).get(extra, {})
+        return found
 
 
-def _map_tensors(path: Path, xxh3: str | None) -> tuple[Header, dict[str, torch.Tensor]]:
-    shard = MappedShard(path, xxh3)
-    return shard.header, {name: shard.tensor(name) for name in shard.header.entries}
+class SavedWeights:
+    """The weights of a saved model: names, shapes and dtypes from the headers of its files.
 
+    Values are read by :meth:`fill`, to where they go, so that a rank needs memory for what it holds.
+    """
 
-def _only_safetensors(names: Iterable[str], directory: Path) -> Iterable[str]:
-    for name in names:
-        if not name.endswith(".safetensors"):
-            raise UnsupportedValueError(
-                f"{directory / name} was saved with safe_serialization=False and can only be read as a whole; use "
-                "checkpoint.models"
-            )
-        yield name
+    def __init__(self, directory: Path, tensors: SavedTensors, extra: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.tensors: Mapping[str, SavedTensor] = tensors
+        """By name, tied names included."""
+        self.extra = extra
+        """Entries of the state dict that are not tensors (``get_extra_state``)."""
+        self._pairs = tensors.pairs
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors, tied names included."""
+        return list(self.tensors)
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the whole tensors, by name."""
+        return {name: saved.shape for name, saved in self.tensors.items()}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """By name."""
+        return {name: saved.dtype for name, saved in self.tensors.items()}
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Everything in the state dict by name; tensors as what is known of them without reading them."""
+        return {**self.tensors, **self.extra}
+
+    def check(self, targets: Mapping[str, Leaf]) -> None:
+        """Check that :meth:`fill` can fill these, and the content of the files that this rank reads for it.
+
+        Changes nothing, so that all ranks can agree before any of them changes something.
+
+        Raises:
+            StateMismatchError: a name is missing, or has another shape.
+            CorruptCheckpointError: a file is not what was written.
+        """
+        verify_all(self._pairs(targets))
+
+    def fill(self, targets: Mapping[str, Leaf]) -> None:
+        """Fill tensors in place with what this rank holds of each; values of another dtype are converted.
+
+        Args:
+            targets: by name; each a tensor, a ``DTensor``, a :class:`accel_ckpt.Part`, or a list of parts (``[]``
+                where this rank holds nothing). Names that are left out are not read.
+
+        Raises:
+            StateMismatchError: a name is missing, or has another shape. Nothing was changed.
+            CorruptCheckpointError: a file is not what was written. Nothing was changed.
+        """
+        fill_all(self._pairs(targets))
+
+    def read(self, known: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        """All tensors whole, on the CPU, each in memory of its own; tied names share it.
+
+        Args:
+            known: tensors to take instead of reading them.
+        """
+        arena = Arena()
+        found = dict(known or {})
+        wanted = {saved.name: saved for name, saved in self.tensors.items() if name not in found}
+        whole = {name: saved for name, saved in wanted.items() if saved.pickled is None}
+        read = {name: arena.empty(saved.shape, saved.dtype) for name, saved in whole.items()}
+        fill_all([(saved, read[name]) for name, saved in whole.items()])
+        read |= {name: saved.read() for name, saved in wanted.items() if name not in read}
+        return {
+            name: found[name] if name in found else read[saved.name] for name, saved in self.tensors.items()
+        }
 
 
 class _Models(Sequence[dict[str, Any]]):
@@ -249,10 +324,10 @@ class _Models(Sequence[dict[str, Any]]):
             raise IndexError(
                 f"the checkpoint {self._checkpoint.directory} holds {len(self)} models; {index} was asked for"
             )
-        return self._checkpoint._read_model(index % len(self))
+        return self._checkpoint.read_model(index % len(self))
 
 
-class RankState(Mapping[str, Tree]):
+class NamedTrees(Mapping[str, Tree]):
     """Trees by name; asking for one that was not saved says which were."""
 
     def __init__(self, what: str, trees: Mapping[str, Tree]) -> None:

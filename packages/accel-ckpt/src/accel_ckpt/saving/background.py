@@ -17,7 +17,8 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
 from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
-from accel_ckpt.saving.save_state import Tree, begin_save
+from accel_ckpt.saving.draft import Tree
+from accel_ckpt.saving.save_state import StateContent, begin_save
 from accel_ckpt.saving.staging import Staging
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
@@ -196,18 +197,12 @@ class BackgroundSaver:
         """
         self.make_room(when_busy)
         ranks = default_coordinator()
-        transaction, plan = begin_save(
-            directory,
-            models=models,
-            shared=shared,
-            per_rank=per_rank,
-            coordinator=ranks,
-            disk=self._disk,
-            **options,
-        )
+        content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
+        transaction, plan = begin_save(directory, content, ranks, self._disk)
         staged: list[SaveHandle] = []
 
         def stage() -> None:
+            plan.check()
             staging = Staging(plan, optimizers, self._buffers)
             staged.append(SaveHandle(transaction, staging, after))
             transaction.coordinator = _apart(ranks, transaction.token, staged[0]._why_stopped)

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 __all__ = [
     "PlannedTensor",
@@ -17,6 +18,8 @@ __all__ = [
     "readable_size",
     "shard_file_names",
 ]
+
+K = TypeVar("K", bound=Hashable)
 
 _UNITS = {
     "B": 1,
@@ -123,20 +126,20 @@ def shard_file_names(count: int, stem: str, extension: str) -> tuple[str, ...]:
     return tuple(f"{stem}-{i:05d}-of-{count:05d}.{extension}" for i in range(1, count + 1))
 
 
-def divide(sizes: Mapping[str, int], loads: Sequence[int]) -> list[frozenset[str]]:
+def divide(sizes: Mapping[K, int], loads: Sequence[int]) -> list[frozenset[K]]:
     """Divide named things among workers, so that the most loaded one has as little as is easily reached.
 
     The largest goes first, to whoever has least (longest-processing-time rule: at most 4/3 of the optimum where
     nobody is loaded before; Graham 1969). The result depends on the arguments alone.
 
     Args:
-        sizes: bytes by name.
+        sizes: bytes by name; names can be compared with each other.
         loads: bytes that each worker has already.
     """
-    shares: list[list[str]] = [[] for _ in loads]
+    shares: list[list[K]] = [[] for _ in loads]
     heap = [(load, worker) for worker, load in enumerate(loads)]
     heapq.heapify(heap)
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+    for _, name in sorted((-nbytes, name) for name, nbytes in sizes.items()):
         load, worker = heap[0]
         shares[worker].append(name)
         heapq.heapreplace(heap, (load + sizes[name], worker))

@@ -213,6 +213,7 @@ class ModelFiles:
     files: tuple[PlannedFile, ...]
     index: str | None
     """The text of the index, where there are several files."""
+    index_name: str
 
 
 def plan_model_files(
@@ -240,7 +241,8 @@ def plan_model_files(
         ],
         max_shard_size,
     )
-    names = shard_file_names(len(shards), stem, "safetensors" if safe_serialization else "bin")
+    extension = "safetensors" if safe_serialization else "bin"
+    names = shard_file_names(len(shards), stem, extension)
     index = None
     if len(shards) > 1:
         weight_map = {
@@ -252,7 +254,7 @@ def plan_model_files(
         part = {name: kept[name] for name in shard.names}
         tied = {alias: name for alias, name in aliases.items() if name in part}
         files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
-    return ModelFiles(tuple(files), index)
+    return ModelFiles(tuple(files), index, f"{stem}.{extension}.index.json")
 
 
 def _torch_saves(tensor: torch.Tensor) -> bool:

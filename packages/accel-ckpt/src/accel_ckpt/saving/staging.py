@@ -22,7 +22,7 @@ import torch
 from accel_ckpt.disk import Disk
 from accel_ckpt.memory import FileImage, HostBuffers
 from accel_ckpt.saving.commit import Contribution
-from accel_ckpt.saving.save_state import StatePlan
+from accel_ckpt.saving.draft import StatePlan
 from accel_ckpt.saving.writer import (
     FileRecord,
     Layout,

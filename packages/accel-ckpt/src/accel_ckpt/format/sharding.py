@@ -1,0 +1,76 @@
+"""Where the entries of a safetensors file belong in larger tensors.
+
+The metadata has the key and the fields that torch's ``HuggingFaceStorageReader`` reads, so that it can read the files,
+too; therefore a file holds at most one box of a tensor, under the tensor's name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.format.reader import Header
+from accel_ckpt.parts import Part
+from accel_ckpt.tensor_storage import SHARDING_KEY
+
+__all__ = ["Place", "is_divided", "places_of", "sharding_metadata"]
+
+_OFFSETS_KEY = "saved_offsets"
+_SHAPE_KEY = "shape"  # ours: without it a missing last part could not be noticed
+
+
+def sharding_metadata(parts: Mapping[str, Part]) -> dict[str, str]:
+    """The metadata of a safetensors file that holds parts of tensors under the tensors' names."""
+    about = {
+        name: {_OFFSETS_KEY: list(part.offsets), _SHAPE_KEY: list(part.shape)} for name, part in parts.items()
+    }
+    return {SHARDING_KEY: json.dumps(about)}
+
+
+def is_divided(header: Header) -> bool:
+    """Whether a safetensors file gives the places of its tensors in larger ones."""
+    return SHARDING_KEY in header.metadata
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in its tensor an entry of a file belongs."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    """Of the whole tensor, if the file gives it; torch's writer does not."""
+
+
+def places_of(header: Header) -> dict[str, Place]:
+    """Where every entry of a safetensors file belongs; each is a whole tensor unless its metadata gives a place.
+
+    Raises:
+        CorruptCheckpointError: the metadata does not fit the entries.
+    """
+    try:
+        saved = json.loads(header.metadata.get(SHARDING_KEY, "null"))
+        places = {
+            name: Place((0,) * len(entry.shape), entry.shape) if saved is None else _place(saved[name])
+            for name, entry in header.entries.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"the field {SHARDING_KEY} of {header.file} gives the places of its tensors, but cannot be read: {error!r}"
+        ) from error
+    for name, entry in header.entries.items():
+        offsets = places[name].offsets
+        if len(offsets) != len(entry.shape) or min(offsets, default=0) < 0:
+            raise CorruptCheckpointError(
+                f"{header.file} puts {name!r}, of shape {list(entry.shape)}, at {list(offsets)}"
+            )
+    return places
+
+
+def _place(about: Mapping[str, Any]) -> Place:
+    shape = about.get(_SHAPE_KEY)
+    return Place(
+        tuple(int(n) for n in about[_OFFSETS_KEY]), None if shape is None else tuple(int(n) for n in shape)
+    )

@@ -1,0 +1,303 @@
+"""Parts of tensors that are divided among ranks: what a rank holds of each, and where it belongs.
+
+A *leaf* of a state is a whole tensor, a ``DTensor``, a :class:`Part`, or a list or tuple of the parts of one tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+from torch import nn
+
+from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.geometry import Box, flat_boxes
+
+__all__ = [
+    "Leaf",
+    "Part",
+    "fill_part",
+    "is_divided",
+    "is_leaf",
+    "is_sharded",
+    "parts_of",
+    "reshard",
+    "shape_of",
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """The box of a tensor that this rank holds.
+
+    Args:
+        tensor: the values of the box, with the box's shape; a view of the memory that training uses will do.
+        offsets: index of its first element in the whole tensor, per dimension.
+        shape: of the whole tensor.
+
+    A part without elements says that this rank holds nothing of the tensor.
+
+    Raises:
+        ValueError: the box does not lie within the shape, or `tensor` is itself divided among ranks.
+    """
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse a box that is not in the tensor."""
+        object.__setattr__(self, "offsets", tuple(map(int, self.offsets)))
+        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        if is_sharded(self.tensor):
+            raise ValueError(
+                "a Part holds values of this rank alone, and a DTensor was given; pass the DTensor itself"
+            )
+        sizes = tuple(self.tensor.shape)
+        elements: int = math.prod(self.shape)
+        if elements and not self.tensor.numel():
+            return  # nothing of a tensor, also of one without dimensions
+        fits = len(sizes) == len(self.offsets) == len(self.shape) and all(
+            0 <= offset <= offset + size <= whole
+            for offset, size, whole in zip(self.offsets, sizes, self.shape, strict=True)
+        )
+        if not fits:
+            raise ValueError(
+                f"a part of shape {list(sizes)} at {list(self.offsets)} is no box of a tensor of shape "
+                f"{list(self.shape)}; give as many offsets as dimensions, so that offset + size is within the shape"
+            )
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Part:
+        """All of a tensor that this rank holds alone, such as a weight of its pipeline stage."""
+        return cls(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+
+    @classmethod
+    def nothing(cls, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Part:
+        """Says that this rank holds nothing of a tensor of this shape and dtype."""
+        return cls(torch.empty((0,) * max(1, len(shape)), dtype=dtype), (0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def of_flat(cls, values: torch.Tensor, start: int, shape: Sequence[int]) -> list[Part]:
+        """The boxes that make up a run of elements of a flattened tensor; views of ``values``.
+
+        For optimizers that divide flattened parameters, such as ZeRO's.
+
+        Args:
+            values: the run, 1-D.
+            start: its first element in the flattened (row-major) tensor.
+            shape: of the whole tensor.
+        """
+        if values.dim() != 1 or not 0 <= start <= start + values.numel() <= math.prod(shape):
+            raise ValueError(
+                f"elements {start} to {start + values.numel()}, of shape {list(values.shape)}, are no run of a "
+                f"flattened tensor of shape {list(shape)}"
+            )
+        boxes = list(flat_boxes(start, start + values.numel(), shape))
+        runs = torch.split(values, [box.volume for box in boxes]) if boxes else ()
+        return [
+            cls(run.view(box.sizes), box.offsets, tuple(shape)) for run, box in zip(runs, boxes, strict=True)
+        ]
+
+    @property
+    def box(self) -> Box:
+        """Where in the whole tensor the values belong."""
+        return Box(self.offsets, tuple(self.tensor.shape))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank holds nothing of a tensor that has elements."""
+        if self.tensor.numel() or math.prod(self.shape):
+            return not self.tensor.numel()
+        sizes = tuple(self.tensor.shape)  # of a tensor without elements, any other box is all of it
+        return sizes != self.shape and not any(sizes)
+
+
+Leaf: TypeAlias = torch.Tensor | Part | Sequence[Part]
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a ``DTensor``, of which this rank holds a part."""
+    return hasattr(tensor, "full_tensor")
+
+
+def is_divided(value: object) -> TypeGuard[Leaf]:
+    """Whether it is a leaf of which this rank may hold less than all: a ``DTensor``, a part, or parts of one tensor."""
+    if isinstance(value, torch.Tensor):
+        return is_sharded(value)
+    if isinstance(value, list | tuple):
+        return bool(value) and all(isinstance(item, Part) for item in value)
+    return isinstance(value, Part)
+
+
+def is_leaf(value: object) -> TypeGuard[Leaf]:
+    """Whether it is a tensor, whole or divided."""
+    return isinstance(value, torch.Tensor) or is_divided(value)
+
+
+def shape_of(leaf: Leaf) -> tuple[int, ...]:
+    """The shape of the whole tensor.
+
+    Raises:
+        ValueError: parts that are given as those of one tensor have different shapes.
+    """
+    if isinstance(leaf, torch.Tensor | Part):
+        return tuple(leaf.shape)
+    shapes = sorted({part.shape for part in leaf})
+    if len(shapes) != 1:
+        raise ValueError(
+            f"a list of parts holds those of one tensor, and these are of tensors of the shapes "
+            f"{list(map(list, shapes))}; put the parts of each tensor into a list of its own"
+        )
+    return shapes[0]
+
+
+def parts_of(leaf: Leaf) -> list[Part]:
+    """What this rank holds of a tensor; parts without elements are left out.
+
+    Raises:
+        UnsupportedValueError: a ``DTensor`` has a placement of which no boxes are known.
+        ValueError: as :func:`shape_of`.
+    """
+    if isinstance(leaf, torch.Tensor):
+        parts = list(_parts_of_dtensor(leaf)) if is_sharded(leaf) else [Part.whole(leaf)]
+    else:
+        parts = [leaf] if isinstance(leaf, Part) else list(leaf)
+    if not parts:
+        return []
+    shape = shape_of(parts)
+    held = [part for part in parts if not part.is_empty]
+    # Of a tensor without elements one part is all of it.
+    return held if math.prod(shape) else [Part.whole(part.tensor.new_empty(shape)) for part in held[:1]]
+
+
+def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
+    """Copy to a leaf what this rank holds of a whole value."""
+    with torch.no_grad():
+        for part in parts_of(leaf):
+            part.tensor.copy_(whole[part.box.slices])
+
+
+def reshard(model: nn.Module) -> None:
+    """Let FSDP give up the whole weights that a forward may have left in place of a rank's parts."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
+    if fsdp is None:
+        return
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
+
+
+def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
+    """The boxes of a ``DTensor`` on this rank: one, or with strided shards several.
+
+    torch gives one offset per rank, also where a strided shard has gaps; so the boxes are computed here.
+    """
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return
+    local = tensor.to_local().detach()
+    shape = tuple(tensor.shape)
+    for splits in _readings(_splits(tensor, coordinate)):
+        runs = [_runs(size, [split for split in splits if split.dim == d]) for d, size in enumerate(shape)]
+        if tuple(sum(stop - start for start, stop in run) for run in runs) == tuple(local.shape):
+            break
+    else:
+        raise UnsupportedValueError(
+            f"a DTensor of shape {list(shape)} and placements {tuple(tensor.placements)} holds {list(local.shape)} on "
+            f"this rank, at {tuple(coordinate)} of the mesh {tuple(tensor.device_mesh.shape)}, which is not what these "
+            "placements give; pass its Part, or full_tensor()"
+        )
+    if not local.numel() and math.prod(shape):
+        return
+    cuts = [list(itertools.accumulate((stop - start for start, stop in run), initial=0)) for run in runs]
+    for chosen in itertools.product(*(range(len(run)) for run in runs)):
+        where = tuple(slice(cut[i], cut[i + 1]) for cut, i in zip(cuts, chosen, strict=True))
+        yield Part(local[where], tuple(run[i][0] for run, i in zip(runs, chosen, strict=True)), shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """What a dimension of a mesh does to a dimension of a tensor."""
+
+    dim: int
+    count: int
+    index: int
+    factor: int
+    """Of a strided shard: the pieces that are divided one by one."""
+
+
+def _splits(tensor: Any, coordinate: Sequence[int]) -> list[_Split]:
+    found = []
+    for placement, count, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+        kind = type(placement).__name__
+        if kind in ("Shard", "_StridedShard"):
+            dim = placement.dim % max(1, len(tensor.shape))
+            found.append(_Split(dim, count, index, int(getattr(placement, "split_factor", 1))))
+        elif kind != "Replicate":
+            raise UnsupportedValueError(
+                f"a DTensor of shape {list(tensor.shape)} has the placement {placement}, of which this rank's "
+                "values are no box of the tensor; redistribute() it to Shard or Replicate first"
+            )
+    return found
+
+
+def _readings(splits: list[_Split]) -> Iterator[list[_Split]]:
+    """The orders in which splits may have been made, the likeliest first.
+
+    Where FSDP divides what TP has left of a dimension, the placements name FSDP first, as a strided shard in as many
+    pieces as TP makes: TP was first. The two readings differ only where sizes are not divisible; the local shape tells.
+    """
+    strided = [split for split in splits if split.factor > 1]
+    if strided and all(
+        split.factor == math.prod(later.count for later in splits[at + 1 :] if later.dim == split.dim)
+        for at, split in enumerate(splits)
+        if split.factor > 1
+    ):
+        plain = [split for split in splits if split.factor == 1]
+        yield [*plain, *(replace(split, factor=1) for split in reversed(strided))]
+    yield splits
+
+
+def _runs(size: int, splits: Sequence[_Split]) -> list[tuple[int, int]]:
+    """The ranges of indices that splits leave of a dimension; at least one, which may be empty."""
+    runs = [(0, size)]
+    for split in splits:
+        pieces = _chunks(runs, split.factor)
+        runs = _joined(run for piece in pieces for run in _chunks(piece, split.count)[split.index])
+    return runs or [(0, 0)]
+
+
+def _chunks(runs: Sequence[tuple[int, int]], count: int) -> list[list[tuple[int, int]]]:
+    """Ranges divided into so many parts, as ``torch.chunk`` does: of equal size, the last ones smaller or empty."""
+    if count == 1:
+        return [list(runs)]
+    total = sum(stop - start for start, stop in runs)
+    step = -(-total // count)
+    return [_taken(runs, i * step, min(total, (i + 1) * step)) for i in range(count)]
+
+
+def _taken(runs: Sequence[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """The elements ``begin`` to ``end`` of ranges that are counted through."""
+    found, at = [], 0
+    for start, stop in runs:
+        low, high = max(begin - at, 0), min(end - at, stop - start)
+        if low < high:
+            found.append((start + low, start + high))
+        at += stop - start
+    return found
+
+
+def _joined(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found

@@ -1,0 +1,364 @@
+"""What a rank writes of a training state.
+
+A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the tensors that it holds like all
+others and of its parts of divided tensors; from all offers each rank computes the same *plan*, the files that it
+writes. Between plan and writing the tensors may be copied (staged), so that training can go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, TypedDict
+
+import torch
+import xxhash
+
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.format import tagged_json
+from accel_ckpt.format.sharding import sharding_metadata
+from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem
+from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
+from accel_ckpt.saving.commit import Contribution
+from accel_ckpt.saving.part_division import (
+    Held,
+    PartKey,
+    describe_parts,
+    divide_parts,
+    files_of,
+    tied_parts,
+)
+from accel_ckpt.saving.plan import divide
+from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
+from accel_ckpt.saving.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
+from accel_ckpt.tensor_storage import as_bytes
+
+__all__ = ["Offer", "StateDraft", "StatePlan", "Tree", "fingerprints"]
+
+Tree: TypeAlias = Any
+"""Nested dictionaries and lists of tensors and plain data."""
+
+# Bytes. Dividing smaller tensors among ranks is not worth a name in every rank's offer.
+_WORTH_DIVIDING = 1 << 16
+
+# Elements of a tensor that are compared before ranks rely on each other's copies.
+_SAMPLES = 256
+
+
+class Offer(TypedDict):
+    """What the other ranks must know of a draft; plain data, because it is sent to all ranks."""
+
+    load: int
+    """Bytes that this rank writes in any case."""
+    alike: dict[str, tuple[int, str]]
+    """Tensors that it holds like all others: name to bytes and a fingerprint."""
+    parts: dict[str, dict[str, Held]]
+    """What it holds of divided tensors: file stem, to name."""
+    tied: dict[str, dict[str, str]]
+    """Divided tensors that repeat an earlier one: file stem, to name, to the earlier name."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlan:
+    """The files that this rank writes."""
+
+    texts: Mapping[str, bytes]
+    """Files that are complete already."""
+    files: tuple[PlannedFile, ...]
+    models: tuple[tuple[str, ...], ...] = ()
+    """Per model, the files of its tensors; on leading ranks."""
+    problem: str | None = None
+    """Why this cannot be written, where only this rank can tell."""
+
+    def check(self) -> None:
+        """Refuse what cannot be written.
+
+        Raises:
+            UnsupportedValueError: says what ranks hold that does not belong together.
+        """
+        if self.problem is not None:
+            raise UnsupportedValueError(self.problem)
+
+    def write(
+        self,
+        folder: Path,
+        disk: Disk = LOCAL,
+        write_file: Callable[[PlannedFile, Path, Disk], FileRecord] = PlannedFile.write,
+    ) -> Contribution:
+        """Write the files and put them on the disk."""
+        self.check()
+        records = {name: write_bytes(folder / name, text, disk) for name, text in self.texts.items()}
+        for file in self.files:
+            records[file.name] = write_file(file, folder / file.name, disk)
+        return Contribution(records, self.models)
+
+
+@dataclass(frozen=True, slots=True)
+class StateDraft:
+    """What this rank holds, encoded; see ``save_training_state`` for the parts."""
+
+    rank: int
+    leads: bool
+    texts: Mapping[str, bytes]
+    models: tuple[ModelFiles, ...]
+    """Files of the whole tensors of each model; on the leading rank."""
+    shared: Mapping[str, torch.Tensor]
+    """Whole tensors of the shared trees by name."""
+    replicated: frozenset[str]
+    """Those of them that every rank holds alike, if samples agree."""
+    parts: Mapping[str, Mapping[str, Sequence[Part]]]
+    """This rank's parts of divided tensors: file stem, to name."""
+    own: Mapping[str, torch.Tensor]
+    """Tensors of this rank's own trees by name."""
+
+    @classmethod
+    def make(
+        cls,
+        models: Sequence[Mapping[str, Any]],
+        shared: Mapping[str, Tree],
+        per_rank: Mapping[str, Tree],
+        *,
+        rank: int,
+        leads: bool,
+        replicated: Collection[str],
+        safe_serialization: bool,
+        max_shard_size: int,
+    ) -> StateDraft:
+        """Encode the parts.
+
+        Raises:
+            UnsupportedValueError: a tree holds something that cannot be saved exactly; names the path to it.
+        """
+        own_text, own = _encode(per_rank)
+        texts = {f"{rank_stem(rank)}.json": own_text}
+        weights, extra = _split_models(models)
+        text, leaves = _encode({**shared, **extra})
+        if leads:
+            texts["state.json"] = text
+        planned: list[ModelFiles] = []
+        parts: dict[str, dict[str, Sequence[Part]]] = {}
+        for index, state_dict in enumerate(weights):
+            parts[model_stem(index, True)], plain = _divided_and_whole(state_dict)
+            if leads:
+                stem = model_stem(index, safe_serialization)
+                planned.append(plan_model_files(plain, max_shard_size, safe_serialization, stem))
+        parts["state"], tensors = _divided_and_whole(leaves)
+        own_parts, own_tensors = _divided_and_whole(own)
+        if own_parts:
+            raise UnsupportedValueError(
+                f"{listed(sorted(own_parts))}: trees of each rank hold whole tensors; give what is divided among ranks "
+                "in the shared trees"
+            )
+        for name, tensor in {**tensors, **own_tensors}.items():
+            check_writable(name, tensor)
+        prefixes = tuple(f"{name}." for name in replicated)
+        alike = frozenset(name for name, t in tensors.items() if name.startswith(prefixes) and _divisible(t))
+        return cls(rank, leads, texts, tuple(planned), tensors, alike, parts, own_tensors)
+
+    def offer(self) -> Offer:
+        """What the other ranks must know to compute the plan."""
+        alone = [t for model in self.models for file in model.files for t in file.tensors.values()]
+        alone += self.own.values()
+        if self.leads:
+            alone += [t for name, t in self.shared.items() if name not in self.replicated]
+        alike = {name: self.shared[name] for name in sorted(self.replicated)}
+        marks = fingerprints(list(alike.values()))
+        return {
+            "load": sum(tensor.nbytes for tensor in alone),
+            "alike": {name: (t.nbytes, mark) for (name, t), mark in zip(alike.items(), marks, strict=True)},
+            "parts": describe_parts(self.parts),
+            "tied": {stem: tied_parts(named) for stem, named in self.parts.items()},
+        }
+
+    def plan(self, offers: Sequence[Offer], position: int) -> StatePlan:
+        """The files of this rank.
+
+        Args:
+            offers: of all ranks that save together, the leading one first.
+            position: of this rank among them.
+
+        Raises:
+            UnsupportedValueError: what ranks hold of a divided tensor does not make up all of it. On all ranks.
+        """
+        loads = [offer["load"] for offer in offers]
+        shares, aliases = divide_parts(
+            [offer["parts"] for offer in offers], [offer["tied"] for offer in offers], loads
+        )
+        alike = {
+            name: nbytes
+            for name, (nbytes, mark) in offers[0]["alike"].items()
+            if all(offer["alike"].get(name) == (nbytes, mark) for offer in offers)
+        }
+        mine = divide(alike, loads)[position]
+        names = [name for name in self.shared if name in mine or (self.leads and name not in alike)]
+        files: list[PlannedFile] = []
+        texts = dict(self.texts)
+        homes: list[tuple[str, ...]] = []
+        for index, model in enumerate(self.models):
+            stem = model_stem(index, True)
+            first = self.rank - position
+            divided = [
+                part_file(stem, first + at, number)
+                for at, keys in enumerate(shares)
+                for number in range(files_of(keys, stem))
+            ]
+            whole = model.files if not divided or any(file.tensors for file in model.files) else ()
+            files += whole
+            homes.append((*(file.name for file in whole), *divided))
+            if model.index is not None:
+                texts[model.index_name] = model.index.encode()
+        for stem in self.parts:
+            files += self._part_files(stem, shares[position], aliases[stem])
+        if names:
+            stem = "state" if self.leads else f"state-{self.rank:05d}"
+            files.append(_state_file(stem, {name: self.shared[name] for name in names}))
+        if self.own:
+            files.append(_state_file(rank_stem(self.rank), self.own))
+        return StatePlan(texts, tuple(files), tuple(homes), self._problem(offers) if self.leads else None)
+
+    def _part_files(
+        self, stem: str, keys: Collection[PartKey], aliases: Mapping[str, str]
+    ) -> list[PlannedFile]:
+        """The files of the parts that this rank writes; a file has one place for a name."""
+        contents: list[dict[str, Part]] = []
+        for name, parts in self.parts[stem].items():
+            number = 0
+            for part in parts:
+                if PartKey(stem, name, part.box) in keys:
+                    contents += [{}] if number == len(contents) else []
+                    contents[number][name] = part
+                    number += 1
+        return [
+            PlannedFile(
+                part_file(stem, self.rank, number),
+                {name: part.tensor.detach() for name, part in held.items()},
+                {
+                    "format": "pt",
+                    **sharding_metadata(held),
+                    **{alias: original for alias, original in aliases.items() if original in held},
+                },
+            )
+            for number, held in enumerate(contents)
+        ]
+
+    def _problem(self, offers: Sequence[Offer]) -> str | None:
+        """What other ranks hold that the leading rank, which describes the whole, does not give a place."""
+        for position, offer in enumerate(offers):
+            for stem, held in offer["parts"].items():
+                known = self._whole_names(stem)
+                if known is None and held:
+                    return (
+                        f"rank {self.rank + position} saves parts of {listed(sorted(held))} of a model ({stem}) that "
+                        f"the leading rank does not save; pass the same number of models on all ranks, {{}} where a "
+                        "rank holds nothing of one"
+                    )
+                if both := sorted(held.keys() & (known or ())):
+                    return (
+                        f"{listed(both)}: whole tensors on the leading rank, and parts of tensors on rank "
+                        f"{self.rank + position}; pass Part.whole(tensor) on the leading rank, too, or no part "
+                        "elsewhere"
+                    )
+        unknown = {
+            n: p for p, o in enumerate(offers) for n in o["parts"]["state"] if n not in self.parts["state"]
+        }
+        if unknown:
+            return (
+                f"rank {self.rank + min(unknown.values())} saves parts of {listed(sorted(unknown))} in shared trees, "
+                "and the trees of the leading rank, which are those that count, have no such entries; give them there "
+                "as Part.nothing(shape)"
+            )
+        return None
+
+    def _whole_names(self, stem: str) -> Collection[str] | None:
+        """Names of the whole tensors of a model, or of the shared trees; ``None`` if there is no such model here."""
+        if stem == "state":
+            return self.shared
+        stems = {model_stem(index, True): model for index, model in enumerate(self.models)}
+        return {name for file in stems[stem].files for name in file.tensors} if stem in stems else None
+
+
+def _divided_and_whole(
+    leaves: Mapping[str, Leaf],
+) -> tuple[dict[str, Sequence[Part]], dict[str, torch.Tensor]]:
+    """This rank's parts of the divided tensors by name, and the other tensors."""
+    parts: dict[str, Sequence[Part]] = {}
+    whole: dict[str, torch.Tensor] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, torch.Tensor) and not is_divided(leaf):
+            whole[name] = leaf
+            continue
+        parts[name] = parts_of(leaf) or [Part.nothing(shape_of(leaf))]
+        for part in parts[name]:
+            check_writable(name, part.tensor)
+    return parts, whole
+
+
+def _state_file(stem: str, tensors: Mapping[str, torch.Tensor]) -> PlannedFile:
+    return PlannedFile(f"{stem}.safetensors", tensors, {"format": "pt"})
+
+
+def _divisible(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes >= _WORTH_DIVIDING
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """For each contiguous tensor what tells it from another: dtype, shape, and a hash of elements all over it."""
+    samples: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        flat = tensor.detach().view(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().view(torch.uint8)
+        samples.setdefault(tensor.device, []).append(sample)
+    # One copy per device, not one per tensor.
+    copied = {
+        device: iter(torch.split(torch.cat(parts).cpu(), [part.numel() for part in parts]))
+        for device, parts in samples.items()
+    }
+    return [
+        f"{tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_64_hexdigest(as_bytes(next(copied[tensor.device])))}"
+        for tensor in tensors
+    ]
+
+
+def _encode(trees: Mapping[str, Tree]) -> tuple[bytes, dict[str, Leaf]]:
+    """The JSON of some trees, and their tensors by the names that it uses."""
+    tensors: dict[str, Leaf] = {}
+
+    def sink(path: tuple[Any, ...], tensor: Leaf) -> str:
+        joined = ".".join(str(part) for part in path)
+        name = base = joined.encode(errors="backslashreplace").decode()  # keys may hold lone surrogates
+        number = 1
+        while name in tensors or name == "__metadata__":  # {"a.b": x, "a": {"b": y}}
+            number += 1
+            name = f"{base}~{number}"
+        tensors[name] = tensor
+        return name
+
+    encoded = {}
+    encoder = tagged_json.Encoder(sink)
+    for name, tree in trees.items():
+        if not isinstance(name, str):
+            raise UnsupportedValueError(
+                f"parts of a training state have names; {name!r} is a {type(name).__name__}"
+            )
+        try:
+            encoded[name] = encoder.encode(tree, (name,))
+        except RecursionError:
+            raise UnsupportedValueError(
+                f"the part {name!r} of the training state is nested too deeply to be saved; flatten it"
+            ) from None
+    return json_bytes(encoded), tensors
+
+
+def _split_models(
+    models: Sequence[Mapping[str, Any]],
+) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
+    weights, extra = [], {}
+    for index, state_dict in enumerate(models):
+        named = canonical_state_dict(state_dict)
+        weights.append({name: value for name, value in named.items() if is_leaf(value)})
+        if rest := {name: value for name, value in named.items() if not is_leaf(value)}:
+            extra[EXTRA.format(index)] = rest
+    return weights, extra

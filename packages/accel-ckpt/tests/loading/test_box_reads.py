@@ -1,0 +1,121 @@
+"""Reads of boxes: right values from any box into any target, and no more bytes than are needed."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_ckpt.errors import CorruptCheckpointError
+from accel_ckpt.format.reader import read_header
+from accel_ckpt.geometry import Box
+from accel_ckpt.loading import box_reads
+from accel_ckpt.loading.box_reads import BoxRead, read_boxes
+from accel_ckpt.saving.writer import write_safetensors
+
+
+@pytest.fixture
+def read_bytes(monkeypatch):
+    """Bytes of each request."""
+    requests = []
+    original = box_reads.read_into
+
+    def counting(file, view, path):
+        requests.append(len(view))
+        original(file, view, path)
+
+    monkeypatch.setattr(box_reads, "read_into", counting)
+    return requests
+
+
+def entry_of(path, tensor):
+    path.unlink(missing_ok=True)
+    write_safetensors(path, {"w": tensor})
+    return read_header(path).entries["w"]
+
+
+@st.composite
+def cases(draw):
+    shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
+    low = [draw(st.integers(0, n - 1)) for n in shape]
+    high = [draw(st.integers(a + 1, n)) for a, n in zip(low, shape, strict=True)]
+    return shape, Box(tuple(low), tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+limits = st.tuples(
+    st.sampled_from([16, 64, 1 << 24]), st.sampled_from([0, 8, 1 << 16]), st.sampled_from([8, 1 << 20])
+)
+
+
+@given(cases(), limits, st.sampled_from([torch.float32, torch.float64]), st.booleans())
+def test_any_box_goes_to_any_target(tmp_path_factory, case, limits, dtype, strided):
+    shape, box = case
+    whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    entry = entry_of(tmp_path_factory.getbasetemp() / "any.safetensors", whole)
+    into = torch.zeros(box.sizes, dtype=dtype)
+    if strided:
+        into = torch.zeros(*box.sizes, 2, dtype=dtype)[..., 0]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(("_REQUEST", "_GAP", "_SMALL"), limits, strict=True):
+            patch.setattr(box_reads, name, value)
+        read_boxes([BoxRead(entry, box, into)])
+    assert torch.equal(into, whole[box.slices].to(dtype))
+
+
+def test_small_tensors_that_are_side_by_side_are_one_request(tmp_path, read_bytes):
+    tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(100)}
+    write_safetensors(tmp_path / "a.safetensors", tensors)
+    entries = read_header(tmp_path / "a.safetensors").entries
+    into = {name: torch.zeros(64) for name in tensors}
+    read_boxes(BoxRead(entries[name], Box((0,), (64,)), into[name]) for name in tensors)
+    assert all(torch.equal(into[name], tensors[name]) for name in tensors)
+    assert read_bytes == [100 * 256]
+
+
+def test_rows_are_read_without_the_others(tmp_path, read_bytes):
+    whole = torch.randn(4096, 1024)
+    entry = entry_of(tmp_path / "a.safetensors", whole)
+    into = torch.zeros(1024, 1024)
+    read_boxes([BoxRead(entry, Box((1024, 0), (1024, 1024)), into)])
+    assert torch.equal(into, whole[1024:2048])
+    assert sum(read_bytes) == into.nbytes
+
+
+def test_columns_with_large_gaps_are_read_without_them_and_small_gaps_along(tmp_path, read_bytes):
+    whole = torch.randn(8, 1 << 17)
+    entry = entry_of(tmp_path / "a.safetensors", whole)
+    into = torch.zeros(8, 1 << 15)
+    read_boxes([BoxRead(entry, Box((0, 1 << 16), (8, 1 << 15)), into)])
+    assert torch.equal(into, whole[:, 1 << 16 : 3 << 15])
+    assert read_bytes == [into.nbytes // 8] * 8
+    read_bytes.clear()
+    near = torch.zeros(8, (1 << 17) - 16)
+    read_boxes([BoxRead(entry, Box((0, 16), (8, (1 << 17) - 16)), near)])
+    assert torch.equal(near, whole[:, 16:])
+    assert len(read_bytes) == 1
+
+
+def test_no_request_is_larger_than_the_limit(tmp_path, read_bytes):
+    whole = torch.arange(5_000_000.0)
+    entry = entry_of(tmp_path / "a.safetensors", whole)
+    into = torch.zeros(5_000_000)
+    read_boxes([BoxRead(entry, Box((0,), (5_000_000,)), into)])
+    assert torch.equal(into, whole)
+    assert max(read_bytes) <= 1 << 24
+    assert sum(read_bytes) == into.nbytes
+
+
+def test_a_file_that_became_shorter_is_an_error(tmp_path):
+    entry = entry_of(tmp_path / "a.safetensors", torch.zeros(100))
+    with open(tmp_path / "a.safetensors", "r+b") as file:
+        file.truncate(200)
+    with pytest.raises(CorruptCheckpointError, match=r"a\.safetensors ended while it was read"):
+        read_boxes([BoxRead(entry, Box((0,), (100,)), torch.zeros(100))])
+
+
+def test_autograd_notices_that_values_changed(tmp_path):
+    entry = entry_of(tmp_path / "a.safetensors", torch.ones(3))
+    weight = torch.zeros(3, requires_grad=True)
+    result = weight.square().sum()
+    read_boxes([BoxRead(entry, Box((0,), (3,)), weight.detach())])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
