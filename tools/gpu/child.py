@@ -1,0 +1,50 @@
+"""The process of one check: calls it, and writes each figure to a file as soon as it is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from gpu.figures import Figure, NotRunError, Run
+
+
+def run(target: str, arguments: tuple[str, ...], run: Run, answer: Path) -> int:
+    """Call a check.
+
+    Args:
+        target: `module:function`.
+        arguments: of the function, after the `Run`.
+        run: where and how large.
+        answer: the file. A line of JSON per figure; then one that says how it ended: `{"end": "done"}`, `"not run"` or
+            `"failed"` with a `"reason"`. None of these means that the process was killed.
+
+    Returns:
+        The exit code.
+    """
+    with open(answer, "w", encoding="utf-8") as file:
+
+        def say(line: dict[str, Any]) -> None:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+        try:
+            module, _, name = target.partition(":")
+            check: Callable[..., Iterable[Figure]] = getattr(importlib.import_module(module), name)
+            for figure in check(run, *arguments):
+                say(dataclasses.asdict(figure))
+        except NotRunError as error:
+            say({"end": "not run", "reason": str(error)})
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            first = (str(error).strip() or "no message").splitlines()[0]
+            say({"end": "failed", "reason": f"{type(error).__name__}: {first}"})
+            return 1
+        else:
+            say({"end": "done"})
+    return 0
