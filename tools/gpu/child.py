@@ -14,6 +14,11 @@ from typing import Any
 from gpu.figures import Figure, NotRunError, Run
 
 
+def is_own(module: str) -> bool:
+    """Whether a module is of this repository, so that its absence is a fault and not a missing requirement."""
+    return module.partition(".")[0].startswith(("accel_", "gpu", "testkit"))
+
+
 def run(target: str, arguments: tuple[str, ...], run: Run, answer: Path) -> int:
     """Call a check.
 
@@ -40,6 +45,11 @@ def run(target: str, arguments: tuple[str, ...], run: Run, answer: Path) -> int:
                 say(dataclasses.asdict(figure))
         except NotRunError as error:
             say({"end": "not run", "reason": str(error)})
+        except ModuleNotFoundError as error:
+            traceback.print_exc(file=sys.stderr)
+            own = is_own(error.name or "")
+            say({"end": "failed" if own else "not run", "reason": str(error)})
+            return int(own)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
             first = (str(error).strip() or "no message").splitlines()[0]

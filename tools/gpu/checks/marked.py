@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
+from gpu.child import is_own
 from gpu.figures import Figure, NotRunError, Run
 
 
@@ -15,6 +17,8 @@ class Counts:
         self.passed = 0
         self.failed: list[str] = []
         self.skipped: list[str] = []
+        self.absent = False
+        """The file could not be imported for want of a package."""
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """One phase of one test."""
@@ -28,7 +32,12 @@ class Counts:
     def pytest_collectreport(self, report: Any) -> None:
         """A file that cannot be imported, or skips itself."""
         if report.failed:
-            self.failed.append(f"{report.nodeid} cannot be collected")
+            missing = re.search(r"ModuleNotFoundError: No module named '([^']+)'", str(report.longrepr))
+            if missing is not None and not is_own(missing[1]):
+                self.skipped.append(f"{missing[1]} is not installed")
+                self.absent = True
+            else:
+                self.failed.append("the file cannot be collected")
         elif report.skipped:
             self._skip(report)
 
@@ -54,9 +63,10 @@ def run_file(run: Run, root: str, name: str) -> Iterator[Figure]:
         "-p", "no:cacheprovider", "--basetemp", str(run.folder / "pytest"),
     ]  # fmt: skip
     code = pytest.main(arguments, plugins=[counts])
-    reasons = "; ".join(dict.fromkeys(counts.skipped))
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
+    usual = [pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED]
+    if code not in usual and not (counts.absent and code == pytest.ExitCode.INTERRUPTED):
         counts.failed.append(f"pytest ended with {pytest.ExitCode(code).name}")
+    reasons = "; ".join(dict.fromkeys(counts.skipped))
     if not counts.passed and not counts.failed:
         raise NotRunError(reasons or "it has no test that is marked gpu")
     notes = [f"failed: {', '.join(counts.failed)}"] if counts.failed else []
