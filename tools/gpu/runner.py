@@ -92,6 +92,7 @@ class Runner:
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self._running: list[_Job] = []
+        self._begun = 0
 
     def run(self, checks: Iterable[Check]) -> list[Row]:
         """Run them, those that may share the machine first.
@@ -136,9 +137,8 @@ class Runner:
                 Row(check.name, NOT_RUN, note=f"time: {self.plan.budget:.0f} s for everything are over")
             )
             return
-        folder = self.plan.scratch / str(len(self.rows) + len(self._running))
-        while folder.exists():
-            folder = folder.with_name(folder.name + "-")
+        folder = self.plan.scratch / str(self._begun)
+        self._begun += 1
         (folder / "work").mkdir(parents=True)
         log = open(folder / "log", "wb")  # noqa: SIM115 # closed by _end
         command = [  # -P: modules of the script's folder shall not hide packages of the same names
@@ -179,7 +179,8 @@ class Runner:
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TMPDIR": str(folder / "work"),
-            "TORCHINDUCTOR_CACHE_DIR": str(folder / "work" / "inductor"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+            "TRITON_CACHE_DIR": str(folder / "triton"),
         }
         if not self.plan.full:
             own["OMP_NUM_THREADS"] = "1"

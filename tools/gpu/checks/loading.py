@@ -52,7 +52,7 @@ def pinned_and_ahead(run: Run) -> Iterator[Figure]:
     free = shutil.disk_usage("/dev/shm").free
     if free < 2 * _SLOTS * batch_bytes:
         raise NotRunError(f"workers need shared memory, and /dev/shm has {free / 1e6:.0f} MB")
-    data = Batches(run.pick(12, 150), batch_bytes // 4)
+    data = Batches(run.pick(12, 100), batch_bytes // 4)
 
     def loader(**options: Any) -> DataLoader[Tensor]:
         return DataLoader(data, batch_size=None, num_workers=run.pick(1, 4), **options)
