@@ -1,0 +1,1 @@
+"""Acceptance of what needs an accelerator: `python tools/gpu/acceptance.py`."""

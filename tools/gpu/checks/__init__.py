@@ -1,0 +1,1 @@
+"""What the acceptance runs; each function is named in `gpu.registry`."""
