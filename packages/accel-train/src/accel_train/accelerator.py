@@ -44,6 +44,7 @@ from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import resume as resume_training
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.ranks import Ranks
 from accel_train.setup import arguments, prepare
 from accel_train.setup.resolve import mixed_precision_name, refuse_unavailable, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
@@ -651,7 +652,7 @@ class Accelerator:
 
         Returns:
             nested tensors, lists and tuples as `input_data`, on every rank; mappings with objects as dictionaries. In
-            a world of one, `input_data` itself.
+            a world of one, `input_data` itself, without rows that repeat a value beyond the batch that came.
 
         Raises:
             MetricsShapeError: a value does not have one row per sample.
@@ -660,8 +661,7 @@ class Accelerator:
         return metrics.gather_for_metrics(
             input_data,
             self._ledger,
-            world_size=self.num_processes,
-            rank=self.process_index,
+            ranks=Ranks.of_world(self.num_processes, self.process_index),
             loader=dataloader,
             use_gather_object=use_gather_object,
         )
