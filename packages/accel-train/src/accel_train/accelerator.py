@@ -765,7 +765,7 @@ class Accelerator:
 
         Returns:
             nested tensors, lists and tuples as `input_data`, on every rank; mappings with objects as dictionaries. In
-            a world of one, `input_data` itself.
+            a world of one, `input_data` itself, without rows that repeat a value beyond the batch that came.
 
         Raises:
             MetricsShapeError: a value does not have one row per sample.
@@ -774,8 +774,7 @@ class Accelerator:
         return metrics.gather_for_metrics(
             input_data,
             self._prepared.ledger,
-            world_size=self.num_processes,
-            rank=self.process_index,
+            ranks=self._plan.strategy.batch,
             loader=dataloader,
             use_gather_object=use_gather_object,
         )

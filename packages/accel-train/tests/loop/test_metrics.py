@@ -1,11 +1,11 @@
-"""gather_for_metrics in a world of two: exactly one row per sample, whatever is gathered."""
+"""gather_for_metrics: exactly one row per sample, whatever is gathered."""
 
 from collections import namedtuple
 
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from testkit import worlds
 
@@ -88,7 +88,9 @@ def sent_for_rows():
 
     sent = []
     gather = metrics.gather_object
-    metrics.gather_object = lambda objects: sent.append(len(pickle.dumps(objects))) or gather(objects)
+    metrics.gather_object = lambda objects, group: (
+        sent.append(len(pickle.dumps(objects))) or gather(objects, group=group)
+    )
     from accel_train import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -115,3 +117,105 @@ def refused_loader():
     with pytest.raises(ArgumentTypeError) as error:
         Accelerator(cpu=True).gather_for_metrics(torch.ones(2), dataloader=DataLoader(range(2)))
     return str(error.value)
+
+
+class Numbers(IterableDataset):
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(range(self.n))
+
+
+def repeated_losses(kind, n, batch):
+    """Rows gathered at each step of a loss that is repeated to the configured batch size, as Trainer does."""
+    from accel_train import Accelerator, DataLoaderConfiguration
+
+    accelerator = Accelerator(
+        cpu=True,
+        dataloader_config=DataLoaderConfiguration(dispatch_batches=True if kind == "dispatch" else None),
+    )
+    data = Numbers(n) if kind == "stream" else range(n)
+    loader = accelerator.prepare(DataLoader(data, batch_size=batch))
+    return [
+        (
+            len(accelerator.gather_for_metrics(x.float().mean().repeat(batch))),
+            len(accelerator.gather_for_metrics({"loss": [x.float().mean().repeat(batch)]})["loss"][0]),
+        )
+        for x in loader
+    ]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "dispatch"])
+@pytest.mark.parametrize(
+    ("world", "n", "batch", "expected"),
+    [(1, 5, 4, [4, 1]), (1, 8, 4, [4, 4]), (2, 11, 4, [8, 3]), (2, 9, 4, [8, 1])],
+)
+def test_a_loss_repeated_to_the_batch_size_counts_once_per_sample(kind, world, n, batch, expected):
+    for found in worlds.run(repeated_losses, world, kind, n, batch):
+        assert found == [(rows, rows) for rows in expected]
+
+
+def test_on_one_process_nothing_else_is_cut():
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5.0)), batch_size=4))
+    for (x,) in loader:
+        for value in (x, torch.ones(7), torch.tensor(1.0), {"a": torch.ones(3)}, ["a", "b"], "text"):
+            found = accelerator.gather_for_metrics(value)
+            assert plain(found) == plain(value) if not isinstance(value, str) else found == value
+    words = ["repeated"] * 4
+    assert accelerator.gather_for_metrics(words) is words  # no loader is at a batch
+    for (x,) in loader:
+        assert len(accelerator.gather_for_metrics(words, use_gather_object=True)) == len(x)
+    other = accelerator.prepare(DataLoader(range(8), batch_size=4))
+    for (x,), _ in zip(loader, other, strict=True):
+        assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4  # of either loader
+        assert len(accelerator.gather_for_metrics(torch.ones(4), dataloader=loader)) == len(x)
+
+
+def one_value_per_rank():
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(5), batch_size=2))
+    return [plain(accelerator.gather_for_metrics(x.float().mean().reshape(1))) for x in loader]
+
+
+def test_one_value_per_rank_is_gathered_as_a_scalar_is():
+    # The second round is 4 and, as padding, 0, 1 and 2.
+    assert worlds.run(one_value_per_rank, 2) == [[[0.5, 2.5], [2.0, 1.5]]] * 2
+
+
+def on_a_mesh(degrees):
+    from accel_train.config import DataLoaderConfiguration
+
+    from accel_state import PartialState
+    from accel_train.data.active_loaders import ActiveLoaders
+    from accel_train.data.prepare import prepare_for_ranks
+    from accel_train.loop import metrics
+    from accel_train.mesh import Mesh
+
+    state = PartialState(cpu=True)
+    ranks = Mesh(degrees, "cpu", state.num_processes, state.process_index).batch
+    ledger = ActiveLoaders()
+    loader = prepare_for_ranks(
+        DataLoader(range(8), batch_size=3), ranks, DataLoaderConfiguration(), ledger=ledger
+    )
+    found = []
+    for x in loader:
+        rows = metrics.gather_for_metrics(x, ledger, ranks=ranks)
+        words_ = metrics.gather_for_metrics(words(x), ledger, ranks=ranks)
+        assert words_ == words(rows)
+        found += rows.tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "degrees"),
+    [(2, {"tp": 2}), (2, {"pp": 2}), (4, {"dp_shard": 2, "tp": 2}), (4, {"dp_replicate": 2, "cp": 2})],
+    ids=str,
+)
+def test_on_a_mesh_each_sample_is_gathered_once(world, degrees):
+    assert worlds.run(on_a_mesh, world, degrees) == [list(range(8))] * world

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -76,7 +77,7 @@ class Indexes:
         return {"sampler": self.sampler, "stream": None}
 
 
-class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
+class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     """A `torch.utils.data.DataLoader` that knows its place among the ranks; base of the two prepared kinds.
 
     Args:
@@ -284,6 +285,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         return None if size is None else int(size) * self.ranks.size
 
     @property
+    def full_rows(self) -> int | None:
+        """Rows of a full batch of this rank; None when batches vary."""
+        total = self.total_batch_size
+        return None if total is None else total // self.ranks.size
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the dataset over all ranks."""
         total = getattr(self.dataset, "total_length", None)
@@ -484,6 +491,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
         reader = self.stateful_reader
         return self._iterator is not None if reader is None else reader.keeps_workers
 
+    @abstractmethod
     def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
         """Open what an iteration reads from, and fill it in; called by `begin_epoch`.
 
@@ -492,7 +500,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any]):
             plan: what the sampler is made of; None for a stream.
             restored: a loaded state of this epoch.
         """
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -104,10 +104,10 @@ def batches_of_stream(loader: PreparedLoader, restored: Restored) -> int:
     workers = max(loader.num_workers, 1)
     if rest or batches % workers or steps % workers:
         raise NotAvailableError(
-            f"This stream was left after {batches} batches on each of {ranks} ranks, of {before} samples together; "
-            f"{size} ranks cannot continue there with batches of {now} samples together, because "
-            f"{batches * int(before)} samples, read by {workers} worker(s) in turn, do not divide among them. Continue "
-            f"with {ranks} ranks and the same batch size, or without use_stateful_dataloader."
+            f"This stream was left after {batches} batches on each of {ranks} ranks; {size} ranks cannot continue "
+            f"there, because {batches * int(before)} samples, read by {workers} worker(s) in turn, do not divide into "
+            f"batches of {now} samples over all ranks ({before} when it was saved). Continue with {ranks} ranks and "
+            "the same batch size, or without use_stateful_dataloader."
         )
     return steps
 

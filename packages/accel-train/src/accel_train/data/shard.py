@@ -126,6 +126,14 @@ class DataLoaderShard(PreparedLoader):
         return super().total_batch_size
 
     @property
+    def full_rows(self) -> int | None:
+        """Rows of a full batch of this rank; None when batches vary."""
+        share = self.share()
+        if share is None:
+            return super().full_rows
+        return None if share.batch_size is None else share.layout(0).batch
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the dataset over all ranks."""
         shard = self._shard
