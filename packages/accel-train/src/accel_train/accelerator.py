@@ -45,6 +45,7 @@ from accel_train.plugins import (
     TorchDynamoPlugin,
 )
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
+from accel_train.process_view import ProcessView
 from accel_train.setup import arguments, prepare
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
@@ -70,7 +71,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator:
+class Accelerator(ProcessView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -237,51 +238,6 @@ class Accelerator:
         """How ranks cooperate: what `Accelerator(strategy=…)`, a plugin or the number of processes selected."""
         return self._plan.strategy
 
-    @property
-    def num_processes(self) -> int:
-        """Number of processes."""
-        return self._process.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Rank of this process."""
-        return self._process.process_index
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank of this process on its node."""
-        return self._process.local_process_index
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this process."""
-        return self._process.device
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self._process.use_distributed
-
-    @property
-    def multi_device(self) -> bool:
-        """Whether there are several processes, each with an accelerator device."""
-        return self._process.use_distributed and self._process.device.type != "cpu"
-
-    @property
-    def is_main_process(self) -> bool:
-        """True on one process of all."""
-        return self._process.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """True on one process of each node."""
-        return self._process.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """True on the process with the highest rank."""
-        return self._process.is_last_process
-
     # Facts about the configuration
 
     @property
@@ -439,52 +395,6 @@ class Accelerator:
     def should_save_model(self) -> bool:
         """True on the process of each node that writes models."""
         return self._process.is_local_main_process
-
-    # Where code runs
-
-    def on_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on the main process only, return None elsewhere."""
-        return self._process.on_main_process(function)
-
-    def on_local_main_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on the main process of each node only."""
-        return self._process.on_local_main_process(function)
-
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Decorator: run on the last process only."""
-        return self._process.on_last_process(function)
-
-    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run on the process with this rank only."""
-        return self._process.on_process(function, process_index=process_index)
-
-    def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Any:
-        """Decorator: run on the process with this local rank only, on every node."""
-        return self._process.on_local_process(function, local_process_index=local_process_index)
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Context that the main process enters first; the others follow when it has left."""
-        return self._process.main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Context that the main process of each node enters first."""
-        return self._process.local_main_process_first()
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Context with this process's part of a list, tuple, dict, tensor or dataset."""
-        return self._process.split_between_processes(inputs, apply_padding=apply_padding)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node."""
-        self._process.print(*args, **kwargs)
-
-    def wait_for_everyone(self) -> None:
-        """Wait until every process got here."""
-        self._process.wait_for_everyone()
 
     # Preparing
 
