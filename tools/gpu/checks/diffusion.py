@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,8 @@ from gpu.stable_diffusion import PARAMETERS, TOKENS, VAE, TextEncoder, UNet
 
 LIMIT = 800.0
 GUIDANCE = 7.5
+# Bytes on the device for the weights of each, so that there is room for the activations of an image of 512 x 512.
+BUDGETS = {"text_encoder": 90_000_000, "unet": 220_000_000, "vae": 40_000_000}
 # Of cuDNN's algorithms for a convolution, the one is chosen for which there is memory; they round differently.
 CLOSE_ON_DEVICE = 0.02
 
@@ -72,10 +73,10 @@ def offloaded(run: Run) -> Iterator[Figure]:
     expected = [latents.cpu(), paint(resident, latents).cpu()]
     del resident
 
-    options: dict[str, Any] = {"transfer": HostTransfer()} if run.on_cpu else {}
-    for part in parts.values():
-        cpu_offload(part, execution_device=run.device, **dict(options))
-        options = {"transfer": HostTransfer()} if run.on_cpu else {}
+    for name, part in parts.items():
+        budget = BUDGETS[name] if run.full else None
+        transfer = HostTransfer() if run.on_cpu else None
+        cpu_offload(part, execution_device=run.device, device_memory=budget, transfer=transfer)
     denoise(parts, run)  # shows the order
     with run.peak_memory() as unet_peak:
         found = denoise(parts, run)
