@@ -19,11 +19,14 @@ from testkit.conformance import (
     Samples,
     cloned,
     gather,
+    load_and_train,
     make_model,
     make_optimizer,
     oracle,
     prepare_apart,
+    save_whole_model,
     train,
+    train_and_save,
     train_two,
     uneven,
     unwrapped,
@@ -230,3 +233,84 @@ def test_undeclared_precisions_are_refused(name, ranks):
         with pytest.raises(worlds.RankError, match=pattern):
             worlds.run(train, ranks, Case(name, precision))
     assert refused or STRATEGIES.get(name).capabilities.precisions is None
+
+
+@smallest
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_resume(tmp_path, name, ranks, accumulation):
+    """Continuing after a kill is bit for bit what would have happened, inside an epoch and between two steps."""
+    case = Case(name, accumulation=accumulation, dropout=True)
+    whole = worlds.run(train_and_save, ranks, case, str(tmp_path / "none"))
+    first = worlds.run(train_and_save, ranks, case, str(tmp_path / "state"), 2)
+    second = worlds.run(load_and_train, ranks, case, str(tmp_path / "state"))
+    for uninterrupted, before, after in zip(whole, first, second, strict=True):
+        assert before.windows + after.windows == uninterrupted.windows
+        assert before.losses + after.losses == uninterrupted.losses
+        for part in ("weights", "masks"):
+            seen = getattr(before, part) + getattr(after, part)[1 if part == "weights" else 0 :]
+            torch.testing.assert_close(seen, getattr(uninterrupted, part), rtol=0, atol=0)
+
+
+@smallest
+def test_resume_inside_a_window(tmp_path, name, ranks):
+    case = Case(name, accumulation=3)
+    if not STRATEGIES.get(name).capabilities.saves_windows:
+        with pytest.raises(worlds.RankError, match=rf"{name}.*cannot save them\. Save after optimizer\.step"):
+            worlds.run(train_and_save, ranks, case, str(tmp_path / "state"), 2)
+        assert not (tmp_path / "state").exists()
+        return
+    whole = worlds.run(train_and_save, ranks, case, str(tmp_path / "none"))
+    worlds.run(train_and_save, ranks, case, str(tmp_path / "state"), 2)
+    second = worlds.run(load_and_train, ranks, case, str(tmp_path / "state"))
+    for uninterrupted, after in zip(whole, second, strict=True):
+        count = len(after.weights) - 1
+        torch.testing.assert_close(after.weights[1:], uninterrupted.weights[-count:], rtol=0, atol=0)
+
+
+@smallest
+def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
+    capabilities = STRATEGIES.get(name).capabilities
+    if not (capabilities.hides_gradients and capabilities.saves_windows):
+        assert name in ("single", "ddp", "fsdp2_witness"), "plain gradients, or none are saved"
+        return
+    worlds.run(train_and_save, ranks, Case(name, accumulation=3), str(tmp_path / "state"), 2)
+    with pytest.raises(worlds.RankError, match=rf"gradients have the form of the strategy '{name}'"):
+        worlds.run(load_and_train, ranks, Case("ddp", accumulation=3), str(tmp_path / "state"))
+
+
+def continued(case: Case, folder: str, ranks: int) -> list[Record]:
+    return worlds.run(load_and_train, ranks, case, folder)
+
+
+@pytest.mark.parametrize(("name", "ranks"), CELLS)
+def test_mobility(tmp_path, name, ranks):
+    """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have."""
+    case = Case(name, samples=48, epochs=1)
+    folder = str(tmp_path / "state")
+    saved = worlds.run(train_and_save, ranks, case, folder, samples=16)[0].weights[-1]
+    reference: set[int] = set()
+    for other, others in CELLS:
+        if others == 4 and ranks == 4 and other != name:
+            continue  # covered by the others; four ranks are slow on two cores
+        target = dataclasses.replace(case, strategy=other)
+        records = continued(target, folder, others)
+        for record in records:
+            torch.testing.assert_close(record.weights[0], saved, rtol=0, atol=0)
+            torch.testing.assert_close(record.weights[-1], records[0].weights[-1], rtol=0, atol=0)
+        read = {
+            sample for record in records for window in record.windows for micro in window for sample in micro
+        }
+        assert len(read) == 32, "the rest of the epoch, each sample once"
+        reference = reference or read
+        assert read == reference, "the next samples are the same"
+
+
+@smallest
+def test_save_model(tmp_path, name, ranks):
+    from safetensors.torch import load_file
+
+    folder = tmp_path / "model"
+    weights = worlds.run(save_whole_model, ranks, Case(name), str(folder))
+    saved = load_file(folder / "model.safetensors")
+    for here in weights:
+        torch.testing.assert_close(saved, here, rtol=0, atol=0)

@@ -40,6 +40,7 @@ class Case:
     evaluate: bool = False
     optimizer: str = "AdamW"
     scale: float = 256.0  # that fp16 begins with
+    samples: int | None = None  # instead of `rounds` for every rank
 
     @property
     def dtype(self) -> torch.dtype:
@@ -309,6 +310,70 @@ def unwrapped(case: Case) -> tuple[bool, list[str], list[str]]:
     names = list(model.state_dict())
     prepared, _ = accelerator.prepare(model, make_optimizer(case, model))
     return accelerator.unwrap_model(prepared) is model, names, list(accelerator.get_state_dict(prepared))
+
+
+def train_and_save(case: Case, folder: str, stop: int | None = None, samples: int | None = None) -> Record:
+    """Train, save in the last epoch, and end there; without a place to stop train to the end.
+
+    Args:
+        case: what is trained.
+        folder: where the state goes.
+        stop: save after so many micro-batches of the epoch,
+        samples: or after so many samples of all ranks.
+    """
+    return _resumable(case, folder, stop, load=False, samples=samples)
+
+
+def load_and_train(case: Case, folder: str) -> Record:
+    """Continue from what `train_and_save` saved."""
+    return _resumable(case, folder, None, load=True)
+
+
+def _resumable(case: Case, folder: str, stop: int | None, load: bool, samples: int | None = None) -> Record:
+    from accel_train import DataLoaderConfiguration
+
+    accelerator = make_accelerator(
+        case, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True)
+    )
+    batch = accelerator.strategy.batch
+    if samples is not None:
+        stop = samples // (case.batch * batch.size)
+    record = Record((batch.index, batch.size))
+    model = make_model(case, 5 if load else 0)  # other weights than were saved
+    optimizer = make_optimizer(case, model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    data = Samples(case.samples or case.rounds * case.batch * batch.size, case.dtype)
+    loader = DataLoader(data, batch_size=case.batch, shuffle=case.shuffle)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    torch.manual_seed(8 if load else 3)
+    begin = 0
+    if load:
+        accelerator.load_state(folder)
+        begin = loader.iteration
+        record.weights.append(cloned(accelerator.get_state_dict(model)))
+    for epoch in range(begin, case.epochs):
+        for number, row in enumerate(loader):
+            with accelerator.accumulate(model):
+                record.windows.append([micro_batch(case, accelerator, model, row, record).tolist()])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                record.weights.append(cloned(accelerator.get_state_dict(model)))
+            if stop is not None and epoch == case.epochs - 1 and number + 1 == stop:
+                accelerator.save_state(folder)
+                return record
+    return record
+
+
+def save_whole_model(case: Case, folder: str) -> dict[str, Tensor]:
+    """Save a model by `save_model`; its weights."""
+    accelerator = make_accelerator(case)
+    model = make_model(case)
+    model, _ = accelerator.prepare(model, make_optimizer(case, model))
+    accelerator.save_model(model, folder)
+    accelerator.wait_for_everyone()
+    return cloned(accelerator.get_state_dict(model))
 
 
 # The oracle

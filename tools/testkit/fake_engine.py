@@ -16,11 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
-
-try:
-    from accel_ckpt import Part
-except ImportError:
-    Part = None
+from accel_ckpt import Part
+from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
 from accel_train.mesh import Mesh
 from accel_train.plugins import StrategyPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
@@ -89,7 +86,7 @@ class Engine(nn.Module):
 
 
 class FakeEngine(Strategy):
-    """See the module."""
+    """Pairs of ranks that hold a half of each parameter."""
 
     name: ClassVar[str] = "fake"
     capabilities: ClassVar[Capabilities] = Capabilities(
@@ -211,6 +208,45 @@ class FakeEngine(Strategy):
             key: engine.whole[names[id(value)]].detach().clone() if id(value) in names else value
             for key, value in named.items()
         }
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Any:
+        """States of rows as parts, like the rows."""
+
+        def part(engine: Engine, name: str, value: Any) -> Any:
+            rows = engine.rows[name]
+            divided = isinstance(value, Tensor) and value.dim() > 0 and value.shape == rows.shape
+            return self._part(engine, name, value) if divided else value
+
+        return self._mapped(super().optimizer_state(optimizer, models), models, part)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Take this rank's rows of every state."""
+
+        def rows(engine: Engine, name: str, value: Any) -> Any:
+            whole = engine.whole[name]
+            if not isinstance(value, Tensor | SavedTensor) or value.shape != whole.shape or not whole.dim():
+                return value.read() if isinstance(value, SavedTensor) else value
+            mine = torch.empty_like(engine.rows[name], requires_grad=False)
+            if isinstance(value, SavedTensor):
+                fill_all([(value, self._part(engine, name, mine))])
+            else:
+                mine.copy_(value[engine.span(whole.shape)])
+            return mine
+
+        super().load_optimizer_state(optimizer, self._mapped(tree, models, rows), models)
+
+    def _mapped(self, tree: Any, models: Sequence[nn.Module], change: Callable[..., Any]) -> Any:
+        """An optimizer's tree with the states of parameters of engines changed."""
+        state = dict(tree["state"])
+        for number, model in enumerate(models):
+            engine = self._engine(model)
+            for name in () if engine is None else engine.rows:
+                key = f"model_{number}.{name}"
+                if key in state:
+                    state[key] = {k: change(engine, name, value) for k, value in state[key].items()}
+        return {**tree, "state": state}
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """The gradients of an open window."""

@@ -10,7 +10,7 @@ from torch import nn
 import accel_ckpt
 from accel_ckpt.optimizers import steps_only
 from accel_train.checkpoints import accelerate_checkpoints
-from accel_train.checkpoints.training_state import Saved, apply, collect, fit, read
+from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, read
 from accel_train.errors import OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
@@ -66,12 +66,15 @@ def save_model(
     **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
+    strategy = here.plan.strategy
+    # Where ranks hold parts all must call, and gather them; a whole model is read by the rank that writes.
+    weights: Any = strategy.full_state_dict(model) if strategy.is_divided(model) else strategy.plain(model)
 
     def write() -> None:
         if _writes(here):
             uploads = here.process.is_main_process
             accel_ckpt.save_model(
-                here.plan.strategy.plain(model),
+                weights,
                 save_directory,
                 max_shard_size=max_shard_size,
                 safe_serialization=safe_serialization,
@@ -241,7 +244,7 @@ def load_state(
     models = list(here.models)
     for hook in here.hooks.load.values():
         hook(models, str(saved.directory))
-    pairs: list[tuple[nn.Module, dict[str, Any]]] = []
+    pairs: Pairs = []
     accel_ckpt.run_together(
         lambda: pairs.extend(fit(here, saved, models, strict)),
         accel_ckpt.default_coordinator(),

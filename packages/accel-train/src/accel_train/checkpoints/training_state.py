@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,15 +18,16 @@ from torch import nn
 
 import accel_ckpt
 from accel_ckpt.format import tagged_json
-from accel_ckpt.modules.names import misfits, under_own_names
 from accel_ckpt.tensor_storage import as_bytes
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared, Registered
+from accel_train.strategies.base import SavedModel
 
-__all__ = ["Saved", "apply", "collect", "fit", "read"]
+__all__ = ["Pairs", "Saved", "apply", "collect", "fit", "read"]
 
 _logger = get_logger(__name__)
 
@@ -36,7 +37,7 @@ class Saved:
     """What a checkpoint holds for this rank, read and verified."""
 
     directory: Path
-    models: list[dict[str, Any]]
+    models: Sequence[SavedModel]
     shared: dict[str, Any]
     rng: dict[str, Any] | None
     loaders: Mapping[int, dict[str, Any]]
@@ -172,7 +173,9 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
         return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects)
     checkpoint = accel_ckpt.open_training_state(directory)
     optimizers = [f"optimizer_{index}" for index in range(len(here.optimizers))]
-    shared = dict(checkpoint.mapped_shared(optimizers))  # they copy what they are given
+    # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
+    lazy = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
+    shared = dict(checkpoint.lazy_shared(optimizers) if lazy else checkpoint.mapped_shared(optimizers))
     own = checkpoint.per_rank(_home(here, checkpoint), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     parts = {*shared, *(name for name in known if name.startswith("loader_"))}
@@ -187,7 +190,10 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     for index in range(len(here.registered)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
-    models = [checkpoint.mapped_model(index) for index in range(len(checkpoint.models))]
+    models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
+    if not lazy:
+        for saved in models:
+            saved.whole()  # checks the files
     same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
     rng = _read_rng(here, checkpoint, own)
@@ -203,7 +209,7 @@ def _read_foreign(
     )
     numbers = range(len(here.loaders))
     loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
-    return Saved(directory, models, shared, rng, loaders, {}, None)
+    return Saved(directory, [WholeModel(weights) for weights in models], shared, rng, loaders, {}, None)
 
 
 def _home(here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint) -> int:
@@ -304,7 +310,7 @@ def _check_trust(here: Prepared, shared: Mapping[str, Any], trusted: bool, direc
 
 # Putting back
 
-Pairs: TypeAlias = list[tuple[nn.Module, dict[str, Any]]]
+Pairs: TypeAlias = list[tuple[nn.Module, SavedModel]]
 
 
 def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> Pairs:
@@ -321,26 +327,21 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
         _check_models(len(kept), len(saved.models), saved.directory)
         pairs = list(zip(kept, saved.models, strict=True))
     for model, weights in pairs:
-        _check_weights(here.plan.strategy.plain(model), weights, strict, saved.directory)
+        problems = here.plan.strategy.misfits(model, weights, strict)
+        if problems:
+            raise accel_ckpt.StateMismatchError(
+                f"{saved.directory} does not fit the model {type(here.plan.strategy.plain(model)).__name__}: "
+                f"{'; '.join(problems)}. Nothing was changed. Build the model as it was when the state was saved"
+            )
     for index, optimizer in enumerate(here.optimizers):
         accel_ckpt.check_optimizer_state(optimizer.optimizer, saved.shared[f"optimizer_{index}"], here.models)
     return pairs
 
 
-def _check_weights(plain: nn.Module, weights: Mapping[str, Any], strict: bool, directory: Path) -> None:
-    problems = misfits(plain, weights, strict)
-    if problems:
-        raise accel_ckpt.StateMismatchError(
-            f"{directory} does not fit the model {type(plain).__name__}: {'; '.join(problems)}. Nothing was changed. "
-            "Build the model as it was when the state was saved"
-        )
-
-
 def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     """Put everything back."""
     for model, weights in pairs:
-        plain = here.plan.strategy.plain(model)
-        plain.load_state_dict(under_own_names(plain, weights), strict=strict)
+        here.plan.strategy.load_model_state(model, weights, strict)
     _restore_replicas(here, saved.replicas)
     shared = saved.shared
     progress = shared.get("progress", {})

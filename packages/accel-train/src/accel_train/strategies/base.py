@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.modules.names import listed, misfits, under_own_names
+from accel_ckpt.parts import is_divided, is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
@@ -26,6 +28,7 @@ __all__ = [
     "ModelSteps",
     "Parts",
     "PrecisionVerbs",
+    "SavedModel",
     "Strategy",
     "StrategyOptions",
 ]
@@ -137,6 +140,27 @@ class Parts:
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
+
+
+class SavedModel(Protocol):
+    """The saved weights of one model, by canonical name."""
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """What is known without reading values: of tensors shape and dtype; other entries as they are."""
+        ...
+
+    def whole(self) -> dict[str, Any]:
+        """The whole state dict; tensors may be views of files."""
+        ...
+
+    def check(self, targets: Mapping[str, Any]) -> None:
+        """Check that `fill` can fill these, and the files that this rank reads for it; changes nothing."""
+        ...
+
+    def fill(self, targets: Mapping[str, Any]) -> None:
+        """Fill tensors, `DTensor`s and `accel_ckpt.Part`s in place with what this rank holds of each."""
+        ...
 
 
 @runtime_checkable
@@ -300,6 +324,45 @@ class Strategy:
         """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s."""
         plain = self.plain(model)
         return accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a prepared model; reads and checks what loading will read.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        own = self.model_state(model)
+        if not any(is_divided(leaf) for leaf in own.values()):
+            return misfits(self.plain(model), weights.whole(), strict)
+        about = weights.about
+        shapes = [
+            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
+            for name, leaf in own.items()
+            if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
+        ]
+        problems = [listed(shapes)] if shapes else []
+        if strict:
+            for where, names in (("there", own.keys() - about.keys()), ("here", about.keys() - own.keys())):
+                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+        if not problems:
+            weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+        return problems
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights for which `misfits` found nothing; each rank reads what it holds."""
+        plain, own = self.plain(model), self.model_state(model)
+        if not any(is_divided(leaf) for leaf in own.values()):
+            plain.load_state_dict(under_own_names(plain, weights.whole()), strict=strict)
+            return
+        about = weights.about
+        weights.fill({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+        extra = {name: about[name] for name, leaf in own.items() if not is_leaf(leaf) and name in about}
+        if extra:
+            plain.load_state_dict(under_own_names(plain, extra), strict=False)
+
+    def is_divided(self, model: nn.Module) -> bool:
+        """Whether this rank holds less than all of a prepared model."""
+        return any(is_divided(leaf) for leaf in self.model_state(model).values())
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts."""

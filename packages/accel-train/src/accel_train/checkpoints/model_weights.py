@@ -1,0 +1,73 @@
+"""The saved weights of one model, as strategies load them: from a checkpoint of ours, or read whole from another's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import accel_ckpt
+from accel_ckpt.parts import fill_part
+
+__all__ = ["CheckpointModel", "WholeModel"]
+
+
+class CheckpointModel:
+    """A model in a checkpoint of ours; values are read where they go.
+
+    Args:
+        checkpoint: the checkpoint.
+        index: of the model.
+    """
+
+    def __init__(self, checkpoint: accel_ckpt.TrainingCheckpoint, index: int) -> None:
+        self._checkpoint = checkpoint
+        self._index = index
+        self._weights = checkpoint.weights(index)
+        self._whole: dict[str, Any] | None = None
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """Shapes and dtypes of tensors, and other entries of the state dict."""
+        return self._weights.about
+
+    def whole(self) -> dict[str, Any]:
+        """The state dict; where it can be, tensors are views of the files, which are checked once."""
+        if self._whole is None:
+            self._whole = self._checkpoint.mapped_model(self._index)
+        return self._whole
+
+    def check(self, targets: Mapping[str, Any]) -> None:
+        """Check that `fill` can fill these, and the files that this rank reads for it."""
+        self._weights.check(targets)
+
+    def fill(self, targets: Mapping[str, Any]) -> None:
+        """Fill tensors in place with what this rank holds of each."""
+        self._weights.fill(targets)
+
+
+class WholeModel:
+    """A model that was read whole.
+
+    Args:
+        weights: its state dict under canonical names.
+    """
+
+    def __init__(self, weights: dict[str, Any]) -> None:
+        self._weights = weights
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """The state dict."""
+        return self._weights
+
+    def whole(self) -> dict[str, Any]:
+        """The state dict."""
+        return self._weights
+
+    def check(self, targets: Mapping[str, Any]) -> None:
+        """Everything was checked when it was read."""
+
+    def fill(self, targets: Mapping[str, Any]) -> None:
+        """Copy to each target what this rank holds of it."""
+        for name, target in targets.items():
+            fill_part(target, self._weights[name])
