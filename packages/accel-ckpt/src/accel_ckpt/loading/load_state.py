@@ -22,7 +22,7 @@ from accel_ckpt.parts import Leaf
 from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.leftovers import restore_interrupted_swaps
 
-__all__ = ["NamedTrees", "TrainingCheckpoint", "SavedWeights", "open_training_state"]
+__all__ = ["NamedTrees", "SavedWeights", "TrainingCheckpoint", "open_training_state"]
 
 
 def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
