@@ -92,6 +92,33 @@ def fill(folder, mesh_shape):
     states = optimizer_state_by_name(expected_optimizer, [expected_model])["state"]
     for name, state in states.items():
         assert torch.equal(whole(tree["state"][name]["exp_avg"]), state["exp_avg"]), name
+    restore_optimizers(checkpoint, model, optimizer, states)
+
+
+def restore_optimizers(checkpoint, model, live, expected):
+    """One that has states keeps them in place, a new one gets states that are divided like its parameters."""
+    from accel_ckpt import check_optimizer_state, load_optimizer_state, optimizer_state_by_name
+
+    before = {name: dict(state) for name, state in optimizer_state_by_name(live, [model])["state"].items()}
+    new = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for optimizer in (live, new):
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+        for lazy in (["optimizer_0"], []):  # or whole, as older readers give it
+            tree = checkpoint.lazy_shared(lazy)["optimizer_0"]
+            check_optimizer_state(optimizer, tree, [model])
+            load_optimizer_state(optimizer, tree, [model])
+            found = optimizer_state_by_name(optimizer, [model])
+            assert found["param_groups"][0]["lr"] == 0.1
+            for name, state in found["state"].items():
+                for key, value in state.items():
+                    assert torch.equal(whole(value), expected[name][key]), (name, key)
+    after = optimizer_state_by_name(live, [model])["state"]
+    assert all(after[name][key] is value for name, state in before.items() for key, value in state.items())
+    for group in new.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.detach().clone()
+    new.step()
 
 
 def whole(tensor):
@@ -185,6 +212,68 @@ def test_a_missing_part_is_noticed(saved):
     (broken / parts[-1].name).unlink()
     with pytest.raises(CorruptCheckpointError, match="missing"):
         open_training_state(broken)
+
+
+def test_a_rank_needs_memory_for_its_share(tmp_path):
+    """Saved by two ranks and loaded by two in another division, one tensor of 256 MB, and an optimizer with as much."""
+
+    def work(folder):
+        import gc
+
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        from accel_ckpt import (
+            load_optimizer_state,
+            open_training_state,
+            optimizer_state_by_name,
+            save_training_state,
+        )
+
+        mesh = init_device_mesh("cpu", (2,))
+
+        def build(dim):
+            model = nn.Module()
+            weight = torch.arange(1 << 26, dtype=torch.float32).view(1 << 13, 1 << 13)
+            model.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(dim)]))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            optimizer.state[model.weight]["momentum_buffer"] = model.weight.detach() + 1
+            return model, optimizer
+
+        model, optimizer = build(0)
+        shared = {"optimizer": optimizer_state_by_name(optimizer, [model])}
+        save_training_state(folder, models=[model.state_dict()], shared=shared, per_rank={})
+        expected, expected_optimizer = build(1)
+        model, optimizer = build(1)
+        optimizer.state.clear()
+        with torch.no_grad():
+            model.weight.zero_()
+        gc.collect()
+        checkpoint = open_training_state(folder)
+        before, peak = peak_memory()
+        checkpoint.weights(0).fill(model.state_dict())
+        load_optimizer_state(optimizer, checkpoint.lazy_shared(["optimizer"])["optimizer"], [model])
+        grown = peak() - before
+        assert torch.equal(model.weight.to_local(), expected.weight.to_local())
+        state = expected_optimizer.state[expected.weight]["momentum_buffer"]
+        assert torch.equal(optimizer.state[model.weight]["momentum_buffer"].to_local(), state.to_local())
+        return grown
+
+    share, tensor = 1 << 27, 1 << 28  # the share is that of the momentum; the weights are filled in place
+    for grown in worlds.run(work, 2, str(tmp_path / "c"), timeout=180):
+        assert share / 2 < grown < share + tensor
+
+
+def peak_memory():
+    """Bytes in memory now, file mappings included; and what tells their peak since."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # VmHWM starts again from here
+
+    def field(name):
+        with open("/proc/self/status") as file:
+            return 1024 * int(next(line.split()[1] for line in file if line.startswith(name)))
+
+    return field("VmRSS"), lambda: field("VmHWM")
 
 
 def test_nodes_without_a_shared_file_system_cannot_save_parts(tmp_path):

@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from accel_ckpt import (
+    CorruptCheckpointError,
+    SavedTensor,
     StateMismatchError,
+    check_optimizer_state,
     load_optimizer_state,
     open_training_state,
     optimizer_state_by_name,
@@ -242,3 +245,45 @@ def test_the_state_of_another_class_of_optimizer():
         load_optimizer_state(other, tree, [model])
     del tree["param_groups"][0]["fused"]  # as an older torch saves it
     load_optimizer_state(torch.optim.AdamW(model.parameters()), tree, [model])
+
+
+def saved_net(tmp_path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01))
+    step(model, optimizer)
+    tree = optimizer_state_by_name(optimizer, [model])
+    path = save_training_state(tmp_path / "c", models=[], shared={"o": tree, "n": 3}, per_rank={})
+    return model, optimizer, open_training_state(path)
+
+
+def test_a_lazy_tree_is_read_where_it_goes(tmp_path):
+    model, optimizer, checkpoint = saved_net(tmp_path)
+    trees = checkpoint.lazy_shared(["o"])
+    assert trees["n"] == 3
+    saved = trees["o"]["state"]["model_0.first.weight"]["exp_avg"]
+    assert isinstance(saved, SavedTensor)
+    assert (tuple(saved.shape), saved.dtype) == ((4, 3), torch.float32)
+    live = optimizer.state[model.first.weight]["exp_avg"]
+    expected = live.clone()
+    live.zero_()
+    for target in (optimizer, torch.optim.AdamW(model.parameters())):
+        check_optimizer_state(target, trees["o"], [model])
+        load_optimizer_state(target, trees["o"], [model])
+        assert torch.equal(target.state[model.first.weight]["exp_avg"], expected)
+        assert torch.equal(target.param_groups[0]["lr"], torch.tensor(0.01))
+    assert optimizer.state[model.first.weight]["exp_avg"] is live
+
+
+def test_a_changed_file_is_found_before_anything_changes(tmp_path):
+    model, optimizer, checkpoint = saved_net(tmp_path)
+    before = copy.deepcopy(optimizer.state_dict())
+    path = checkpoint.directory / "state.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    tree = checkpoint.lazy_shared(["o"])["o"]
+    for act in (check_optimizer_state, load_optimizer_state):
+        with pytest.raises(CorruptCheckpointError, match=r"state\.safetensors has the checksum"):
+            act(optimizer, tree, [model])
+    for state, old in zip(optimizer.state_dict()["state"].values(), before["state"].values(), strict=True):
+        assert all(torch.equal(state[key], old[key]) for key in old)

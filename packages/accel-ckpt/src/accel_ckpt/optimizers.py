@@ -6,7 +6,6 @@ given model is called ``unnamed.<group>.<position>`` after its place in the opti
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,8 +14,10 @@ import torch
 from torch import nn
 
 from accel_ckpt.errors import StateMismatchError
-from accel_ckpt.memory import Arena
+from accel_ckpt.loading.saved_tensors import SavedTensor
+from accel_ckpt.loading.tree_fill import Like, TreeFill
 from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.parts import Leaf, is_sharded, reshard
 from accel_ckpt.tensor_storage import why_not_plain
 
 __all__ = [
@@ -86,6 +87,7 @@ def check_optimizer_state(
     """Check that ``load_optimizer_state`` can load a state; changes nothing.
 
     Raises:
+        CorruptCheckpointError: a file that this rank reads is not what was written.
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
@@ -104,6 +106,7 @@ def check_optimizer_state(
         raise StateMismatchError(
             f"the saved optimizer holds state for {', '.join(unknown)}, which are in none of its groups"
         )
+    _state_fill(optimizer, tree, names, optimizer.state_dict()).check()
 
 
 def load_optimizer_state(
@@ -112,15 +115,18 @@ def load_optimizer_state(
     """Give an optimizer the state that ``optimizer_state_by_name`` returned.
 
     Order does not matter, of parameters in a group or of groups; which parameters form a group does. Tensors
-    go to the device and dtype of their parameter as torch's ``load_state_dict`` decides.
+    go to the device and dtype of their parameter as torch's ``load_state_dict`` decides. States of a parameter that is
+    divided among ranks (`DTensor`) are divided like it.
 
     Args:
-        optimizer: changed in place; so are its states, on their device, where they have the saved shape and dtype.
-        tree: the state. Its tensors are copied.
+        optimizer: changed in place; so are its states, where they have the saved shape and dtype.
+        tree: the state, with tensors or, as ``TrainingCheckpoint.lazy_shared`` gives it, with what is known of them:
+            then this rank reads what it holds. Its tensors are copied.
         models: as when it was saved.
 
     Raises:
         StateMismatchError: parameters are missing, unexpected or grouped differently; nothing was changed.
+        CorruptCheckpointError: a file is not what was written; nothing was changed.
     """
     check_optimizer_state(optimizer, tree, models)
     names = _parameter_names(optimizer, models)
@@ -132,37 +138,50 @@ def load_optimizer_state(
         {**saved[frozenset(group_names)].pop(0), "params": list(group["params"])}
         for group_names, group in zip(names, current["param_groups"], strict=True)
     ]
-    positions = _positions(names, current["param_groups"])
-    state = {positions[name]: value for name, value in tree["state"].items()} | tree.get("global_state", {})
     rest = {key: value for key, value in tree.items() if key not in ("state", "param_groups", "global_state")}
     with torch.no_grad():
-        state = _take_up(state, current["state"], Arena())
-    optimizer.load_state_dict({**rest, "state": state, "param_groups": groups})
+        parts = {"state": _state_fill(optimizer, tree, names, current).run()}
+        parts |= TreeFill({**rest, "param_groups": groups}, {}, lambda saved, here, path: None).run()
+    optimizer.load_state_dict(parts)
 
 
-def _take_up(saved: Any, here: Any, arena: Arena) -> Any:
-    """What is here, with the saved values; a copy of what was saved where there is nothing that could take them."""
-    if isinstance(saved, torch.Tensor):
-        if why_not_plain(saved) is not None:
-            return saved
+def _state_fill(
+    optimizer: torch.optim.Optimizer,
+    tree: Mapping[str, Any],
+    names: Sequence[Sequence[str]],
+    current: Mapping[str, Any],
+) -> TreeFill:
+    """Where the tensors of a saved state go: to those of the optimizer, or to new ones that are like the parameter."""
+    positions = _positions(names, current["param_groups"])
+    state = {positions[name]: value for name, value in tree["state"].items()} | tree.get("global_state", {})
+    parameters = {
+        number: parameter
+        for group, numbered in zip(optimizer.param_groups, current["param_groups"], strict=True)
+        for parameter, number in zip(group["params"], numbered["params"], strict=True)
+    }
+
+    def choose(saved: SavedTensor | torch.Tensor, here: Any, path: tuple[Any, ...]) -> Leaf | Like | None:
+        if isinstance(saved, torch.Tensor) and why_not_plain(saved) is not None:
+            return None
         if _can_take(here, saved):
-            return here.copy_(saved)
-        return arena.copy(saved) if saved.device.type == "cpu" else saved.clone()
-    if isinstance(saved, Mapping):
-        known = here if isinstance(here, Mapping) else {}
-        return {key: _take_up(value, known.get(key), arena) for key, value in saved.items()}
-    if type(saved) in (list, tuple):
-        own = here if type(here) is type(saved) else ()
-        pairs = itertools.zip_longest(saved, own[: len(saved)])
-        return type(saved)(_take_up(value, counterpart, arena) for value, counterpart in pairs)
-    return saved
+            return here  # type: ignore[no-any-return]
+        parameter = parameters.get(path[0])
+        if (
+            parameter is None
+            or parameter.shape != saved.shape
+            or not (is_sharded(parameter) or not parameter.is_cpu)
+        ):
+            return None
+        return Like(parameter, saved.dtype)
+
+    return TreeFill(state, current["state"], choose)
 
 
-def _can_take(here: Any, saved: torch.Tensor) -> bool:
+def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
     return (
-        type(here) is torch.Tensor
+        (type(here) is torch.Tensor or is_sharded(here))
         and (here.shape, here.dtype) == (saved.shape, saved.dtype)
-        and here.is_contiguous()
+        and (is_sharded(here) or here.is_contiguous())
         and not here.is_inference()
         and not here.requires_grad
     )
@@ -171,6 +190,7 @@ def _can_take(here: Any, saved: torch.Tensor) -> bool:
 def _parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
     known: dict[int, str] = {}
     for index, model in enumerate(models):
+        reshard(model)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, parameter in canonical_state_dict(parameters, model).items():
             known.setdefault(id(parameter), f"model_{index}.{name}")

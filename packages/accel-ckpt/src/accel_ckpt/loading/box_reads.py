@@ -19,7 +19,7 @@ from accel_ckpt.tensor_storage import as_bytes
 __all__ = ["BoxRead", "read_boxes"]
 
 # Bytes of a request, and of the memory that it may need beside its target.
-_REQUEST = 1 << 24
+_REQUEST = 1 << 23
 
 # Bytes between two wanted runs that are read along: another request would take longer, at least where files are remote.
 _GAP = 1 << 16
@@ -203,6 +203,8 @@ def _read_runs(file: IO[bytes], path: Path, read: BoxRead, rows: torch.Tensor, o
         _begin(read) + size * sum(i * s for i, s in zip(index, strides, strict=False))
         for index in itertools.product(*map(range, read.box.sizes[: outer - 1]))
     )
+    longest = (min(block, count) - 1) * stride + run
+    spans = torch.empty(longest if block > 1 else 0, dtype=entry.dtype, device="cpu")
     for number, begin in enumerate(begins):
         for start in range(0, count, block):
             length = min(block, count - start)
@@ -211,7 +213,7 @@ def _read_runs(file: IO[bytes], path: Path, read: BoxRead, rows: torch.Tensor, o
             if length == 1:
                 _read_at(file, path, at, into)
             else:
-                span = torch.empty((length - 1) * stride + run, dtype=entry.dtype, device="cpu")
+                span = spans[: (length - 1) * stride + run]
                 _read_at(file, path, at, span)
                 into.copy_(span.as_strided((length, run), (stride, 1)))
 
