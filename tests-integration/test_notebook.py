@@ -118,4 +118,4 @@ def test_a_state_of_a_later_cell_is_refused_also_after_one_process():
         raises=True,
     )
     error = next(output for output in cells[3].outputs if output["output_type"] == "error")
-    assert "an Accelerator or PartialState exists in this one already" in error["evalue"]
+    assert "an Accelerator or PartialState already exists in this process" in error["evalue"]

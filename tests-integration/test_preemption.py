@@ -383,7 +383,7 @@ def test_every_process_of_the_job_is_told_as_slurm_does(launches):
     began = time.monotonic()
     done = finish(process)
     assert done.returncode == 75, done.stderr
-    assert "did not end in time" not in done.stderr
+    assert "did not exit in time" not in done.stderr
     assert time.monotonic() - began < 25
     done = launches.run("slurm", 2, "--resume", words=["workers"])
     assert done.returncode == 0, done.stderr

@@ -58,7 +58,7 @@ def test_every_command_has_a_module_with_main_and_help(capsys):
 def test_errors_are_one_message_without_traceback():
     done = accel("launch", "--num_processes", "none", "x.py")
     assert done.returncode == 2
-    assert done.stderr == "accel launch: error: --num_processes is 'none'; expected a whole number\n"
+    assert done.stderr == "accel launch: error: --num_processes is 'none'; expected an integer\n"
     done = accel("launch", "nowhere.py")
     assert done.returncode == 1
     assert done.stderr.startswith("accel launch: error: the script 'nowhere.py' does not exist")

@@ -36,7 +36,7 @@ def test_truth_values(words, truth):
 
 
 def test_other_words_are_named():
-    with pytest.raises(ConfigError, match="'maybe' is not a truth value"):
+    with pytest.raises(ConfigError, match="'maybe' is not a boolean"):
         str_to_bool("maybe")
     with (
         patch_environment(accel_test_flag="maybe"),

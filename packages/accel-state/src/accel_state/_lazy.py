@@ -1,4 +1,4 @@
-"""Lazy package tops: a name is imported from its home module when it is first used.
+"""Lazy package namespaces: a name is imported from its defining module on first use.
 
 A package top lists its public names once, as a table ``home module → names``. ``tools/gen_stubs.py`` generates
 from it the stub ``__init__.pyi`` that type checkers read.
@@ -17,24 +17,24 @@ __all__ = ["attach"]
 def attach(
     package: str, exports: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Make the three hooks of a lazy package top.
+    """Create the three module-level hooks of a lazy package.
 
     Args:
         package: the package's ``__name__``.
-        exports: home module (absolute) to the public names that it provides.
+        exports: defining module (absolute name) to the public names that it provides.
 
     Returns:
-        ``__getattr__``, ``__dir__`` and ``__all__``, to be bound at the top of the package.
+        ``__getattr__``, ``__dir__`` and ``__all__``, to be assigned in the package's ``__init__.py``.
     """
     homes = {name: home for home, names in exports.items() for name in names}
     public = sorted(homes)
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the hook of the module
+    def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's hook
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(home), name)
-        setattr(sys.modules[package], name, value)  # later lookups do not come back here
+        setattr(sys.modules[package], name, value)  # later lookups bypass this function
         return value
 
     def __dir__() -> list[str]:  # noqa: N807

@@ -1,4 +1,4 @@
-"""Small helpers for plain Python objects."""
+"""Helpers for plain Python objects that scripts written for Accelerate import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["convert_bytes", "get_pretty_name", "merge_dicts", "recursive_getattr
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes for people: ``1536`` is ``"1.5 KB"``; units grow by 1024 up to PB."""
+    """A number of bytes in human-readable form: ``1536`` is ``"1.5 KB"``; units grow by 1024 up to PB."""
     units = ("bytes", "KB", "MB", "GB", "TB", "PB")
     index = 0
     while size >= 1024 and index < len(units) - 1:
@@ -27,9 +27,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Put everything of ``source`` into ``destination``, merging dicts found under the same key, and return
-    it.
-    """
+    """Merge ``source`` into ``destination``, recursively for dicts under the same key, and return ``destination``."""
     for key, value in source.items():
         if isinstance(value, Mapping):
             merge_dicts(value, destination.setdefault(key, {}))

@@ -1,4 +1,4 @@
-"""Names of files, and lists of choices, that scripts written for Accelerate import; exit codes. Loads no torch."""
+"""File names and lists of choices that scripts written for Accelerate import; exit codes. Loads no torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 PREEMPTED = 75
-"""Exit code of a rank that was told to stop and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
+"""Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""
 
 MODEL_NAME = "pytorch_model"
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

@@ -1,4 +1,4 @@
-"""The named choices that configuration files, flags and code share. Loads no torch."""
+"""Enumerations shared by configuration files, flags and code. Loads no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = [
 
 
 class EnumWithContains(EnumMeta):
-    """Enum classes of which ``value in Class`` can be asked with a plain value."""
+    """Enum classes that support ``value in Class`` for plain values."""
 
     def __contains__(cls, item: object) -> bool:
         """Whether ``item`` is a member, or the value of one."""
@@ -32,7 +32,7 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enum whose members print as their value and are found whatever the case of the letters."""
+    """An enum whose members print as their value and are looked up case-insensitively."""
 
     def __str__(self) -> str:
         return str(self.value)
@@ -56,14 +56,14 @@ class BaseEnum(Enum, metaclass=EnumWithContains):
 
 
 class _NamedStr(str, BaseEnum):
-    """A string enum of which ``str()`` gives ``Class.NAME``."""
+    """A string enum whose ``str()`` is ``Class.NAME``."""
 
     def __str__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class DistributedType(_NamedStr):
-    """How the processes of a run work together."""
+    """The kind of distributed run."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -90,7 +90,7 @@ class SageMakerDistributedType(_NamedStr):
 
 
 class FP8BackendType(_NamedStr):
-    """The library that computes in 8-bit floating point."""
+    """The library for 8-bit floating point (fp8) computation."""
 
     NO = "NO"
     TE = "TE"
@@ -106,7 +106,7 @@ class ComputeEnvironment(_NamedStr):
 
 
 class DynamoBackend(str, BaseEnum):
-    """What ``torch.compile`` compiles with; ``NO`` compiles nothing."""
+    """Backends of ``torch.compile``; ``NO`` disables compilation."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -142,7 +142,7 @@ class LoggerType(str, BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
-    """The numbers that a model is computed with."""
+    """The precision of a model's computation."""
 
     NO = "no"
     FP8 = "fp8"
@@ -151,7 +151,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class RNGType(str, BaseEnum):
-    """Random number generators whose states can be made equal on all ranks."""
+    """Random number generators whose states can be synchronized across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"

@@ -1,7 +1,7 @@
 """The process environment: the only module of the project that reads or changes ``os.environ``.
 
-Reading goes through ``get``, ``snapshot``, ``decode`` and the parsers. Changes are the temporary ones of
-``patch_environment`` and ``clear_environment``, and ``publish``, which sets missing variables of one table.
+``get``, ``snapshot``, ``decode`` and the parsers read it. ``patch_environment`` and ``clear_environment`` change it
+temporarily; ``publish`` sets missing variables from one table.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ def get(name: str, default: str | None = None) -> str | None:
 
 
 def snapshot() -> Mapping[str, str]:
-    """A read-only copy of the whole environment, as it is now."""
+    """A read-only copy of the current environment."""
     return MappingProxyType(dict(os.environ))
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a word as a truth value: y, yes, t, true, on, 1 against n, no, f, false, off, 0, in any case.
+    """Parse a boolean: y, yes, t, true, on, 1 or n, no, f, false, off, 0, in any case.
 
     Args:
         value: the word.
@@ -70,16 +70,16 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     word = value.strip().lower()
     if word not in _TRUE and word not in _FALSE:
-        raise ConfigError(f"{value!r} is not a truth value; use one of {', '.join(sorted(_TRUE | _FALSE))}")
+        raise ConfigError(f"{value!r} is not a boolean; use one of {', '.join(sorted(_TRUE | _FALSE))}")
     result = word in _TRUE
     return result if to_bool else int(result)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """The variable ``key`` as a truth value; ``default`` if it is unset or empty.
+    """The variable ``key`` as a boolean; ``default`` if it is unset or empty.
 
     Raises:
-        ConfigError: it holds something that is not a truth value; the message names the variable.
+        ConfigError: it is not a boolean; the message names the variable.
     """
     value = os.environ.get(key, "")
     if not value:
@@ -96,10 +96,10 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of the variables ``env_keys`` that holds a number of at least 0, else ``default``.
+    """The first of the variables ``env_keys`` with an integer of at least 0, else ``default``.
 
     Raises:
-        ConfigError: one of them is set, but not to a whole number; the message names it.
+        ConfigError: one of them is set, but not to an integer; the message names it.
     """
     for key in env_keys:
         value = os.environ.get(key)
@@ -108,7 +108,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
         try:
             number = int(value)
         except ValueError:
-            raise ConfigError(f"environment variable {key} is {value!r}; a whole number is needed") from None
+            raise ConfigError(f"environment variable {key} is {value!r}; expected an integer") from None
         if number >= 0:
             return number
     return default
@@ -116,7 +116,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 @contextmanager
 def patch_environment(**kwargs: object) -> Iterator[None]:
-    """Set variables for the length of a ``with`` block; put back what was there, also after an exception.
+    """Set variables during a ``with`` block; restore the previous values, also after an exception.
 
     Args:
         **kwargs: names (upper-cased) and values (converted with ``str``).
@@ -136,7 +136,7 @@ def patch_environment(**kwargs: object) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment for the length of a ``with`` block; afterwards it is what it was before."""
+    """Empty the environment during a ``with`` block, then restore it."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -147,10 +147,10 @@ def clear_environment() -> Iterator[None]:
 
 
 def decode() -> LaunchConfig:
-    """The configuration that this process's environment carries.
+    """The configuration in this process's environment; one call gives all options.
 
     Raises:
-        ConfigError: a variable has a value that cannot be used, or two of them contradict each other.
+        ConfigError: a variable has an invalid value, or two variables contradict each other.
     """
     from accel_state.config.codec import decode as decode_variables
 
@@ -159,19 +159,19 @@ def decode() -> LaunchConfig:
 
 
 def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
-    """The variables that carry ``config`` to a rank, spelled as Accelerate spells them; changes nothing."""
+    """The environment variables for ``config``, with Accelerate's names and spelling; changes nothing."""
     from accel_state.config.codec import encode as encode_config
 
     return encode_config(config)
 
 
 def publish(config: LaunchConfig, topology: RanksTopology | None = None) -> dict[str, str]:
-    """Set the variables that other libraries read in this process and that are missing.
+    """Set those missing variables that other libraries read in this process.
 
-    None is ever overwritten. The names, and who reads them, are ``accel_state.config.PUBLISHED``.
+    Existing variables are never overwritten. ``accel_state.config.PUBLISHED`` lists the names and their readers.
 
     Returns:
-        What was set.
+        The variables that were set.
     """
     from accel_state.config.codec import publish as publish_config
 
@@ -179,16 +179,16 @@ def publish(config: LaunchConfig, topology: RanksTopology | None = None) -> dict
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Lines ``NAME=value`` with line ends, as environment files hold them.
+    """Lines ``NAME=value`` with newlines, as in environment files.
 
-    Variables that are empty, or hold a space, a line end or one of ``; < >``, are left out with a warning: a
-    shell that reads the file could take them for something else.
+    Variables that are empty or contain a space, a newline or one of ``; < >`` are omitted with a warning, because a
+    shell that reads the file could misinterpret them.
     """
     lines = []
     for name, value in current_env.items():
         if not name or not value or any(mark in name + value for mark in _UNSAFE):
             warnings.warn(
-                f"the variable {name} is left out of the environment file: {value!r} is unsafe", stacklevel=2
+                f"the variable {name} is omitted from the environment file: {value!r} is unsafe", stacklevel=2
             )
             continue
         lines.append(f"{name}={value}\n")
@@ -196,16 +196,16 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Decorate a test, or a class of tests, to put back all ACCELERATE_* variables after each test.
+    """Decorate a test, or a class of tests, to restore all ACCELERATE_* variables after each test.
 
-    What set-up methods of the class change is put back too, also in subclasses.
+    Changes by setup methods of the class and of its subclasses are restored too.
 
     Args:
         func_or_cls: a function, a ``unittest.TestCase``, or a class as pytest collects it.
     """
     if not isinstance(func_or_cls, type):
         return _restoring(func_or_cls)  # type: ignore[return-value]
-    import unittest  # only tests need it, and every launch would pay for it
+    import unittest  # only tests need it, and it would slow down every launch
 
     if issubclass(func_or_cls, unittest.TestCase):
         func_or_cls.run = _restoring(func_or_cls.run)  # type: ignore[method-assign]
@@ -235,7 +235,7 @@ def _restoring(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restore_per_method(cls: type[Any]) -> None:
-    """Wrap pytest's set-up and tear-down methods of ``cls``, and of every subclass that brings its own."""
+    """Wrap pytest's setup and teardown methods of ``cls``, and of every subclass that defines its own."""
     own_setup = getattr(cls, "setup_method", None)
     own_teardown = getattr(cls, "teardown_method", None)
     own_hook = cls.__init_subclass__
@@ -248,7 +248,7 @@ def _restore_per_method(cls: type[Any]) -> None:
 
     def teardown_method(self: Any, method: Any) -> None:
         _call_method(own_teardown, self, method)
-        # A subclass whose set-up did not call this class's still comes here.
+        # Also reached for a subclass whose setup did not call this class's.
         guard = self._environment_guards.pop(cls, None)
         if guard is not None:
             guard.__exit__(None, None, None)

@@ -1,17 +1,17 @@
 """Exceptions of accel-state, and the root of every exception that the accel packages raise.
 
 AccelError
-├── ConfigError (ValueError)            a configuration file, flag or variable has a wrong value
-│   ├── UnknownKeyError                 … or a key that does not exist
-│   └── ConfigNotFoundError (FileNotFoundError)  … or the file is not there
+├── ConfigError (ValueError)            a configuration file, flag or variable has an invalid value
+│   ├── UnknownKeyError                 … or an unknown key
+│   └── ConfigNotFoundError (FileNotFoundError)  … or the file does not exist
 ├── LaunchError (RuntimeError)          processes could not be started, or one failed
-├── DeviceError (RuntimeError)          the device asked for is not there
-├── StateError (RuntimeError)           process state used before it exists, or twice in conflicting ways
-├── NoExecutableBatchSizeError (RuntimeError)       memory ran out at every batch size
+├── DeviceError (RuntimeError)          the requested device does not exist
+├── StateError (RuntimeError)           process state used before it exists, or set up twice in conflicting ways
+├── NoExecutableBatchSizeError (RuntimeError)       out of memory at every batch size
 ├── DistributedOperationException (RuntimeError)   ranks disagree about a collective
-│   └── CollectiveMismatchError         … and there is proof: other shapes, another operation, a rank gone
+│   └── CollectiveMismatchError         … with proof: different shapes or operations, or a rank is gone
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
-└── NotAvailableError (RuntimeError)    a documented option whose feature is not in this version
+└── NotAvailableError (RuntimeError)    a documented option that this version does not support
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ __all__ = [
 
 
 class AccelError(Exception):
-    """Root of every exception that the accel packages raise on purpose."""
+    """Root of every exception that the accel packages raise deliberately."""
 
 
 class ConfigError(AccelError, ValueError):
-    """A configuration file, flag, variable or argument has a value that cannot be used."""
+    """A configuration file, flag, variable or argument has an invalid value."""
 
 
 class UnknownKeyError(ConfigError):
-    """A configuration has a key that does not exist; the message suggests the nearest one."""
+    """A configuration has an unknown key; the message suggests the closest known one."""
 
 
 class ConfigNotFoundError(ConfigError, FileNotFoundError):
-    """A configuration file is not there."""
+    """A configuration file does not exist."""
 
 
 class LaunchError(AccelError, RuntimeError):
@@ -53,7 +53,7 @@ class LaunchError(AccelError, RuntimeError):
 
 
 class DeviceError(AccelError, RuntimeError):
-    """The device that was asked for is not there."""
+    """The requested device does not exist."""
 
 
 class StateError(AccelError, RuntimeError):
@@ -61,7 +61,7 @@ class StateError(AccelError, RuntimeError):
 
 
 class NoExecutableBatchSizeError(AccelError, RuntimeError):
-    """Memory ran out at every batch size that was tried."""
+    """Out of memory at every batch size that was tried."""
 
 
 class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - the name users of Accelerate catch
@@ -69,12 +69,12 @@ class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - t
 
 
 class CollectiveMismatchError(DistributedOperationException):
-    """Proof that a collective cannot complete: other shapes, another operation, or a rank that is gone."""
+    """A collective provably cannot complete: shapes or operations differ, or a rank is gone."""
 
 
 class MissingDependencyError(AccelError, ImportError):
-    """An optional dependency is not installed; the message holds the exact pip command."""
+    """An optional dependency is not installed; the message contains the exact pip command."""
 
 
 class NotAvailableError(AccelError, RuntimeError):
-    """A documented option whose feature this version does not have yet."""
+    """A documented option that this version does not support."""

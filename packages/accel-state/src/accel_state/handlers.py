@@ -1,4 +1,4 @@
-"""Bundles of keyword arguments for objects that the library creates on a user's behalf. Loads no torch."""
+"""Keyword arguments for objects that the library creates for the user. Loads no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["InitProcessGroupKwargs", "KwargsHandler"]
 
 
 class KwargsHandler:
-    """Base of the dataclasses that carry keyword arguments to an object created later."""
+    """Base of dataclasses that hold the keyword arguments of an object created later."""
 
     @classmethod
     def defaults(cls) -> dict[str, Any]:
@@ -50,10 +50,10 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of ``torch.distributed.init_process_group``.
 
     Attributes:
-        backend: the communication library. The default stands for the one that fits the device (NCCL on
-            CUDA, Gloo on CPU, …), because only values that differ from a default are passed on.
-        init_method: a URL that tells ranks how to meet; by default they meet at MASTER_ADDR and MASTER_PORT.
-        timeout: how long a collective may take; None: PyTorch's default, 10 minutes for NCCL, 30 for others.
+        backend: the communication library. The default selects the one for the device (NCCL on CUDA, Gloo on
+            CPU, …), because only values that differ from a default are passed on.
+        init_method: the rendezvous URL; by default MASTER_ADDR and MASTER_PORT.
+        timeout: timeout of a collective; None: PyTorch's default, 10 minutes for NCCL, 30 for others.
     """
 
     backend: str | None = "nccl"

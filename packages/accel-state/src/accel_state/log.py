@@ -1,4 +1,4 @@
-"""Logging that knows about ranks. It changes no logger but the one asked for."""
+"""Rank-aware logging. Only the requested logger is changed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from accel_state.world.process import PartialState, current_state
 
 __all__ = ["MultiProcessAdapter", "get_logger"]
 
-# What a call of ours adds to the stack: this frame is 1, its caller 2. Frames of the logging module do not
+# Stack depth added by a method of this class: its own frame is 1, its caller 2. Frames of the logging module do not
 # count.
 _CALLER = 2
 
 
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose messages say which rank they come from, and appear once unless told otherwise.
+    """A logger whose messages are prefixed with the rank and, by default, logged on rank 0 only.
 
     Every logging method takes two more arguments: ``main_process_only`` (default True), and ``in_order``
     (default False), which lets all ranks log one after the other and is a collective.
@@ -34,28 +34,27 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log ``msg % args`` on the ranks that shall.
+        """Log ``msg % args`` on the selected ranks.
 
         Args:
             level: as in ``logging``.
             msg: the message.
-            *args: for the message.
-            **kwargs: ``main_process_only``, ``in_order``, and what ``logging.Logger.log`` takes. A ``stacklevel``
+            *args: arguments of the message.
+            **kwargs: ``main_process_only``, ``in_order``, and those of ``logging.Logger.log``. A ``stacklevel``
                 counts this method as 1, so its caller is 2.
 
         Raises:
-            StateError: there is no PartialState or Accelerator yet, so the rank is not known.
+            StateError: there is no PartialState or Accelerator yet, so the rank is unknown.
         """
         state = current_state()
         if state is None:
             raise StateError(
-                "this logger needs to know its rank; create a PartialState() or an Accelerator() before "
-                "logging"
+                "the rank of this process is unknown; create a PartialState() or an Accelerator() before logging"
             )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
         if in_order:
-            # Ranks whose level is higher take part as well: a barrier that some skip would not end.
+            # Ranks with a higher log level take part too: a barrier that some ranks skip would never complete.
             for rank in range(state.num_processes):
                 if rank == state.process_index and self.isEnabledFor(level):
                     text, rest = self.process(msg, dict(kwargs))
@@ -66,7 +65,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             self.logger.log(level, text, *args, **rest)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """Warn, but only the first time that this logger is given this message with these arguments."""
+        """Warn only the first time that this logger gets this message with these arguments."""
         key = (str(msg), repr((args, sorted(kwargs.items()))))
         if key not in self._said:
             self._said.add(key)
@@ -75,12 +74,12 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAdapter:
-    """A rank-aware logger for ``logging.getLogger(name)``; no other logger is touched, the root one included.
+    """A rank-aware logger for ``logging.getLogger(name)``; other loggers, including the root logger, are not changed.
 
     Args:
         name: usually ``__name__``.
-        log_level: its level, by name in any case or by number; by default ACCELERATE_LOG_LEVEL, else what the
-            logger has.
+        log_level: its level, by name in any case or by number; by default ACCELERATE_LOG_LEVEL, else the
+            logger's current level.
 
     Raises:
         ConfigError: there is no such level.
@@ -97,6 +96,6 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
         except ValueError:
             levels = ", ".join(logging.getLevelNamesMapping())
             raise ConfigError(
-                f"{source} is {log_level!r}, which is no level of logging; use one of {levels}"
+                f"{source} is {log_level!r}, which is not a logging level; use one of {levels}"
             ) from None
     return MultiProcessAdapter(logger)

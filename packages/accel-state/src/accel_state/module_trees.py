@@ -1,4 +1,4 @@
-"""Facts about the layers of a model."""
+"""Traversal of a model's module tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 __all__ = ["SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING", "get_module_children_bottom_up"]
 
-# Layers that can store their weights in a narrow type and compute in a wide one.
+# Layers that can store their weights in a lower precision and compute in a higher one.
 SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: tuple[type[nn.Module], ...] = (
     nn.Conv1d,
     nn.Conv2d,
@@ -31,8 +31,9 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """All modules of ``model``, each after those inside it and siblings in the order in which they are registered; one
-    that occurs twice is listed once.
+    """All modules of ``model``, children before their parent and siblings in order of registration.
+
+    A module that occurs twice is listed once.
 
     Args:
         model: the root.

@@ -16,9 +16,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """``tqdm.auto.tqdm``, shown by the first process of each node only.
 
     Args:
-        *args: what ``tqdm`` takes, usually an iterable.
+        *args: arguments of ``tqdm``, usually an iterable.
         main_process_only: hide the bar on the other processes.
-        **kwargs: what ``tqdm`` takes; ``disable=True`` hides the bar everywhere.
+        **kwargs: keyword arguments of ``tqdm``; ``disable=True`` hides the bar on all processes.
 
     Raises:
         ConfigError: the first argument is a bool, which was ``main_process_only`` in old scripts.

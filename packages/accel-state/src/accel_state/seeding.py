@@ -1,4 +1,4 @@
-"""Seeds and random states: Python's, NumPy's, PyTorch's, and those of accelerators."""
+"""Seeds and RNG states of Python, NumPy, PyTorch and accelerators."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: from 0 to 2**32 - 1, NumPy's range.
-        device_specific: add the rank, so that every process draws other numbers. Works before the world is
-            joined.
-        deterministic: also make PyTorch refuse operations that have no deterministic implementation.
+        device_specific: add the rank, so that every process draws different numbers. Also works before the
+            process group exists.
+        deterministic: also make PyTorch raise for operations without a deterministic implementation.
 
     Raises:
         ConfigError: the seed is out of range.
@@ -60,7 +60,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def _rank() -> int:
-    """This process's rank; from the environment, without joining the world, if that was not done yet."""
+    """This process's rank; read from the environment if no process state exists yet."""
     state = current_state()
     return detect(environment.snapshot()).rank if state is None else state.process_index
 
@@ -68,15 +68,15 @@ def _rank() -> int:
 def synchronize_rng_state(
     rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give all ranks rank 0's state of one random number generator. A collective.
+    """Copy rank 0's state of one random number generator to all ranks. A collective.
 
     Args:
-        rng_type: which one: ``torch`` (of the CPU), a kind of device such as ``cuda``, or ``generator``.
-        generator: the one that ``generator`` means; it is set in place.
+        rng_type: ``torch`` (CPU), a device type such as ``cuda``, or ``generator``.
+        generator: the generator for type ``generator``; it is set in place.
 
     Raises:
-        ConfigError: the type is unknown, or ``generator`` is asked for and not given.
-        DeviceError: the type is a device that is not here.
+        ConfigError: the type is unknown, or ``generator`` is required and not given.
+        DeviceError: there is no device of this type.
     """
     read, write = _accessors(rng_type, generator)
     if PartialState().use_distributed:
@@ -86,7 +86,7 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
 ) -> None:
-    """Give all ranks rank 0's states of several generators; see ``synchronize_rng_state``."""
+    """Copy rank 0's states of several generators to all ranks; see ``synchronize_rng_state``."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator)
 
@@ -106,7 +106,7 @@ def _accessors(
             raise ConfigError("the type 'generator' needs a torch.Generator; pass it as generator=")
         return generator.get_state, generator.set_state
     if kind is RNGType.XLA:
-        raise NotAvailableError("random states of XLA devices cannot be synchronized in this version")
+        raise NotAvailableError("RNG states of XLA devices cannot be synchronized in this version")
     module = accelerator_module(kind.value)
     return module.get_rng_state, module.set_rng_state
 
@@ -115,8 +115,8 @@ def get_rng_state() -> dict[str, Any]:
     """The states of all global generators of this process, as a tree of tensors and plain data.
 
     Returns:
-        ``python``, ``numpy`` and ``torch`` (uint8), and where there is an accelerator ``device``: its
-        ``type`` and ``states``, those of all its devices in a world of one, else that of this process's own.
+        ``python``, ``numpy`` and ``torch`` (uint8), and if there is an accelerator ``device``: its ``type``
+        and ``states``, of all its devices in a world of one, else of this process's device.
     """
     state: dict[str, Any] = {
         "python": python_state_tree(random.getstate()),
@@ -134,22 +134,21 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Put back what ``get_rng_state`` returned, bit for bit.
+    """Restore, bit for bit, the state that ``get_rng_state`` returned.
 
     Raises:
-        StateError: a part is missing or does not fit this machine; nothing has been changed then.
+        StateError: a part is missing or does not match this machine; nothing is changed.
     """
     missing = {"python", "numpy", "torch"} - set(state)
     if missing:
         raise StateError(
-            f"the random state lacks {', '.join(sorted(missing))}; it was not made by get_rng_state()"
+            f"the RNG state lacks {', '.join(sorted(missing))}; it does not come from get_rng_state()"
         )
     template = np.random.get_state(legacy=False)
     if state["numpy"].get("bit_generator") != template["bit_generator"]:
         raise StateError(
             f"the saved random state of NumPy is of {state['numpy'].get('bit_generator')!r}, but the global "
-            "generator is "
-            f"{template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
+            f"generator is {template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
         )
     set_devices = _device_setter(state.get("device"))
     random.setstate(python_state(state["python"]))
@@ -159,13 +158,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def derive_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """A state for a rank that has none of its own, such as a new one in a larger world.
+    """A state for a rank without a saved one, such as a new rank in a larger world.
 
-    The same for the same arguments, and another for every rank. What the global generators are now is not changed.
+    Equal for equal arguments, and different for every rank. The global generators are not changed.
 
     Args:
         state: what ``get_rng_state`` returned on another rank.
-        rank: the rank to have the new state.
+        rank: the rank that gets the new state.
     """
     digest = hashlib.sha256(state["torch"].cpu().numpy().tobytes() + b"rank %d" % rank).digest()
     now = get_rng_state()
@@ -182,11 +181,9 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
     there = None if saved is None else saved["type"]
     if here != there:
         raise StateError(
-            f"the random state was saved {f'on {there}' if there else 'without an accelerator'}, but this "
-            "process runs "
-            f"{f'on {here}' if here else 'without one'}, so it cannot be continued exactly; resume on the "
-            "same kind of "
-            "device, or leave the random state out"
+            f"the random state was saved {f'on {there}' if there else 'without an accelerator'}, but this process "
+            f"runs {f'on {here}' if here else 'without one'}, so it cannot be continued exactly; resume on the same "
+            "kind of device, or leave the random state out"
         )
     if saved is None:
         return lambda: None
@@ -205,7 +202,7 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
 
 
 def _devices() -> list[torch.device]:
-    """The accelerators whose states belong to this process."""
+    """The accelerators whose RNG states belong to this process."""
     state = current_state()
     if state is not None:
         if state.device.type == "cpu" or state.use_distributed:
@@ -221,12 +218,12 @@ def _devices() -> list[torch.device]:
 
 
 def _index(device: torch.device) -> tuple[()] | tuple[torch.device]:
-    """The argument that names a device; there is none where there can be only one."""
+    """The device argument of PyTorch's functions; empty for device types with a single device."""
     return () if device.index is None else (device,)
 
 
 def python_state_tree(state: tuple[Any, ...]) -> dict[str, Any]:
-    """What ``random.getstate()`` returned, as a tree of tensors and plain data."""
+    """The result of ``random.getstate()`` as a tree of tensors and plain data."""
     version, internal, gauss = state
     return {
         "version": version,
@@ -245,16 +242,14 @@ def numpy_state_tree(node: Any) -> Any:
     """The state of a NumPy bit generator (a dictionary), as a tree of tensors and plain data."""
     if isinstance(node, dict):
         return {key: numpy_state_tree(value) for key, value in node.items()}
-    if isinstance(
-        node, np.ndarray
-    ):  # unsigned words; int64 holds the same bits and every file format knows it
+    if isinstance(node, np.ndarray):  # unsigned words; int64 holds the same bits and every file format has it
         wide = node.view(np.int64) if node.dtype.itemsize == 8 else node.astype(np.int64)
         return torch.from_numpy(wide.copy())
     return node.item() if isinstance(node, np.generic) else node
 
 
 def numpy_state(node: Any, template: Any) -> Any:
-    """The inverse of ``numpy_state_tree``; `template` is a state of the same kind of bit generator."""
+    """The inverse of ``numpy_state_tree``; `template` is a state of the same type of bit generator."""
     if isinstance(template, dict):
         return {key: numpy_state(node[key], value) for key, value in template.items()}
     if isinstance(template, np.ndarray):

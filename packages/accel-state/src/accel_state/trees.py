@@ -1,8 +1,8 @@
-"""Walking nested structures of tensors.
+"""Traversal of nested structures (trees) of tensors.
 
-A tree is a tensor or other leaf, or a container of trees: a list, tuple or named tuple, a mapping, a
-dataclass instance, or a subclass of one. Containers come back as what they were, attributes of their own
-included; nothing here changes its input.
+A tree is a tensor or other leaf, or a container of trees: a list, tuple or named tuple, a mapping, a dataclass
+instance, or an instance of a subclass of these. Results keep the container types, including extra attributes; inputs
+are never modified.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class TensorInformation:
-    """What is needed to make room for a tensor without having it."""
+    """Shape and dtype of a tensor: enough to allocate one like it."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _Container(NamedTuple):
-    """How one type of container is taken apart and put together again."""
+    """How containers of one type are flattened and rebuilt."""
 
     children: Callable[[Any], Sequence[Any]]
     outline: Callable[[Any], Any]
-    """Plain data that, with the children, is enough for ``build``."""
+    """Plain data that ``build`` needs in addition to the children."""
     rebuild: Callable[[Any, list[Any]], Any]
-    """From an original and new children."""
+    """A container like an original, with new children."""
     build: Callable[[Any, Any, list[Any]], Any]
-    """From a type, an outline and children."""
+    """A container of a type, from an outline and children."""
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -82,11 +82,11 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """Make a sequence of the type of ``obj`` from the items of ``generator``.
+    """A sequence of the type of ``obj`` with the items of ``generator``.
 
     Args:
         obj: a list, tuple, named tuple or a subclass; only read.
-        generator: the new items, as many as ``obj`` has where its type needs that (named tuples).
+        generator: the new items; for named tuples, exactly as many as ``obj`` has.
     """
     container = _container(type(obj))
     if container is None or not isinstance(obj, list | tuple):
@@ -108,12 +108,12 @@ def recursively_apply(
         func: called as ``func(leaf, *args, **kwargs)``.
         data: a tree.
         *args: for ``func``.
-        test_type: which leaves to change.
-        error_on_other_type: refuse other leaves instead of passing them through.
+        test_type: selects the leaves to change.
+        error_on_other_type: raise for other leaves instead of keeping them.
         **kwargs: for ``func``.
 
     Raises:
-        TypeError: for another leaf, when asked; the message says where it is.
+        TypeError: ``error_on_other_type`` is set and there is another leaf; the message has its path.
     """
 
     def visit(node: Any) -> Any:
@@ -142,11 +142,10 @@ def send_to_device(
 
     Args:
         tensor: a tree.
-        device: where to.
-        non_blocking: let the copy overlap with the host. It has an effect on the way from pinned memory to a
-            device; copies towards the CPU are always finished on return, since nothing would tell when they
-            can be read.
-        skip_keys: keys of mappings, at any depth, whose values stay where they are.
+        device: the target device.
+        non_blocking: copy asynchronously. Effective for copies from pinned memory to a device; copies to the CPU
+            are always complete on return, because the caller could not know when they are readable.
+        skip_keys: keys of mappings, at any depth, whose values are not moved.
     """
     where = device if type(device) is torch.device else torch.device(device)
     if skip_keys is not None:
@@ -181,7 +180,7 @@ def _send(node: Any, device: torch.device, non_blocking: bool, skip: frozenset[s
 
 
 def _takes_non_blocking(cls: Any) -> bool:
-    """Whether the ``to`` of a type takes ``non_blocking``."""
+    """Whether the ``to`` method of a type takes ``non_blocking``."""
     if issubclass(cls, Tensor):
         return True
     try:
@@ -190,7 +189,7 @@ def _takes_non_blocking(cls: Any) -> bool:
         TypeError,
         ValueError,
         AttributeError,
-    ):  # implemented in C, or found by __getattr__: nothing is known
+    ):  # implemented in C, or from __getattr__: signature unknown
         return False
     return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -218,11 +217,11 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """Size of the first dimension of the first tensor that has one, depth first.
+    """First dimension of the first tensor, in depth-first order, that is not 0-dimensional.
 
     Raises:
         ValueError: the tree is empty, or all of its tensors are 0-dimensional.
-        TypeError: the tree holds leaves, but no tensor.
+        TypeError: the tree has leaves, but no tensor.
     """
     leaves = list(_leaves(data))
     for leaf in leaves:
@@ -232,11 +231,13 @@ def find_batch_size(data: Any) -> int:
         raise TypeError(
             f"the batch size is read from tensors; found {type(leaves[0]).__name__} and no tensor"
         )
-    raise ValueError(f"no tensor with a first dimension in this {type(data).__name__}: it has no batch size")
+    raise ValueError(
+        f"no tensor with a first dimension in this {type(data).__name__}: so the batch size is unknown"
+    )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """``find_batch_size``, or None where there is none to find."""
+    """As ``find_batch_size``, but None instead of an error."""
     for leaf in _leaves(data):
         if isinstance(leaf, Tensor) and leaf.dim() > 0:
             return int(leaf.shape[0])
@@ -244,7 +245,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def listify(data: Any) -> Any:
-    """Replace tensors by (nested) Python lists or numbers; dtypes Python does not know go through float32."""
+    """Replace tensors by (nested) Python lists or numbers; bfloat16 and 8-bit floats are converted through float32."""
 
     def to_list(tensor: Tensor) -> Any:
         tensor = tensor.detach().cpu()
@@ -254,7 +255,7 @@ def listify(data: Any) -> Any:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """Device of the first tensor, depth first, or None without any."""
+    """Device of the first tensor, in depth-first order, or None if there is no tensor."""
     return next((leaf.device for leaf in _leaves(data) if isinstance(leaf, Tensor)), None)
 
 
@@ -265,9 +266,9 @@ def slice_tensors(
 
     Args:
         data: a tree of tensors.
-        tensor_slice: what to take of the first dimension.
-        process_index: accepted for compatibility; the slice alone decides.
-        num_processes: as ``process_index``.
+        tensor_slice: the slice of the first dimension.
+        process_index: ignored; accepted for compatibility.
+        num_processes: ignored; accepted for compatibility.
     """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
@@ -277,11 +278,11 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
     Args:
         data: the trees, in order.
-        dim: along which dimension.
+        dim: the dimension to concatenate along.
 
     Raises:
         TypeError: a leaf that is not a tensor, unless there is only one tree.
-        ValueError: nothing to concatenate, or the structures differ.
+        ValueError: ``data`` is empty, or the structures differ.
     """
     if not data:
         raise ValueError("concatenate needs at least one tree")
@@ -313,7 +314,7 @@ def _aligned_children(container: _Container, outline: Any, first: Any, tree: Any
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Convert tensors in float16 and bfloat16 to float32; all others stay."""
+    """Convert tensors in float16 and bfloat16 to float32; other leaves are not changed."""
     low = (torch.float16, torch.bfloat16)
     return recursively_apply(
         Tensor.float, tensor, test_type=lambda leaf: isinstance(leaf, Tensor) and leaf.dtype in low
@@ -321,13 +322,13 @@ def convert_to_fp32(tensor: Any) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Append zeros along ``dim`` until the batch divides evenly among processes.
+    """Append zeros along ``dim`` until the batch size is a multiple of the number of processes.
 
     Args:
-        tensor: a tree; tensors whose ``dim`` is not ``batch_size`` long stay as they are.
-        batch_size: rows in the batch.
-        num_processes: what the padded size is a multiple of.
-        dim: the dimension of the batch.
+        tensor: a tree; tensors whose size along ``dim`` is not ``batch_size`` are not changed.
+        batch_size: the batch size.
+        num_processes: the padded size is a multiple of this.
+        dim: the batch dimension.
     """
     missing = -batch_size % num_processes
 
@@ -342,10 +343,10 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def tensor_leaves(data: Any) -> list[Tensor]:
-    """The tensors of a tree, depth first.
+    """The tensors of a tree, in depth-first order.
 
     Raises:
-        TypeError: for another leaf; the message says where it is.
+        TypeError: a leaf is not a tensor; the message has its path.
     """
     found: list[Tensor] = []
     for leaf in _leaves(data):
@@ -361,7 +362,7 @@ class TreeSpec:
 
     Attributes:
         kind: the container's type; None for a tensor; ``Ellipsis`` for any other leaf.
-        outline: keys and the like; the leaf itself for a leaf that is no tensor.
+        outline: keys or field names; the leaf itself for a leaf that is not a tensor.
         children: one spec per child.
     """
 
@@ -374,17 +375,17 @@ _TENSOR = TreeSpec(None)
 
 
 def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSpec]:
-    """Take the tensors out of a tree.
+    """Separate a tree into its tensors and a spec.
 
     Args:
         tree: the tree.
-        only_tensors: refuse other leaves.
+        only_tensors: raise for other leaves.
 
     Returns:
-        the tensors, depth first, and a spec that holds everything else.
+        the tensors, in depth-first order, and a spec with everything else.
 
     Raises:
-        TypeError: for another leaf, when asked; the message says where it is.
+        TypeError: ``error_on_other_type`` is set and there is another leaf; the message has its path.
     """
     leaves: list[Tensor] = []
 
@@ -404,10 +405,10 @@ def flatten(tree: Any, only_tensors: bool = False) -> tuple[list[Tensor], TreeSp
 
 
 def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
-    """Put tensors back: the inverse of ``flatten``.
+    """Rebuild a tree: the inverse of ``flatten``.
 
     Raises:
-        ValueError: fewer or more tensors than the spec has places.
+        ValueError: the number of tensors differs from that of the spec.
     """
     source = iter(leaves)
     missing = object()
@@ -416,7 +417,7 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
         if node.kind is None:
             leaf = next(source, missing)
             if leaf is missing:
-                raise ValueError("unflatten got fewer tensors than the spec has places")
+                raise ValueError("unflatten got fewer tensors than the spec has")
             return leaf
         if node.kind is ...:
             return node.outline
@@ -426,7 +427,7 @@ def unflatten(spec: TreeSpec, leaves: Iterable[Tensor]) -> Any:
 
     tree = visit(spec)
     if next(source, missing) is not missing:
-        raise ValueError("unflatten got more tensors than the spec has places")
+        raise ValueError("unflatten got more tensors than the spec has")
     return tree
 
 
@@ -438,7 +439,7 @@ def _not_a_tensor(data: Any, leaf: Any) -> TypeError:
 
 
 def path_of(data: Any, leaf: Any) -> str:
-    """Where the object ``leaf`` first stands in ``data``, as Python code would reach it; "" at the top."""
+    """The path of the object ``leaf`` in ``data``, as a Python expression suffix; "" at the top level."""
 
     def search(node: Any, path: str) -> str | None:
         if node is leaf:
@@ -484,7 +485,7 @@ def _is_small_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and (dtype == torch.bfloat16 or dtype.itemsize == 1)
 
 
-# --- the kinds of containers ---
+# --- container types ---
 
 
 def _rebuild_list(original: list[Any], children: list[Any]) -> list[Any]:
@@ -519,7 +520,7 @@ def _rebuild_mapping(original: Any, children: list[Any]) -> Any:
     if type(original) is dict:
         return dict(zip(original, children, strict=True))
     if not isinstance(original, dict | UserDict):
-        # Another mapping may share its inner storage with a shallow copy, so it is made anew.
+        # A shallow copy of another mapping type may share its storage, so a new one is built.
         return type(original)(dict(zip(original, children, strict=True)))
     new = copy.copy(original)
     for key, child in zip(original, children, strict=True):
@@ -532,15 +533,13 @@ def _mapping_outline(original: Mapping[Any, Any]) -> Any:
 
 
 def _field_names(original: Any) -> tuple[str, ...]:
-    """Fields that have a value; one with ``init=False`` may have none yet."""
+    """Fields that have a value; a field with ``init=False`` may have none yet."""
     return tuple(field.name for field in dataclasses.fields(original) if hasattr(original, field.name))
 
 
 def _set_fields(target: Any, names: Iterable[str], children: list[Any]) -> Any:
     for name, child in zip(names, children, strict=True):
-        object.__setattr__(
-            target, name, child
-        )  # also fields of frozen classes and those that __init__ does not take
+        object.__setattr__(target, name, child)  # works for frozen classes and fields with init=False
     return target
 
 

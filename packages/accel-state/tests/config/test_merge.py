@@ -158,7 +158,7 @@ def test_a_sagemaker_file_makes_a_sagemaker_configuration():
     assert (resolved.config.mixed_precision, resolved.config.aws_access_key_id) == ("fp16", "k")
     with pytest.raises(ConfigError, match="describes a SageMaker job"):
         resolved.local()
-    with pytest.raises(ConfigError, match="--num_processes is for a run on this machine"):
+    with pytest.raises(ConfigError, match="--num_processes is for a local run"):
         merged("--num_processes 2", file=CONFIGS / "sagemaker.yaml")
     with pytest.raises(ConfigError, match="--aws_access_key_id is for a SageMaker job"):
         merged("--aws_access_key_id k")
@@ -200,11 +200,11 @@ def test_a_parallelism_section_brings_fsdp_2():
     [
         ("--multi_gpu --use_fsdp", r"--multi_gpu and --use_fsdp exclude each other"),
         ("--use_deepspeed --use_fsdp", r"--use_deepspeed and --use_fsdp exclude each other"),
-        ("--cpu --multi_gpu", r"--cpu contradicts --multi_gpu; .*give one of them"),
+        ("--cpu --multi_gpu", r"--cpu contradicts --multi_gpu; .*keep one of them"),
         ("--cpu --tpu", r"--cpu contradicts --tpu"),
         (
             "--multi_gpu --num_processes 1",
-            r"--multi_gpu contradicts --num_processes 1; ask for at least 2 processes",
+            r"--multi_gpu contradicts --num_processes 1; request at least 2 processes",
         ),
         ("--multi_gpu --gpu_ids 3", r"--multi_gpu contradicts --gpu_ids 3; name at least 2 ids"),
         ("--use_parallelism_config", r"--use_parallelism_config needs FSDP.*add --use_fsdp"),
@@ -247,7 +247,7 @@ def test_the_stronger_origin_wins_a_contradiction_and_it_is_said(write):
     resolved = merged("--cpu", file=file)
     assert (resolved.config.use_cpu, resolved.config.distributed_type) == (True, None)
     assert "distributed_type: MULTI_GPU in" in resolved.notes[0]
-    assert "gives way to --cpu" in resolved.notes[0]
+    assert "is overridden by --cpu" in resolved.notes[0]
     resolved = merged("--num_processes 1", file=file)
     assert (resolved.config.num_processes, resolved.config.distributed_type) == (1, "NO")
     file = write("use_cpu: true\n")

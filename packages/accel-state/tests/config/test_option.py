@@ -64,7 +64,7 @@ def test_the_distributed_type_answers_questions(kind, active):
 
 
 def test_a_type_that_no_kind_reads_is_an_error_of_the_schema():
-    with pytest.raises(TypeError, match="no kind of option reads a value of type 'complex'"):
+    with pytest.raises(TypeError, match="no option type for the annotation 'complex'"):
         option_type_of("complex")
 
 

@@ -164,7 +164,7 @@ def test_an_empty_environment_is_a_default_configuration():
     ("variable", "text", "expected"),
     [
         ("ACCELERATE_MIXED_PRECISION", "fp17", "one of no, fp16, bf16, fp8"),
-        ("FSDP_VERSION", "three", "a whole number"),
+        ("FSDP_VERSION", "three", "an integer"),
         ("ACCELERATE_USE_FSDP", "maybe", "true or false"),
         ("ACCELERATE_FP8_OVERRIDE_FPROP", "maybe", "true or false"),
     ],

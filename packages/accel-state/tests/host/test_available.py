@@ -166,7 +166,7 @@ def test_installed_versions_are_compared():
 
 
 def test_wrong_comparisons_are_named():
-    with pytest.raises(ConfigError, match=r"'=>' does not compare versions; use one of \['>', '>='"):
+    with pytest.raises(ConfigError, match=r"'=>' is not a version comparison; use one of \['>', '>='"):
         compare_versions("torch", "=>", "2.0")
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         compare_versions("no-such-package-here", ">", "2.0")

@@ -125,7 +125,7 @@ def test_an_unknown_kind_of_device():
 
 def test_a_module_of_an_absent_device(accelerators):
     accelerators("cuda", 0)
-    with pytest.raises(DeviceError, match=r"no xpu device here.*'cpu'"):
+    with pytest.raises(DeviceError, match=r"this machine has no xpu device.*'cpu'"):
         devices.accelerator_module("xpu")
 
 

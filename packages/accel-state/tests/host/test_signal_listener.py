@@ -186,7 +186,7 @@ def test_another_thread_cannot_listen_and_is_told_where_one_can():
     thread.start()
     thread.join()
     assert "only the main thread" in errors[0]
-    assert "SIGTERM should be handled from the thread 'helper'" in errors[0]
+    assert "SIGTERM would be handled from thread 'helper'" in errors[0]
 
 
 def test_a_handler_that_python_cannot_put_back_is_refused(monkeypatch):

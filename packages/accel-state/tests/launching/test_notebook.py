@@ -234,7 +234,7 @@ def test_ranks_do_not_inherit_the_state_that_a_launch_of_one_process_left(tmp_pa
     [
         (
             "from accel_state import PartialState; PartialState(cpu=True)",
-            "an Accelerator or PartialState exists",
+            "an Accelerator or PartialState already exists",
         ),
         (
             "import torch; torch.distributed.init_process_group('gloo', rank=0, world_size=1, "
@@ -335,11 +335,11 @@ def test_one_process_runs_here():
     ("arguments", "message"),
     [
         ({"num_processes": 0}, "num_processes=0 starts nothing"),
-        ({"num_processes": "2"}, "num_processes is '2'; expected a whole number"),
+        ({"num_processes": "2"}, "num_processes is '2'; expected an integer"),
         ({"args": 0.1}, r"args=0.1 is a float; expected a tuple or list .* pass args=\(0.1,\)"),
         ({"args": "ab", "num_processes": 2}, "args='ab' is a str; expected a tuple or list"),
         ({"args": {"lr": 1}, "num_processes": 1}, "is a dict; expected a tuple or list"),
-        ({"num_processes": 2, "use_port": "abc"}, "use_port is 'abc'; expected a whole number"),
+        ({"num_processes": 2, "use_port": "abc"}, "use_port is 'abc'; expected an integer"),
         ({"num_processes": 2, "mixed_precision": "fp17"}, "mixed_precision is 'fp17'"),
         ({"num_processes": 2, "node_rank": 2, "num_nodes": 2}, "node_rank=2 is not one of num_nodes=2"),
     ],

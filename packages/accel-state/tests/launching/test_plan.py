@@ -84,7 +84,7 @@ def test_more_processes_than_accelerators_names_both_and_the_cpu():
 
 
 def test_multi_gpu_without_a_gpu_names_the_cpu():
-    with pytest.raises(DeviceError, match=r"--multi_gpu needs accelerators.*--cpu"):
+    with pytest.raises(DeviceError, match=r"\(--multi_gpu\) needs accelerators.*--cpu"):
         planned("--multi_gpu", "--num_processes", "2")
 
 
@@ -108,7 +108,7 @@ def test_gpu_ids_are_checked(ids, message):
 
 
 def test_gpu_ids_on_a_machine_without_any_names_the_cpu():
-    with pytest.raises(DeviceError, match="has 0; pass --cpu"):
+    with pytest.raises(DeviceError, match="no accelerator was found on this machine; pass --cpu"):
         planned("--gpu_ids", "0")
 
 
@@ -176,9 +176,9 @@ def test_cards_without_direct_traffic_get_it_switched_off():
 
 
 def test_numbers_that_do_not_fit_together():
-    with pytest.raises(ConfigError, match="--num_processes 3 cannot be divided among --num_machines 2"):
+    with pytest.raises(ConfigError, match="--num_processes 3 is not divisible by --num_machines 2"):
         planned("--cpu", "--num_processes", "3", "--num_machines", "2")
-    with pytest.raises(ConfigError, match="--machine_rank 2 is not one of 2 machines"):
+    with pytest.raises(ConfigError, match="--machine_rank 2 is out of range for 2 machines"):
         planned("--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "2")
 
 
@@ -344,7 +344,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 )  # fmt: skip
 def test_options_of_missing_engines_are_refused(flags):
     resolved = resolve(environ={}, flags=parse_flags(flags), use_default_file=False)
-    with pytest.raises(NotAvailableError, match=f"^{flags[0]}.*cannot run yet"):
+    with pytest.raises(NotAvailableError, match=f"^{flags[0]}.*not available in this version"):
         check_available(resolved)
 
 

@@ -60,8 +60,8 @@ def test_scripts_that_are_not_there(folder, name, message):
         ("project.finetunes", r"'finetunes' is not in project; did you mean 'project.finetune'\?"),
         ("project.finetune.more", "project.finetune is not a package"),
         ("project", "package without a __main__ module"),
-        ("train.py", "is not the name of a module"),
-        ("project/finetune", "is not the name of a module"),
+        ("train.py", "is not a module name"),
+        ("project/finetune", "is not a module name"),
     ],
 )
 def test_modules_that_are_not_there(folder, name, message):

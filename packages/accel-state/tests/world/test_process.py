@@ -109,7 +109,7 @@ def test_debug_mode():
 def test_one_device_can_be_asked_for_only(monkeypatch):
     state = PartialState()
     state.device = torch.device("cuda", 0)
-    with pytest.raises(StateError, match=r"cpu=True\).*set up on cuda:0"):
+    with pytest.raises(StateError, match=r"cpu=True\).*already uses cuda:0"):
         PartialState(cpu=True)
     assert PartialState().device == torch.device("cuda", 0)
 
@@ -128,7 +128,7 @@ def test_a_wrong_variable_is_named(monkeypatch):
 
 
 def test_unknown_options_are_named():
-    with pytest.raises(ConfigError, match=r"no option 'time_out'; there are cpu, .*timeout"):
+    with pytest.raises(ConfigError, match=r"no option 'time_out'; its options are cpu, .*timeout"):
         PartialState(time_out=3)
     assert not PartialState._shared_state
 

@@ -88,7 +88,7 @@ def test_a_rank_that_does_not_come_ends_the_wait_of_the_others():
     assert first is LaunchError
     assert "2/3 clients joined" in first_says
     assert third is LaunchError
-    assert "rank 2 of 3 lost the others" in third_says
+    assert "rank 2 of 3 lost the other ranks" in third_says
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_another_thread_is_told_to_use_the_main_one():
     thread = threading.Thread(target=attempt)
     thread.start()
     thread.join()
-    assert "create the object that listens in the main thread" in answers.get()
+    assert "create the listening object in the main thread" in answers.get()
 
 
 def test_two_accelerators_are_told_and_end_apart():

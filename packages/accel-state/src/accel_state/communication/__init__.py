@@ -1,1 +1,1 @@
-"""Collectives on nested structures, and what carries them."""
+"""Collectives on nested structures, and the channels, serialization and watchdog below them."""

@@ -1,9 +1,8 @@
-"""One group's side of every collective: comparing notes, moving bytes, waiting.
+"""The communication channel of one process group: compare fingerprints, transfer bytes, wait.
 
-On CPU every collective begins with the same all-gather of one small fixed-size block per rank. It holds a
-fingerprint of what the rank is about to do (operation, arguments, structure, dtypes, shapes) and, when it
-fits, the data itself. So ranks that disagree find out before any message of unequal size is on its way, and
-a small collective is that block and nothing else.
+On the CPU every collective starts with an all-gather of one small fixed-size block per rank. The block holds a
+fingerprint of the call (operation, arguments, structure, dtypes, shapes) and, if it fits, the data itself. So ranks
+detect a mismatch before any message of unequal size is sent, and a small collective needs only this block.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ CheckMode = Literal["auto", "on", "off"]
 _HEADER = struct.Struct("<QqQq")  # fingerprint, bytes of payload, flags, reserved
 _LOCAL_ERROR = 1
 _TEXT = 4096
-"""Bytes in which a rank describes its part when ranks disagree."""
+"""Bytes available to each rank to describe its call when ranks disagree."""
 _GRACE = 1.0
-"""Seconds to find out which rank is behind a broken connection."""
+"""Seconds to find out which rank caused a broken connection."""
 
 _NO_TAG = 0x7FFF_0000
-"""A tag that no message has."""
+"""A tag that no message uses."""
 _logger = logging.getLogger(__name__)
 
 _all_gather_single: Callable[..., dist.Work] = (
@@ -52,29 +51,31 @@ _all_gather_single: Callable[..., dist.Work] = (
 
 
 class CheckSettings:
-    """What is checked, and when a stuck collective is reported.
+    """Which collectives are checked, and when a stuck one is reported.
 
     Attributes:
-        mode: "on": fingerprints are compared before every collective; "off": never where that costs
-            something; "auto": on for CPU tensors, off for tensors on a device.
-        report_after: seconds until a stuck collective is reported; 0: there is no watchdog.
+        mode: "on": compare fingerprints before every collective; "off": only where it is free; "auto": on
+            for CPU tensors, off for tensors on a device.
+        report_after: seconds until a stuck collective is reported; 0: no watchdog.
     """
 
     __slots__ = ("mode", "report_after")
 
     def __init__(self, mode: str = "auto", report_after: float = REPORT_AFTER) -> None:
         if mode not in get_args(CheckMode):
-            raise ConfigError(f"collective checks are {' | '.join(get_args(CheckMode))}, not {mode!r}")
+            raise ConfigError(
+                f"collective checks are {mode!r}; expected one of {', '.join(get_args(CheckMode))}"
+            )
         if not (math.isfinite(report_after) and report_after >= 0):
             raise ConfigError(
-                f"a stuck collective is reported after a number of seconds, not {report_after!r}"
+                f"report_after is {report_after!r}; expected a finite number of seconds of at least 0"
             )
         self.mode = mode
         self.report_after = report_after
 
 
 class RankPayloads:
-    """One payload per rank, as bytes; valid until the next exchange of the channel."""
+    """One payload per rank, as bytes; valid until the next exchange on the channel."""
 
     __slots__ = ("sizes", "table")
 
@@ -96,13 +97,13 @@ class RankPayloads:
 
 
 class Channel:
-    """The collectives of one group on this rank.
+    """The collectives of one process group on this rank.
 
     Args:
         group: the process group.
-        device: where payloads travel when the group cannot carry CPU tensors.
-        settings: what is checked.
-        watch: the watch of this process, if the world has a store.
+        device: device of the payloads if the group cannot transfer CPU tensors.
+        settings: which collectives are checked.
+        watchdog: the watchdog of this process, if the world has a store.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Channel:
             watchdog.add(self)
 
     def apply(self, settings: CheckSettings) -> None:
-        """Take over other settings; they must be the same on every rank."""
+        """Apply new settings; they must be the same on every rank."""
         self.settings = settings
         self.check_cpu = settings.mode != "off"
         self.check_device = settings.mode == "on"
@@ -153,17 +154,17 @@ class Channel:
             self._patience = timedelta(seconds=self.watchdog.poll_interval / 5)
 
     def checked(self, device: torch.device) -> bool:
-        """Whether collectives of tensors on ``device`` begin with an exchange of fingerprints."""
+        """Whether collectives of tensors on ``device`` start with an exchange of fingerprints."""
         return self.check_cpu if device.type == "cpu" else self.check_device
 
     def carrier(self, device: torch.device) -> torch.device:
-        """Where a tensor of ``device`` has to be for this group to carry it."""
+        """The device on which this group transfers tensors of ``device``."""
         return device if device.type in self._device_types else self.device
 
-    # --- where this rank is; read by the watch ---
+    # --- position of this rank; read by the watchdog ---
 
     def operation(self, name: str) -> Channel:
-        """``with channel.operation("gather"):`` around everything one collective does."""
+        """``with channel.operation("gather"):`` encloses one collective."""
         if self.failure is not None:
             raise self.failure
         if self._fatal_error is not None:
@@ -184,7 +185,7 @@ class Channel:
         """See ``accel_state.communication.watchdog.WatchedGroup``."""
         position = self._position
         if position[1] is None:
-            # On a device a collective is only issued here; the host is long past it.
+            # On a device the host only issues a collective and continues.
             while self._pending and self._pending[0][2].is_completed():
                 self._pending.popleft()
             if self._pending:
@@ -200,12 +201,12 @@ class Channel:
                 self.watchdog.wait_for_others(self)
             self._break_connections()
         elif self.device.type != "cpu" or self._pending:
-            self._abort(error)  # the host may be waiting for the device: free it
+            self._abort(error)  # the host may be waiting for the device: release it
 
     # --- exchanges ---
 
     def barrier(self) -> None:
-        """Wait until every rank of the group has come here."""
+        """Wait until every rank of the group has called this."""
         with self.operation("wait_for_everyone"):
             self.exchange("wait_for_everyone", str)
 
@@ -218,14 +219,14 @@ class Channel:
         source: int | None = None,
         local_error: BaseException | None = None,
     ) -> RankPayloads:
-        """Compare what all ranks are about to do, and share one payload of bytes per rank.
+        """Compare the calls of all ranks, and share one payload of bytes per rank.
 
         Args:
-            key: what must be equal on all ranks: operation, arguments, structure.
-            describe: this rank's part in words; called only when ranks disagree.
+            key: must be equal on all ranks: operation, arguments, structure.
+            describe: returns a description of this rank's input; called only if ranks disagree.
             payload: uint8, 1-D, of any size.
-            source: only this group rank has a payload; it is broadcast when it is large.
-            local_error: an error that this rank found in its input: all ranks learn of it and raise.
+            source: the only group rank with a payload; a large one is broadcast.
+            local_error: an error in this rank's input: all ranks raise.
 
         Raises:
             CollectiveMismatchError: keys differ, on every rank.
@@ -268,14 +269,14 @@ class Channel:
         self._all_gather_on_device(self._in_table, self._out_block)
 
     def _all_gather_on_device(self, table: Tensor, row: Tensor) -> None:
-        """All-gather what stands in host memory, by way of the device if need be."""
+        """All-gather tensors in host memory, through the device if the group needs it."""
         if self.device.type == "cpu":
             self.all_gather_into(table, row)
             return
         on_device = torch.empty(table.shape, dtype=table.dtype, device=self.device)
         self.all_gather_into(on_device, row.to(self.device))
         table.copy_(on_device)
-        if self.failure is not None:  # found by the watch; what was copied is of no use
+        if self.failure is not None:  # reported by the watchdog; the copied values are invalid
             raise self.failure
 
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
@@ -287,7 +288,7 @@ class Channel:
     # --- waiting and failing ---
 
     def wait(self, work: dist.Work, *tensors: Tensor) -> None:
-        """Wait for ``work`` on ``tensors``; on a device, let the stream wait."""
+        """Wait for ``work`` on ``tensors``; on a device, make the current stream wait."""
         if tensors[0].device.type != "cpu":
             work.wait()
             self._pending.append((self._position[0], self._position[1] or "", work))
@@ -308,7 +309,9 @@ class Channel:
                     if self.watchdog is not None:
                         self.watchdog.wait_for_others(self)
                     raise self._abort(self._fatal_error) from None
-            except BaseException:  # Ctrl-C, or what a signal handler raises: this rank will not come back
+            except (
+                BaseException
+            ):  # Ctrl-C, or an exception from a signal handler: this rank abandons the collective
                 self._abort(DistributedOperationException(f"{self._position[1]} was interrupted"))
                 raise
             else:
@@ -316,7 +319,7 @@ class Channel:
 
     @staticmethod
     def _succeeded(work: dist.Work) -> bool:
-        """Whether a completed work, which may have completed just after a timeout, has not failed."""
+        """Whether a completed work succeeded; it may have completed just after a timeout."""
         try:
             work.wait()
         except RuntimeError:
@@ -326,7 +329,7 @@ class Channel:
     def wait_message(self, work: dist.Work, tensor: Tensor) -> None:
         """Wait for a message from or to one rank.
 
-        Gloo does not allow to wait a while and wait again: a timeout breaks the group's connections.
+        Gloo does not allow a second wait after a timeout: a timeout breaks the group's connections.
         """
         self._in_message = True
         try:
@@ -339,7 +342,7 @@ class Channel:
             self._pending.append((self._position[0], self._position[1] or "", work))
 
     def _break_connections(self) -> None:
-        """Wake the thread that waits for a message, by a timeout (see ``wait_message``)."""
+        """Wake the thread that waits for a message, through a timeout (see ``wait_message``)."""
         someone = 1 if self.rank == 0 else 0
         try:
             self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], someone, _NO_TAG).wait(
@@ -349,7 +352,7 @@ class Channel:
             _logger.debug("broke the connections of group %s: %s", self.name, error)
 
     def _collective_error(self, error: RuntimeError) -> DistributedOperationException:
-        """The error for a collective that ended without success."""
+        """The error for a failed collective."""
         if self._fatal_error is not None:
             return self._abort(self._fatal_error)
         number, operation, thread = self.position()
@@ -363,7 +366,7 @@ class Channel:
         return self._abort(failure)
 
     def _abort(self, failure: DistributedOperationException) -> DistributedOperationException:
-        """Make the group's pending work end: otherwise it would keep this process from exiting."""
+        """Abort the group's pending work, which would otherwise keep this process from exiting."""
         if self.failure is None:
             self.failure = failure
             self.group.abort()
@@ -395,14 +398,14 @@ class Channel:
 
 
 class Channels:
-    """The channels of this process, one per group, and the watch over them.
+    """The channels of this process, one per group, and their watchdog.
 
     Args:
         rank: this process's rank in the world.
         size: number of ranks in the world.
-        device: where it computes.
-        store: a client of the world's store that nothing else uses; without one there is no watchdog.
-        settings: what is checked, and when a stuck collective is reported.
+        device: device of this process.
+        store: a dedicated client of the world's store; None: no watchdog.
+        settings: which collectives are checked, and when a stuck one is reported.
     """
 
     def __init__(
@@ -421,7 +424,7 @@ class Channels:
         return Watchdog(store, rank, size, seconds) if store is not None and seconds > 0 else None
 
     def of(self, group: dist.ProcessGroup | None) -> Channel | None:
-        """The channel of ``group`` (None: all ranks), or None if there is nobody to talk to.
+        """The channel of ``group`` (None: all ranks), or None if the group has one rank.
 
         Raises:
             StateError: the process group is gone.
@@ -431,7 +434,9 @@ class Channels:
         if not isinstance(group, dist.ProcessGroup):
             if group is None:
                 raise StateError("the process group has been destroyed; collectives need a new PartialState")
-            raise ConfigError("this process is not in the group it was asked to take part in")
+            raise ConfigError(
+                "this process is not a member of the group that was passed; call the collective on members only"
+            )
         name = str(group.group_name)
         channel = self._by_name.get(name)
         if channel is None or channel.group is not group:
@@ -442,7 +447,7 @@ class Channels:
         return channel
 
     def configure(self, mode: str | None, report_after: float | None) -> None:
-        """Change the settings of all groups, now and later."""
+        """Change the settings of all existing and future groups."""
         now = self._settings
         self._settings = CheckSettings(
             now.mode if mode is None else mode, now.report_after if report_after is None else report_after
@@ -456,13 +461,13 @@ class Channels:
             channel.apply(self._settings)
 
     def close(self, reason: str | None) -> None:
-        """Stop the watch, and tell the other ranks if they cannot count on this one any more."""
+        """Stop the watchdog; announce ``reason`` to the other ranks if this one leaves the world."""
         if self._watchdog is not None:
             self._watchdog.leave(reason)
 
 
 def fingerprint(key: Hashable) -> int:
-    """A 64-bit digest of ``key``, equal in every process that has an equal key."""
+    """A 64-bit digest of ``key``: equal in all processes for equal keys."""
     return _digest(key)
 
 
@@ -472,7 +477,7 @@ def _digest(key: Hashable) -> int:
 
 
 def _canonical_text(key: Any) -> str:
-    """Text that depends on values and type names, never on addresses."""
+    """A text form that depends on values and type names only, never on addresses."""
     if isinstance(key, TreeSpec):
         return f"{_canonical_text(key.kind)}{_canonical_text(key.outline)}{_canonical_text(key.children)}"
     if isinstance(key, tuple | list):
@@ -480,20 +485,19 @@ def _canonical_text(key: Any) -> str:
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
     if isinstance(key, int | float) and key == key // 1:
-        return repr(
-            int(key)
-        )  # what is equal must be spelled equally, since digests are cached: True, 1 and 1.0
+        # Digests are cached by equality, so equal keys (True, 1 and 1.0) need the same text.
+        return repr(int(key))
     if key is None or isinstance(key, str | float | bytes | torch.dtype):
         return repr(key)
     return f"{type(key).__module__}.{type(key).__qualname__}"
 
 
 def _hold_outside_python(*tensors: Tensor) -> Any:
-    """One more owner of ``tensors``, to be held while a thread of the backend may have them.
+    """An additional owner of ``tensors``, to be kept while a thread of the backend may hold them.
 
-    Gloo's thread drops its tensors some time after it has completed a work. When that leaves a tensor to Python alone,
-    the thread takes the interpreter's lock; if the interpreter is ending just then, the process aborts (one exit in
-    ten that follows a collective closely, with torch 2.13).
+    Gloo's thread releases its tensors some time after a work completes. If Python is then the only other owner, the
+    thread takes the GIL; if the interpreter is shutting down at that moment, the process aborts (one in ten exits
+    shortly after a collective, with torch 2.13).
     """
     return torch._C.ScriptList(list(tensors))
 

@@ -1,8 +1,8 @@
 """Collectives on nested structures of tensors, and on picklable objects.
 
 Every function is collective: all ranks of the group call it, in the same order. In a world of one nothing is
-sent. Input is never changed, except by ``broadcast`` and ``broadcast_object_list``, whose job it is.
-Results are no part of the autograd graph.
+sent. Inputs are not modified, except by ``broadcast`` and ``broadcast_object_list``, which work in place.
+Results are not part of the autograd graph.
 """
 
 from __future__ import annotations
@@ -45,26 +45,25 @@ __all__ = [
 REDUCTIONS = ("mean", "sum", "max", "min", "none")
 
 _SMALL = 1 << 20
-"""Bytes up to which tensors share one message; copying them together costs less than a message each."""
+"""Bytes up to which tensors are packed into one message; packing costs less than one message each."""
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor (``torch.nested``) was passed to ``pad_across_processes``, which leaves it as it is."""
+    """A nested tensor (``torch.nested``) was passed to ``pad_across_processes``, which does not change it."""
 
 
 def set_collective_checks(mode: str | None = None, report_after: float | None = None) -> None:
-    """Change what is checked about collectives from here on. Call it on every rank alike.
+    """Change how later collectives are checked. Call it with the same arguments on every rank.
 
     Args:
         mode: "on": before every collective, ranks compare operation, structure, dtypes and shapes; "off":
-            they do not where it would cost something; "auto": on for CPU tensors, off for tensors on a
-            device. None: as it is. The default is ACCELERATE_COLLECTIVE_CHECKS, else "auto";
-            ACCELERATE_DEBUG_MODE means "on".
-        report_after: seconds until a collective that not all ranks entered is reported. None: as it is. The
-            default is ACCELERATE_COLLECTIVE_TIMEOUT_REPORT, else 30.
+            only where it is free; "auto": on for CPU tensors, off for tensors on a device. None: unchanged.
+            The initial mode is ACCELERATE_COLLECTIVE_CHECKS, else "auto"; ACCELERATE_DEBUG_MODE means "on".
+        report_after: seconds until a collective that not all ranks entered is reported. None: unchanged.
+            Initially ACCELERATE_COLLECTIVE_TIMEOUT_REPORT, else 30.
 
     Raises:
-        ConfigError: another mode, or not a positive number of seconds.
+        ConfigError: an unknown mode, or a negative or infinite number of seconds.
     """
     channels = PartialState().channels
     if channels is None:
@@ -79,8 +78,8 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool 
     Args:
         tensor: a tree of tensors, of equal structure on all ranks; 0-dimensional tensors count as one
             element.
-        group: the ranks that take part; None: all.
-        ragged: first dimensions may differ between ranks.
+        group: the participating ranks; None: all.
+        ragged: allow first dimensions that differ between ranks.
 
     Returns:
         a tree of the same types, with new tensors of shape (sum of first dimensions, ...), on every rank; in
@@ -88,7 +87,7 @@ def gather(tensor: Any, *, group: dist.ProcessGroup | None = None, ragged: bool 
 
     Raises:
         TypeError: a leaf that is not a dense tensor.
-        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
     channel = PartialState().channel(group)
     if channel is None:
@@ -104,7 +103,7 @@ def gather_object(object: Any, *, group: dist.ProcessGroup | None = None) -> Any
 
     Args:
         object: this rank's list (or tuple).
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
         one list with the items of all ranks; in a world of one, ``object`` itself.
@@ -131,18 +130,18 @@ def reduce(
 
     Args:
         tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks.
-        reduction: "mean", "sum", "max", "min", or "none" (this rank's own values).
+        reduction: "mean", "sum", "max", "min", or "none" (this rank's values).
         scale: factor on the result; only for floating and complex dtypes.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
         a tree of the same types with new tensors of the same dtypes; also in a world of one. float16,
-        bfloat16 and smaller floats are added up in float32 and rounded once.
+        bfloat16 and smaller floats are summed in float32 and rounded once.
 
     Raises:
-        ConfigError: an unknown reduction; or one that a dtype does not have: the mean of integers or
-            booleans, the sum of booleans, the maximum of complex numbers, a scale for anything but floats.
-        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+        ConfigError: an unknown reduction, or one that is undefined for a dtype: the mean of integers or
+            booleans, the sum of booleans, the maximum of complex numbers, a scale for non-floating dtypes.
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
     if reduction not in REDUCTIONS:
         raise ConfigError(f"unknown reduction {reduction!r}; choose one of {', '.join(REDUCTIONS)}")
@@ -171,13 +170,13 @@ def reduce(
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None) -> Any:
-    """Copy the values of one rank's tensors into those of all others, in place.
+    """Copy the values of one rank's tensors into the tensors of all other ranks, in place.
 
     Args:
-        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks; changed on all but the
-            source.
+        tensor: a tree of tensors, equal in structure, dtypes and shapes on all ranks; modified on all ranks but
+            the source.
         from_process: the source, a rank of the world.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
         ``tensor``.
@@ -185,7 +184,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     Raises:
         ConfigError: ``from_process`` is not in the group.
         TypeError: a leaf that is not a dense tensor.
-        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide on checks).
+        CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
     channel = PartialState().channel(group)
     if channel is None:
@@ -217,12 +216,12 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
 def broadcast_object_list(
     object_list: Any, from_process: int = 0, *, group: dist.ProcessGroup | None = None
 ) -> Any:
-    """Replace the items of a list by those of one rank's list, in place.
+    """Replace the items of a list with the items of one rank's list, in place.
 
     Args:
         object_list: a list of the same length on all ranks; on the source, picklable objects.
         from_process: the source, a rank of the world.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
         ``object_list``.
@@ -265,18 +264,18 @@ def pad_across_processes(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Any:
-    """Pad every tensor of a tree along one dimension to the largest size among ranks.
+    """Pad every tensor of a tree along one dimension to the largest size of all ranks.
 
     Args:
         tensor: a tree of tensors, equal in structure, dtypes and numbers of dimensions on all ranks.
-        dim: the dimension; negative ones count from the last. Tensors that do not have it stay as they are.
-        pad_index: the value to pad with.
+        dim: the dimension; negative values count from the last. Tensors without this dimension are not changed.
+        pad_index: the padding value.
         pad_first: pad at the beginning instead of the end.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
-        a tree of the same types; tensors that need no padding are the ones passed. Nested tensors
-        (``torch.nested``) are not padded, with a CannotPadNestedTensorWarning.
+        a tree of the same types; tensors that need no padding are returned as they were passed. Nested tensors
+        (``torch.nested``) are not padded; a CannotPadNestedTensorWarning is issued.
 
     Raises:
         TypeError: a leaf that is not a tensor.
@@ -284,7 +283,7 @@ def pad_across_processes(
     """
     channel = PartialState().channel(group)
     if channel is None:
-        tensor_leaves(tensor)  # refuses now what several ranks would refuse
+        tensor_leaves(tensor)  # raise here what several ranks would raise
         return tensor
     with channel.operation("pad_across_processes"):
         tree = _Tree.of(channel, tensor, dense=False)
@@ -303,18 +302,18 @@ def pad_across_processes(
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Give all ranks a copy of a tensor that only one of them has.
+    """Give all ranks a copy of a tensor that exactly one rank has.
 
     Args:
-        tensor: the tensor on the rank that has it, None on all others. They need to know neither shape nor
+        tensor: the tensor on the rank that has it, None on all other ranks, which need not know its shape or
             dtype.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Returns:
         the tensor on this process's device.
 
     Raises:
-        CollectiveMismatchError: not exactly one rank has a tensor.
+        CollectiveMismatchError: no rank, or more than one, passed a tensor.
         ConfigError: no tensor in a world of one.
     """
     state = PartialState()
@@ -365,7 +364,7 @@ class _Tree(NamedTuple):
         return cls(leaves, spec, whole, device, channel.checked(device))
 
     def key(self, first: int = 0) -> Hashable:
-        """What must be equal on all ranks; sizes of dimensions before ``first`` may differ."""
+        """The part that must be equal on all ranks; sizes of dimensions before ``first`` may differ."""
         return (
             self.spec,
             tuple([(leaf.dtype, leaf.shape[first:], leaf.device.type) for leaf in self.leaves]),
@@ -376,7 +375,7 @@ class _Tree(NamedTuple):
 
 
 class _Words(str):
-    """Text that prints without quotes inside a container."""
+    """Text whose repr has no quotes, for printing inside containers."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -397,7 +396,7 @@ def _require_dense(leaves: Iterable[Tensor]) -> None:
 
 
 def _refused(channel: Channel, error: Exception) -> Exception:
-    """Tell the other ranks, if they can be told, that this one does not take part."""
+    """Make the other ranks raise too, if checks are on, because this rank does not take part."""
     if channel.check_cpu:
         channel.exchange(None, str, local_error=error)
     return error
@@ -438,7 +437,7 @@ def _gather_even(channel: Channel, tree: _Tree) -> list[Tensor]:
 
 
 def _rows_to_leaves(table: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Cut a table with one packed row per rank into tensors that are concatenated over ranks."""
+    """Split a table with one packed row per rank into tensors that are concatenated over ranks."""
     ranks = table.shape[0]
     results = []
     offset = 0
@@ -451,7 +450,7 @@ def _rows_to_leaves(table: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _buckets(leaves: Sequence[Tensor]) -> list[list[int]]:
-    """Indices of tensors that travel together: small ones per device, large ones alone."""
+    """Indices of tensors per message: small tensors together by device, large ones alone."""
     small: dict[torch.device, list[int]] = {}
     large: list[list[int]] = []
     for index, leaf in enumerate(leaves):
@@ -498,20 +497,20 @@ _LOCALLY: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
-    """``leaf`` in a dtype in which it can be reduced; perhaps the same memory."""
+    """``leaf`` in a dtype that can be reduced; may share its memory."""
     dtype = leaf.dtype
     if dtype.is_complex:
         if reduction in ("max", "min"):
-            raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is not defined for them")
+            raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is undefined for them")
         return torch.view_as_real(leaf.detach().resolve_conj())
     if not dtype.is_floating_point:
         if reduction == "mean":
             raise ConfigError(
-                f"the mean of {_name(dtype)} tensors is not of that dtype; use 'sum', or convert to float first"
+                f"the mean of {_name(dtype)} tensors does not have that dtype; use 'sum', or convert to float first"
             )
         if reduction == "sum" and dtype is torch.bool:
             raise ConfigError(
-                "the sum of bool tensors is not of that dtype; use 'max' or 'min', or convert to int first"
+                "the sum of bool tensors does not have that dtype; use 'max' or 'min', or convert to int first"
             )
         if scale != 1:
             raise ConfigError(
@@ -587,10 +586,10 @@ def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:
 
 
 def _padded_size(leaf: Tensor, dim: int) -> int:
-    """Size along ``dim``, -1 if the tensor stays as it is."""
+    """Size along ``dim``, or -1 if the tensor is not padded."""
     if leaf.is_nested:
         warnings.warn(
-            "nested tensors are not padded; make them padded ones first, with torch.nested.to_padded_tensor",
+            "nested tensors are not padded; convert them first with torch.nested.to_padded_tensor",
             CannotPadNestedTensorWarning,
             stacklevel=3,
         )

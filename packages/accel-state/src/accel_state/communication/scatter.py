@@ -1,8 +1,8 @@
-"""Sending every rank its own part of something that one rank has.
+"""Scatter: one rank sends every rank its own part.
 
-Parts go from point to point, so a rank receives its part and a small header, whatever the others receive.
-Parts may differ in structure, shapes and number of rows. What describes a part (structure, dtypes, shapes)
-is sent when it changes, and a stream of parts of one size takes one message each.
+Parts are sent point to point, so a rank receives only its own part and a small header. Parts may differ in structure,
+shapes and number of rows. The description of a part (structure, dtypes, shapes) is sent only when it changes; a stream
+of parts of equal size needs one message per part.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from accel_state.world.process import PartialState
 
 __all__ = ["Scatterer", "scatter"]
 
-_HEADER = struct.Struct(
-    "<qqq8x"
-)  # bytes of description (0: as before), bytes of values, 1 for an error of this rank
+_HEADER = struct.Struct("<qqq8x")
+"""Bytes of description (0: unchanged), bytes of values, 1 if the source failed."""
+
 _TAG = 7919
-"""Keeps these messages apart from a script's own point-to-point messages, whose tag is mostly 0."""
+"""Distinguishes these messages from a script's own point-to-point messages, which mostly use tag 0."""
 
 
 def scatter(
@@ -41,16 +41,16 @@ def scatter(
 
 
 @dataclass(slots=True)
-class _Line:
-    """What both ends of a connection remember of the parts that went along it."""
+class _Connection:
+    """What both ends of a connection remember of the parts sent over it."""
 
     description: bytes = b""
     size: int = 0
     expected: int = 0
-    """Bytes that travel together with the header of the next part."""
+    """Bytes that are sent together with the header of the next part."""
 
     def advance(self, size: int) -> None:
-        """Note a part's size: after two equal ones, a third is expected."""
+        """Record the size of a part: after two parts of equal size, the next is expected to have that size too."""
         self.expected = size if size == self.size else 0
         self.size = size
 
@@ -64,16 +64,16 @@ class _Description:
 class Scatterer:
     """A stream of parts from one rank to all.
 
-    Calls are collective: all ranks of the group make them, in the same order. The object remembers what it
-    sent last, so use one for each stream.
+    Calls are collective: all ranks of the group make them, in the same order. The object remembers the last
+    description sent, so use a separate object per stream.
 
     Args:
         from_process: the source, a rank of the world.
-        group: the ranks that take part; None: all.
+        group: the participating ranks; None: all.
 
     Attributes:
-        bytes_received: of headers, descriptions and values, so far.
-        bytes_sent: likewise.
+        bytes_received: bytes of headers, descriptions and values received so far.
+        bytes_sent: the same for bytes sent.
 
     Raises:
         ConfigError: ``from_process`` is not in the group.
@@ -86,7 +86,7 @@ class Scatterer:
             raise ConfigError(f"from_process is {from_process}; the ranks of this group are {ranks}")
         self._channel = channel
         self._source = from_process
-        self._lines = {rank: _Line() for rank in ranks}
+        self._connections = {rank: _Connection() for rank in ranks}
         self.bytes_received = 0
         self.bytes_sent = 0
 
@@ -94,17 +94,17 @@ class Scatterer:
         """Send ``parts``, or receive one.
 
         Args:
-            parts: on the source, one tree per rank of the group, in rank order; leaves that are no tensors
-                must be picklable. Ignored elsewhere.
+            parts: on the source, one tree per rank of the group, in rank order; leaves that are not tensors
+                must be picklable. Ignored on other ranks.
 
         Returns:
-            this rank's part: on the source the tree passed, elsewhere new tensors, on the CPU if the group
-            can carry CPU tensors.
+            this rank's part: on the source the tree that was passed, on other ranks new tensors, on the CPU if the
+            group can transfer CPU tensors.
 
         Raises:
-            ConfigError: not as many parts as ranks.
+            ConfigError: the number of parts differs from the number of ranks.
             TypeError: a part cannot be sent.
-            CollectiveMismatchError: on the other ranks, when the source raised one of these.
+            CollectiveMismatchError: on the other ranks, if the source raised one of these.
         """
         channel = self._channel
         if channel is None:
@@ -131,23 +131,23 @@ class Scatterer:
         for rank, found in zip(channel.ranks, described, strict=True):
             if found is not None:
                 leaves, description = found
-                line = self._lines[rank]
-                new = description if description != line.description else b""
-                line.description = description
-                works += self._post(channel, rank, line, _message(new, leaves, channel.device))
+                connection = self._connections[rank]
+                new = description if description != connection.description else b""
+                connection.description = description
+                works += self._post(channel, rank, connection, _message(new, leaves, channel.device))
         for work, message in works:
             channel.wait_message(work, message)
         return parts[channel.rank]
 
     def _post(
-        self, channel: Channel, rank: int, line: _Line, message: Tensor
+        self, channel: Channel, rank: int, connection: _Connection, message: Tensor
     ) -> list[tuple[dist.Work, Tensor]]:
-        first = _HEADER.size + line.expected
+        first = _HEADER.size + connection.expected
         size = message.numel() - _HEADER.size
-        if size < line.expected:  # the receiver has made room for more: fill it
-            padding = message.new_zeros(line.expected - size)
+        if size < connection.expected:  # the receiver expects more bytes: pad
+            padding = message.new_zeros(connection.expected - size)
             message = torch.cat([message, padding])
-        line.advance(size)
+        connection.advance(size)
         pieces = [message[:first], message[first:]]
         self.bytes_sent += message.numel()
         works: list[tuple[dist.Work, Tensor]] = []
@@ -159,7 +159,7 @@ class Scatterer:
         return works
 
     def _refuse(self, channel: Channel, text: str) -> None:
-        """Let the receivers raise too."""
+        """Make the receivers raise too."""
         body = text.encode()
         for rank in channel.ranks:
             if rank != self._source:
@@ -169,29 +169,29 @@ class Scatterer:
                 message[_HEADER.size : _HEADER.size + len(body)] = torch.frombuffer(
                     bytearray(body), dtype=torch.uint8
                 )
-                for work, piece in self._post(channel, rank, self._lines[rank], message):
+                for work, piece in self._post(channel, rank, self._connections[rank], message):
                     channel.wait_message(work, piece)
 
     def _receive(self, channel: Channel) -> Any:
-        line = self._lines[channel.ranks[channel.rank]]
-        head = torch.empty(_HEADER.size + line.expected, dtype=torch.uint8, device=channel.device)
+        connection = self._connections[channel.ranks[channel.rank]]
+        head = torch.empty(_HEADER.size + connection.expected, dtype=torch.uint8, device=channel.device)
         self._fill(channel, head)
         described, size, refused = _HEADER.unpack(bytes(head[: _HEADER.size].tolist()))
         total = aligned(described) + aligned(size)
-        if total <= line.expected:
+        if total <= connection.expected:
             body = head[_HEADER.size :]
         else:
             body = torch.empty(total, dtype=torch.uint8, device=channel.device)
-            body[: line.expected] = head[_HEADER.size :]
-            self._fill(channel, body[line.expected :])
-        line.advance(total)
+            body[: connection.expected] = head[_HEADER.size :]
+            self._fill(channel, body[connection.expected :])
+        connection.advance(total)
         if refused:
             raise CollectiveMismatchError(
                 f"rank {self._source} could not scatter: {bytes(body[:size].tolist()).decode()}"
             )
         if described:
-            line.description = bytes(body[:described].tolist())
-        description: _Description = pickle.loads(line.description)
+            connection.description = bytes(body[:described].tolist())
+        description: _Description = pickle.loads(connection.description)
         return unflatten(description.spec, _views(body[aligned(described) :], description))
 
     def _fill(self, channel: Channel, buffer: Tensor) -> None:
@@ -209,12 +209,12 @@ def _describe(part: Any) -> tuple[list[Tensor], bytes]:
     description = _Description(spec, tuple((leaf.dtype, tuple(leaf.shape)) for leaf in leaves))
     try:
         return leaves, pickle.dumps(description)
-    except Exception as error:  # whatever a user's __reduce__ raises; every rank hears of it
+    except Exception as error:  # any exception of a user's __reduce__; every rank raises
         raise TypeError(f"a part cannot be pickled: {type(error).__name__}: {error}") from error
 
 
 def _message(description: bytes, leaves: list[Tensor], device: torch.device) -> Tensor:
-    """Header, description and values in one piece."""
+    """Header, description and values as one message."""
     size = sum(aligned(leaf.nbytes) for leaf in leaves)
     ahead = _HEADER.size + aligned(len(description))
     message = pack(leaves, device, ahead)

@@ -1,4 +1,4 @@
-"""Tensors and objects as bytes on the wire."""
+"""Serialization of tensors and objects to the bytes of a message."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 __all__ = ["aligned", "as_bytes", "bytes_of", "int64_bytes", "pack", "pickled", "unpack"]
 
 _ALIGNMENT = 16
-"""Bytes. Tensors in a message begin at multiples of the largest item size, so they are viewed in place."""
+"""Bytes. Tensors in a message start at multiples of the largest item size, so they can be viewed in place."""
 
 
 def bytes_of(leaf: Tensor) -> Tensor:
-    """The values of a dense tensor as 1-D uint8: a view where it is contiguous, else a copy."""
+    """The values of a dense tensor as 1-D uint8: a view if it is contiguous, else a copy."""
     plain = leaf.detach()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    # reshape alone keeps a one-dimensional tensor with gaps as it is
+    # reshape alone does not make a strided one-dimensional tensor contiguous
     return plain.contiguous().view(-1).view(torch.uint8)
 
 
@@ -30,7 +30,7 @@ def aligned(size: int) -> int:
 
 
 def pack(leaves: Sequence[Tensor], device: torch.device, ahead: int = 0) -> Tensor:
-    """The values of all ``leaves`` in one message on ``device``, behind ``ahead`` free bytes."""
+    """The values of all ``leaves`` in one message on ``device``, after ``ahead`` unused bytes."""
     if len(leaves) == 1 and not ahead:
         return bytes_of(leaves[0]).to(device)
     message = torch.empty(
@@ -45,7 +45,7 @@ def pack(leaves: Sequence[Tensor], device: torch.device, ahead: int = 0) -> Tens
 
 
 def unpack(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a message as tensors like ``like``."""
+    """Views of a message with the dtypes and shapes of ``like``."""
     values = []
     offset = 0
     for leaf in like:
@@ -60,13 +60,13 @@ def as_bytes(data: bytes) -> Tensor:
 
 
 def pickled(value: Any) -> tuple[Tensor | None, Exception | None]:
-    """``value`` as 1-D uint8, or the error that says why it cannot be."""
+    """``value`` as 1-D uint8, or the error if it cannot be pickled."""
     try:
         return as_bytes(pickle.dumps(value)), None
-    except Exception as error:  # whatever a user's __reduce__ raises; every rank hears of it
+    except Exception as error:  # any exception of a user's __reduce__; every rank raises
         return None, TypeError(f"cannot be pickled: {type(error).__name__}: {error}")
 
 
 def int64_bytes(values: Sequence[int]) -> Tensor:
-    """Whole numbers as 1-D uint8, eight bytes each."""
+    """Integers as 1-D uint8, eight bytes each."""
     return torch.tensor(values, dtype=torch.int64, device="cpu").view(torch.uint8)

@@ -1,16 +1,15 @@
-"""A watch over collectives that do not complete.
+"""A watchdog for collectives that do not complete.
 
-One daemon thread per process. It answers questions of other ranks about where this one is, and, when a
-collective of this rank has been waiting for a while, asks them. All of it goes through a store client of its
-own, never through a collective. A collective costs nothing more than saying where it is
-(``WatchedGroup.where``).
+One daemon thread per process. It answers queries of other ranks for the position of this rank, and queries them
+when a collective of this rank has been waiting for a while. It uses its own store client and no collective. The only
+cost per collective is recording the position (``WatchedGroup.position``).
 
-What is found leads to one of two things:
+There are two outcomes:
 
 - a report, after ``report_after`` seconds and then at doubling intervals, printed by one of the waiting
-  ranks: who arrived, who did not, where, and the stacks of the absent;
-- an error on every waiting rank, at once, when there is proof that the collective cannot complete: a rank is
-  gone, or stands in another collective at the same place of the sequence.
+  ranks: which ranks arrived, which did not, where they are, and the stacks of the absent ranks;
+- an error on every waiting rank, immediately, once there is proof that the collective cannot complete: a rank is
+  gone, or is in another collective at the same sequence number.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ __all__ = [
 ]
 
 REPORT_AFTER = 30.0
-"""Seconds that a collective waits before it is reported."""
+"""Seconds that a collective may wait before it is reported."""
 
 _LIBRARIES = frozenset(
     {
@@ -62,33 +61,33 @@ _LIBRARIES = frozenset(
 )
 _STACK_DEPTH = 16
 _PATIENCE = timedelta(seconds=10)
-"""For one answer of the store: nothing here waits for a key that is not there."""
+"""Timeout of one store operation; no call here waits for a missing key."""
 _logger = logging.getLogger(__name__)
 
 
 class WatchedGroup(Protocol):
-    """A group's collectives, as the watch sees them."""
+    """The collectives of one group, as the watchdog sees them."""
 
     name: str
     ranks: list[int]
 
     def position(self) -> tuple[int, str | None, int]:
-        """Number of the latest collective, its name until it has completed, and the thread that waits."""
+        """Sequence number of the latest collective, its name until it completes, and the waiting thread."""
 
     def mark_failed(self, error: CollectiveMismatchError) -> None:
-        """Take note that the collective it waits in cannot complete."""
+        """Record that the collective in progress cannot complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """What is known of one rank with respect to one group.
+    """The last known position of one rank in one group.
 
     Attributes:
         rank: global rank.
-        number: its latest collective, counted from 1; None: nothing is known of the rank.
-        operation: the name of that collective while the rank is still in it.
-        site: the user's line that called it, ``file:line``.
-        gone: why the rank left the world; None while it is there.
+        number: sequence number of its latest collective, from 1; None: the rank has not answered.
+        operation: name of that collective while it is in progress.
+        site: location of the call in user code, ``file:line``.
+        gone: why the rank left the world; None if it has not.
     """
 
     rank: int
@@ -117,7 +116,7 @@ class Diagnosis:
 
 
 def diagnose(number: int, operation: str, peers: Iterable[RankStatus]) -> Diagnosis:
-    """Compare the ranks of a group with one that waits in its collective ``number``."""
+    """Compare the positions of a group's ranks with a rank that waits in collective ``number``."""
     arrived: list[RankStatus] = []
     absent: list[RankStatus] = []
     proofs: list[str] = []
@@ -143,24 +142,24 @@ def call_site(frame: FrameType | None) -> str | None:
 
 @dataclass
 class _PendingCollective:
-    """A collective that was seen waiting."""
+    """A collective that the watchdog has seen waiting."""
 
     number: int
     since: float
-    looked: float = 0.0
+    last_poll: float = 0.0
     asked: bool = False
     reports: int = 0
     next_report: float = field(default=0.0)
 
 
 class Watchdog:
-    """The watching thread of this process.
+    """The watchdog thread of this process.
 
     Args:
-        store: a client of the world's store that nothing else uses.
+        store: a dedicated client of the world's store.
         rank: this process's global rank.
         size: number of ranks in the world.
-        report_after: seconds until the first report; further ones follow after twice as long, and so on.
+        report_after: seconds until the first report; the interval doubles after each report.
     """
 
     def __init__(self, store: Store, rank: int, size: int, report_after: float = REPORT_AFTER) -> None:
@@ -171,7 +170,7 @@ class Watchdog:
         self._channels: weakref.WeakSet[Any] = weakref.WeakSet()
         self._waits: dict[str, _PendingCollective] = {}
         self._known: set[int] = set()
-        self._given_up: dict[str, int] = {}
+        self._abandoned: dict[str, int] = {}
         self._rank_0_exit: str | None = None
         self._acknowledged = False
         self._answered = 0
@@ -183,11 +182,11 @@ class Watchdog:
 
     @property
     def poll_interval(self) -> float:
-        """Seconds between two looks while nothing waits; with a collective waiting it is a fifth."""
+        """Seconds between two polls while no collective waits; a fifth of it otherwise."""
         return min(1.0, max(0.05, self.report_after / 4))
 
     def add(self, channel: WatchedGroup) -> None:
-        """Watch a group's collectives; the thread starts with the first."""
+        """Watch a group's collectives; the first call starts the thread."""
         self._channels.add(channel)
         if self._thread is None:
             store = self._store = self._connect()
@@ -196,9 +195,9 @@ class Watchdog:
             atexit.register(self._at_exit)
 
     def leave(self, reason: str | None) -> None:
-        """Stop, and tell the other ranks why this one is gone, if it is."""
+        """Stop, and announce ``reason`` to the other ranks if this one leaves the world."""
         atexit.unregister(self._at_exit)
-        if self._stop.is_set() or os.getpid() != self._identity["pid"]:  # a forked child is no rank
+        if self._stop.is_set() or os.getpid() != self._identity["pid"]:  # a forked child is not a rank
             return
         self._stop.set()
         with self._lock:
@@ -206,29 +205,29 @@ class Watchdog:
             if store is not None and reason is not None:
                 try:
                     self._announce_exit(store, reason)
-                except RuntimeError as error:  # whoever kept the store has left before; nobody can be told
-                    _logger.debug("could not say goodbye: %s", error)
+                except RuntimeError as error:  # the process that hosts the store exited first
+                    _logger.debug("could not announce the exit: %s", error)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=2.0)
 
     def wait_for_others(self, channel: WatchedGroup) -> None:
-        """Give the other ranks the time to learn that ``channel`` is given up, before connections break."""
+        """Wait until the other ranks know that ``channel`` is abandoned, before connections break."""
         store = self._store
         if store is not None:
             try:
-                self._wait_for(store, f"given up by/{channel.name}", self._given_up.get(channel.name, 0))
+                self._wait_for(store, f"abandoned by/{channel.name}", self._abandoned.get(channel.name, 0))
             except RuntimeError as error:
                 _logger.debug("the store is gone: %s", error)
 
     def explain(self, channel: WatchedGroup, grace: float) -> tuple[str | None, str]:
-        """Why a collective of ``channel`` may have failed.
+        """Find out why a collective of ``channel`` failed.
 
         Args:
             channel: the group.
-            grace: seconds to wait for a rank's last word.
+            grace: seconds to wait for the final record of a rank.
 
         Returns:
-            the proof, if any, and a line for every rank.
+            the proof, if any, and one line per rank.
         """
         number, operation, _ = channel.position()
         deadline = time.monotonic() + grace
@@ -240,7 +239,7 @@ class Watchdog:
                 _logger.debug("the store is gone: %s", error)
                 peers = []
             if not peers:
-                return self._rank_0_exit or "the process that kept the store of this world is gone", ""
+                return self._rank_0_exit or "the process that hosted the store of this world is gone", ""
             diagnosis = diagnose(number, operation or "", peers)
             if diagnosis.proof is not None or time.monotonic() > deadline:
                 return diagnosis.proof, "\n".join(f"  {peer}" for peer in peers)
@@ -255,7 +254,7 @@ class Watchdog:
         if self._rank != 0:
             self._acknowledge_rank_0(store)
             return
-        # The store usually ends with this process. Whoever asks it after that gets broken connections.
+        # The store usually ends with this process; later requests fail with broken connections.
         store.add("ask", 1)
         self._wait_for(store, "heard rank 0", self._size - 1)
 
@@ -285,23 +284,23 @@ class Watchdog:
                         break
                     if not self._poll(store, channels):
                         break
-                del channels  # no reference of this thread keeps a group alive
+                del channels  # this thread must not keep a group alive
         except RuntimeError as error:
-            # The store goes with the process that keeps it. A collective that then waits in vain fails by its
-            # broken connections.
-            _logger.debug("the watch over collectives has lost its store: %s", error)
+            # The store ends with the process that hosts it. A collective that waits for that process then fails
+            # with a broken connection.
+            _logger.debug("the collective watchdog lost its store: %s", error)
         self._store = None
 
     def _connect(self) -> Store:
         self._base.set_timeout(_PATIENCE)
-        # A second PartialState in this world must not read what the first one left.
+        # A second PartialState in this world must not read the records of the first.
         generation = self._base.add(f"generation/{self._rank}", 1)
         store = PrefixStore(str(generation), self._base)
         self._publish(store)
         return store
 
     def _poll(self, store: Store, channels: Sequence[WatchedGroup]) -> bool:
-        """Answer, ask, and judge what was answered; False if there will be nobody to ask any more."""
+        """Answer queries, query other ranks, diagnose; False once rank 0, which hosts the store, is gone."""
         now = time.monotonic()
         asked = store.add("ask", 0)
         waiting = [
@@ -315,9 +314,9 @@ class Watchdog:
             self._apply_verdicts(store, channels)
             alone = self._rank != 0 and self._rank_0_is_gone(store)
         for channel, wait in waiting:
-            # A world of a thousand ranks is looked over less often: every look reads all of its records.
-            if alone or now - wait.looked >= self.poll_interval / 5 * max(1.0, len(channel.ranks) / 64):
-                wait.looked = now
+            # Large groups are polled less often, because each poll reads the records of all ranks.
+            if alone or now - wait.last_poll >= self.poll_interval / 5 * max(1.0, len(channel.ranks) / 64):
+                wait.last_poll = now
                 if wait.asked or alone:
                     self._investigate(store, channel, wait, now)
                 wait.asked = True
@@ -335,20 +334,20 @@ class Watchdog:
         return bool(record["gone"])
 
     def _apply_verdicts(self, store: Store, channels: Sequence[WatchedGroup]) -> None:
-        """Give up what another rank has found to be impossible."""
+        """Abandon collectives that another rank has proved impossible."""
         for channel in channels:
             key = f"verdict/{channel.name}"
-            if channel.name not in self._given_up and store.check([key]):
+            if channel.name not in self._abandoned and store.check([key]):
                 verdict = json.loads(store.get(key))
-                self._give_up(store, channel, verdict["text"], verdict["living"])
+                self._abandon(store, channel, verdict["text"], verdict["living"])
 
-    def _give_up(self, store: Store, channel: WatchedGroup, text: str, living: int) -> None:
-        self._given_up[channel.name] = living
-        store.add(f"given up by/{channel.name}", 1)
+    def _abandon(self, store: Store, channel: WatchedGroup, text: str, living: int) -> None:
+        self._abandoned[channel.name] = living
+        store.add(f"abandoned by/{channel.name}", 1)
         channel.mark_failed(CollectiveMismatchError(text))
 
     def _waiting(self, channel: WatchedGroup, now: float) -> _PendingCollective | None:
-        """The wait that ``channel`` is in, if this is not the first look at it."""
+        """The pending collective of ``channel``, if an earlier poll saw it too."""
         number, operation, _ = channel.position()
         wait = self._waits.get(channel.name)
         if operation is None:
@@ -375,7 +374,7 @@ class Watchdog:
             living = sum(peer.gone is None for peer in peers)
             store.set(f"verdict/{channel.name}", json.dumps({"text": text, "living": living}))
             store.add("ask", 1)
-            self._give_up(store, channel, text, living)
+            self._abandon(store, channel, text, living)
             return
         age = now - wait.since
         if age >= wait.next_report:

@@ -1,4 +1,4 @@
-"""The launch schema: what can be said about a run, in files, variables, flags and code."""
+"""The configuration schema of a run, shared by files, environment variables, flags and code."""
 
 from accel_state._lazy import attach
 

@@ -1,4 +1,4 @@
-"""Options that exclude or need each other, checked when a configuration has been merged."""
+"""Checks of a merged configuration: options that contradict or require each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accel_state.errors import ConfigError
 
 __all__ = ["check"]
 
-# What DeepSpeed's own configuration file says itself.
+# Options that DeepSpeed's own configuration file sets.
 _DEEPSPEED_OWN = (
     "gradient_accumulation.num_steps",
     "deepspeed.gradient_clipping",
@@ -25,19 +25,19 @@ _DEEPSPEED_OWN = (
 
 
 def check(values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str, str]) -> list[str]:
-    """Check merged values; where two contradict each other, the one of weaker origin gives way.
+    """Check merged values; if two contradict each other, the one of lower precedence is dropped.
 
     Args:
-        values: path of every option to its merged value; changed in place.
-        origins: path to the origin, comparable by strength.
-        sources: names of the file and of typed flags, for messages.
+        values: merged value of every option by path; changed in place.
+        origins: origin of every option by path, comparable by precedence.
+        sources: names of the file and of the flags as typed, for messages.
 
     Returns:
-        Notes about values that gave way.
+        Notes about dropped values.
 
     Raises:
-        ConfigError: two values of the same strength contradict each other, or one needs another that is
-            not there.
+        ConfigError: two values of equal precedence contradict each other, or one requires another that is
+            missing.
     """
     merged = _MergedOptions(values, origins, sources)
     _cpu_or_accelerators(merged)
@@ -50,7 +50,7 @@ def check(values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str,
 
 
 class _MergedOptions:
-    """The merged values, and how messages speak of them."""
+    """The merged values, and their names in messages."""
 
     def __init__(self, values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str, str]) -> None:
         self.values = values
@@ -58,8 +58,8 @@ class _MergedOptions:
         self.sources = sources
         self.notes: list[str] = []
 
-    def said(self, path: str) -> str:
-        """The option as the user wrote it, with its value and where it stood."""
+    def describe(self, path: str) -> str:
+        """The option as the user wrote it, with its value and source."""
         bound = schema_of(LaunchConfig).by_path[path]
         value = self.values[path]
         match self.origins[path].name:
@@ -75,11 +75,11 @@ class _MergedOptions:
             case _:
                 return f"{path}={value!r}"
 
-    def give_way(self, weak: str, strong: str, value: Any, remedy: str) -> None:
-        """Set the weaker of two contradicting options to ``value``; raise if neither is the stronger."""
+    def drop_weaker(self, weak: str, strong: str, value: Any, remedy: str) -> None:
+        """Set the option of lower precedence to ``value``; raise if both have equal precedence."""
         if self.origins[weak] >= self.origins[strong]:
-            raise ConfigError(f"{self.said(strong)} contradicts {self.said(weak)}; {remedy}")
-        self.notes.append(f"{self.said(weak)} gives way to {self.said(strong)}")
+            raise ConfigError(f"{self.describe(strong)} contradicts {self.describe(weak)}; {remedy}")
+        self.notes.append(f"{self.describe(weak)} is overridden by {self.describe(strong)}")
         self.values[weak] = value
         self.origins[weak] = self.origins[strong]
 
@@ -90,10 +90,13 @@ def _cpu_or_accelerators(merged: _MergedOptions) -> None:
     if not merged.values["use_cpu"] or not accelerators:
         return
     if merged.origins["distributed_type"] > merged.origins["use_cpu"]:
-        merged.give_way("use_cpu", "distributed_type", False, "")
+        merged.drop_weaker("use_cpu", "distributed_type", False, "")
     else:
-        merged.give_way(
-            "distributed_type", "use_cpu", None, "one says CPU, the other accelerators: give one of them"
+        merged.drop_weaker(
+            "distributed_type",
+            "use_cpu",
+            None,
+            "one selects the CPU, the other accelerators: keep one of them",
         )
 
 
@@ -104,16 +107,18 @@ def _enough_processes(merged: _MergedOptions) -> None:
     ids = [part for part in str(merged.values["gpu_ids"] or "all").split(",") if part.strip()]
     one_machine = merged.values["num_machines"] == 1
     if merged.values["num_processes"] == 1:
-        _single(merged, "num_processes", "ask for at least 2 processes, or leave the other away")
+        _single(merged, "num_processes", "request at least 2 processes, or remove the other option")
     elif one_machine and len(ids) == 1 and ids[0] != "all":
-        _single(merged, "gpu_ids", "name at least 2 ids, or leave the other away")
+        _single(merged, "gpu_ids", "name at least 2 ids, or remove the other option")
 
 
 def _single(merged: _MergedOptions, path: str, remedy: str) -> None:
     if merged.origins[path] > merged.origins["distributed_type"]:
-        merged.give_way("distributed_type", path, "NO", remedy)
+        merged.drop_weaker("distributed_type", path, "NO", remedy)
     else:
-        raise ConfigError(f"{merged.said('distributed_type')} contradicts {merged.said(path)}; {remedy}")
+        raise ConfigError(
+            f"{merged.describe('distributed_type')} contradicts {merged.describe(path)}; {remedy}"
+        )
 
 
 def _parallelism(merged: _MergedOptions) -> None:
@@ -122,7 +127,7 @@ def _parallelism(merged: _MergedOptions) -> None:
     kind = merged.values["distributed_type"]
     if kind not in ("FSDP", "DEEPSPEED"):
         raise ConfigError(
-            f"{merged.said('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
+            f"{merged.describe('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
             f"the distributed type is {kind or 'not set'}; add --use_fsdp"
         )
     version = merged.values["fsdp.fsdp_version"]
@@ -130,16 +135,16 @@ def _parallelism(merged: _MergedOptions) -> None:
         merged.values["fsdp.fsdp_version"] = 2
     elif kind == "FSDP" and version == 1:
         raise ConfigError(
-            f"{merged.said('use_parallelism_config')} needs FSDP version 2, but "
-            f"{merged.said('fsdp.fsdp_version')} was given; use --fsdp_version 2"
+            f"{merged.describe('use_parallelism_config')} needs FSDP version 2, but "
+            f"{merged.describe('fsdp.fsdp_version')} was given; use --fsdp_version 2"
         )
 
 
 def _module_or_program(merged: _MergedOptions) -> None:
     if merged.values["module"] and merged.values["no_python"]:
         raise ConfigError(
-            f"{merged.said('module')} and {merged.said('no_python')} exclude each other: "
-            "Python runs modules; give one of them"
+            f"{merged.describe('module')} and {merged.describe('no_python')} exclude each other: "
+            "modules run with Python; keep one of them"
         )
 
 
@@ -152,8 +157,8 @@ def _fsdp_loading(merged: _MergedOptions) -> None:
             merged.values[loading] = False
             return
         raise ConfigError(
-            f"{merged.said(loading)} loads weights on one process only, but {merged.said(sync)} keeps them from "
-            "the others; switch the first off, or the second on"
+            f"{merged.describe(loading)} loads weights on one process only, but {merged.describe(sync)} does not "
+            "broadcast them to the others; disable the first, or enable the second"
         )
 
 
@@ -164,6 +169,6 @@ def _deepspeed_file(merged: _MergedOptions) -> None:
     twice = [path for path in _DEEPSPEED_OWN if merged.values[path] is not None]
     if twice:
         raise ConfigError(
-            f"{', '.join(merged.said(path) for path in twice)}: set in DeepSpeed's own configuration instead, "
-            f"because {merged.said(own)} is given; keep these options in one place"
+            f"{', '.join(merged.describe(path) for path in twice)}: set in DeepSpeed's own configuration instead, "
+            f"because {merged.describe(own)} is given; keep these options in one place"
         )

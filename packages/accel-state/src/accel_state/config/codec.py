@@ -1,8 +1,7 @@
-"""Configuration to environment variables and back.
+"""Encoding of a configuration as environment variables, and decoding.
 
-The variables and their spelling are those that Accelerate uses, so a rank does not care which launcher
-started it.
-Pure functions: the process's own environment is read and changed by ``accel_state.environment`` alone.
+Names and spelling are those of Accelerate, so a rank can be started by either launcher. Pure functions: only
+``accel_state.environment`` reads and changes the environment of this process.
 """
 
 from __future__ import annotations
@@ -64,9 +63,9 @@ PUBLISHED: Mapping[str, str] = MappingProxyType(
         "ACCELERATE_USE_DEEPSPEED": "transformers",
     }
 )
-"""The only variables that ``publish`` sets, and who reads them."""
+"""The only variables that ``publish`` sets, and the libraries that read them."""
 
-# Written with these words, not true and false, because that is what Accelerate writes.
+# Written as 0 and 1 instead of false and true, as Accelerate writes them.
 _WORDS: Mapping[str, tuple[str, str]] = {
     "ACCELERATE_CPU_AFFINITY": ("0", "1"),
     "ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER": ("0", "1"),
@@ -78,10 +77,10 @@ _DERIVED = frozenset(
 
 
 def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
-    """The variables that carry ``config`` to a rank; ``decode`` is its inverse.
+    """The environment variables for ``config``; ``decode`` is the inverse.
 
-    A value is written when it differs from its default. Of a section that the run uses, every set value is
-    written, because scripts that use Accelerate have other defaults than its launcher.
+    A value is written if it differs from its default. For a section that the run uses, every set value is written,
+    because scripts that use Accelerate have other defaults than its launcher.
     """
     found: dict[str, str] = {}
     for bound in schema_of(type(config)).options:
@@ -95,10 +94,10 @@ def encode(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
 
 
 def decode(environ: Mapping[str, str], root: type[Section] = LaunchConfig) -> Any:
-    """The configuration that ``environ`` carries: a ``LaunchConfig``, or an instance of ``root``.
+    """The configuration in ``environ``: a ``LaunchConfig``, or an instance of ``root``.
 
     Raises:
-        ConfigError: a variable has a value that cannot be used, or two of them contradict each other.
+        ConfigError: a variable has an invalid value, or two variables contradict each other.
     """
     return build(root, decode_layer(environ, root))
 
@@ -119,14 +118,14 @@ def variables(root: type[Section] = LaunchConfig) -> frozenset[str]:
 
 
 def launcher_only_fields() -> tuple[str, ...]:
-    """Paths of the options that no variable carries: the launcher must act on each of them by itself."""
+    """Paths of the options without a variable: the launcher itself must act on each of them."""
     return tuple(
         bound.path for bound in schema_of(LaunchConfig).options if Carrier.LAUNCHER in bound.carriers
     )
 
 
 def rank_environment(config: LaunchConfig | SageMakerConfig, environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` for a child, in which the variables of the schema say ``config`` and nothing else."""
+    """``environ`` for a child process: the schema's variables encode ``config``; all others are unchanged."""
     known = variables(type(config))
     return {name: value for name, value in environ.items() if name not in known} | encode(config)
 
@@ -134,15 +133,15 @@ def rank_environment(config: LaunchConfig | SageMakerConfig, environ: Mapping[st
 def publish(
     config: LaunchConfig, environ: MutableMapping[str, str], topology: RanksTopology | None = None
 ) -> dict[str, str]:
-    """Set those variables of ``PUBLISHED`` that are missing, for other libraries in this process to read.
+    """Set the missing variables of ``PUBLISHED``, for other libraries in this process.
 
     Args:
-        config: what the process runs with.
-        environ: changed in place; a variable that exists, even an empty one, stays as it is.
-        topology: source of torchrun's names; without it they are left alone.
+        config: the configuration of the process.
+        environ: changed in place; existing variables, even empty ones, are kept.
+        topology: source of torchrun's variables; None: they are not set.
 
     Returns:
-        What was set.
+        The variables that were set.
     """
     known = {**encode(config), **_torchrun_names(topology)}
     missing = {name: known[name] for name in PUBLISHED if name in known and name not in environ}
@@ -185,7 +184,7 @@ def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
     if len(on) > 1:
         names = " and ".join(variable for _, variable in on)
         raise ConfigError(
-            f"environment variables {names} are both on, but a run uses one of them; unset the others"
+            f"environment variables {names} are both on, but they exclude each other; unset all but one"
         )
     if on:
         return on[0][0]
@@ -193,7 +192,7 @@ def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
     if not any(texts):
         return None
     if len(texts) > 1:
-        # Accelerate writes all parts or none; a missing part is off.
+        # Accelerate writes all parts or none; a missing part is false.
         return tuple(
             bool(text) and _truth(name, text) for name, text in zip(bound.variables, texts, strict=True)
         )
@@ -201,7 +200,7 @@ def _decode_option(bound: BoundOption, environ: Mapping[str, str]) -> Any:
         return None
     text = texts[0]
     if bound.variables[0] == "OMP_NUM_THREADS":
-        text = text.split(",")[0]  # OpenMP allows one number per level of nesting; ours is the outermost
+        text = text.split(",")[0]  # OpenMP allows one number per nesting level; the first is the outermost
     return bound.parse(text, f"environment variable {bound.variables[0]}")
 
 
@@ -213,7 +212,7 @@ def _truth(name: str, text: str) -> bool:
 
 
 def _derived(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
-    """Variables that repeat in another form what options say: others read them, ``decode`` does not."""
+    """Variables derived from options for other libraries; ``decode`` does not read them."""
     if not isinstance(config, LaunchConfig):
         return {"ACCELERATE_USE_SAGEMAKER": "true"}
     found = {}

@@ -1,4 +1,4 @@
-"""A configuration as the plain data that stands in a file."""
+"""A configuration as plain data for a file."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ __all__ = ["to_data"]
 
 
 def to_data(config: Section) -> dict[str, Any]:
-    """What a file says of ``config``: nothing that is unset, no empty sections.
+    """The contents of a file for ``config``, without unset options and empty sections.
 
-    Options that Accelerate does not know are left out where they have their default, so that it can read the
-    file.
+    Options that Accelerate does not have are omitted if they have their default, so that it can read the file.
     """
     data: dict[str, Any] = {}
     for bound in schema_of(type(config)).options:

@@ -1,4 +1,4 @@
-"""A configuration file for the machine at hand, without questions."""
+"""The default configuration file for this machine, written without questions."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _KINDS = {
     "hpu": "MULTI_HPU",
     "neuron": "MULTI_NEURON",
 }
-"""Type of device to the distributed type of several of them."""
+"""Device type to the distributed type of several such devices."""
 
 default_config_file: str = str(default_path(snapshot()))
-"""Path of our default file, as it was when this module was loaded."""
+"""Path of our default file, computed when this module was loaded."""
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> bool:
@@ -38,7 +38,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
         save_location: the file; by default the one that ``accel launch`` reads.
 
     Returns:
-        False, after saying so, if the file already exists; else True.
+        False, after printing a message, if the file already exists; else True.
 
     Raises:
         ConfigError: ``mixed_precision`` is none of these.
@@ -47,7 +47,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     precision = bound.read(mixed_precision, "mixed_precision")
     path = default_path(snapshot()) if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path} exists and is left as it is; remove it or give another save_location")
+        print(f"{path} exists and is not changed; remove it or pass another save_location")
         return False
     save(dataclasses.replace(_for_this_machine(), mixed_precision=precision), path)
     return True
@@ -58,7 +58,7 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
 
     Raises:
         ConfigNotFoundError: there is no such file.
-        ConfigError: it cannot be used.
+        ConfigError: it is invalid.
     """
     if config_file is not None:
         return load(config_file)
@@ -66,8 +66,8 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
     found = find_default(environ)
     if found is None:
         raise ConfigNotFoundError(
-            f"there is no configuration file {default_path(environ)}; "
-            "`accel config` or write_basic_config() makes one"
+            f"there is no configuration file {default_path(environ)}; `accel config` or write_basic_config() creates "
+            "one"
         )
     return load(found.path)
 

@@ -1,6 +1,6 @@
-"""Variables that Accelerate reads or writes and that are no options: each belongs to somebody, named here.
+"""Variables that Accelerate reads or writes and that are not options, with their owner.
 
-Together with the options this covers every variable of Accelerate; a test keeps it so.
+Together with the options this covers every variable of Accelerate, which a test checks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from accel_state.config.sections.hardware import DEVICE_LIST_VARIABLES
 __all__ = ["OTHER_VARIABLES"]
 
 _RANKS = "ranks and addresses, read by accel_state.world.topology"
-_TRACKER = "settings of the tracker of that name"
-_AWS = "read by the library of AWS; a SageMaker launch sets it for itself, never for the job"
-_TEST = "only read by Accelerate's tests"
+_TRACKER = "settings of that tracker"
+_AWS = "read by the AWS SDK; a SageMaker launch sets it for itself, never for the job"
+_TEST = "read by Accelerate's tests only"
 
 OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
     {
@@ -45,7 +45,7 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
             _RANKS,
         ),
         **{
-            variable: f"devices of type {device} that a process may see; the launcher sets it from gpu_ids"
+            variable: f"visible devices of type {device}; the launcher sets it from gpu_ids"
             for device, variable in DEVICE_LIST_VARIABLES.items()
         },
         **dict.fromkeys(
@@ -71,24 +71,24 @@ OTHER_VARIABLES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(
             ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_DEFAULT_REGION"), _AWS
         ),
-        "ACCELERATE_DEBUG_RDV_FILE": "where ranks of Accelerate's debug_launcher meet; ours needs none",
+        "ACCELERATE_DEBUG_RDV_FILE": "rendezvous file of Accelerate's debug_launcher; ours needs none",
         "DEEPSPEED_USE_HPU": "DeepSpeed on Gaudi",
         "FORK_LAUNCHED": "the process was forked by a notebook launcher",
         "GLOO_SOCKET_IFNAME": "network interface of Gloo",
-        "HF_HOME": "where configuration files lie",
-        "XDG_CACHE_HOME": "where configuration files lie, without HF_HOME",
+        "HF_HOME": "folder of configuration files",
+        "XDG_CACHE_HOME": "folder of configuration files if HF_HOME is not set",
         "KMP_AFFINITY": "cores of OpenMP threads; left to the user, because ranks would share cores",
         "KMP_BLOCKTIME": "waiting of OpenMP threads; left to the user",
-        "MIXED_PRECISION": "written by Accelerate's notebook_launcher, read by nobody",
-        "NCCL_IB_DISABLE": "NCCL without InfiniBand, for cards that cannot",
-        "NCCL_P2P_DISABLE": "NCCL without peer-to-peer, for cards that cannot",
+        "MIXED_PRECISION": "written by Accelerate's notebook_launcher, never read",
+        "NCCL_IB_DISABLE": "disables InfiniBand in NCCL, for GPUs that do not support it",
+        "NCCL_P2P_DISABLE": "disables peer-to-peer transfers in NCCL, for GPUs that do not support them",
         "PJRT_DEVICE": "device of torch_xla",
         "PT_HPU_LAZY_MODE": "lazy mode of Gaudi",
         "PYTHONPATH": "module search path; DeepSpeed's launcher gets the current folder appended",
         "PYTORCH_CNDEV_BASED_MLU_CHECK": "how PyTorch looks for MLUs",
         "PYTORCH_ENABLE_MPS_FALLBACK": "operators that MPS lacks run on the CPU",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "how PyTorch looks for CUDA devices",
-        "TPU_NAME": "name of the TPU that a notebook is attached to",
+        "TPU_NAME": "name of the TPU attached to a notebook",
         "USE_TORCH_XLA": "0: torch_xla is not used even if it is installed",
     }
 )

@@ -1,4 +1,4 @@
-"""Configuration files: where they lie, reading them strictly, writing them."""
+"""Configuration files: locations, strict reading, writing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 
 _NAME = "default_config.yaml"
 
-# Keys of older versions that mean nothing any more: said, not refused.
+# Keys of older versions without effect: reported in a note, not an error.
 _RETIRED: Mapping[str, str] = {
     "ipex_config": "IPEX is part of PyTorch now",
     "use_xpu": "devices are found by PyTorch",
     "mpirun_config.mpirun_ccl": "oneCCL's workers are set by its own variables",
 }
-# Keys that stood elsewhere, or still do in files that Accelerate writes.
+# Keys that were moved, or that Accelerate writes in another place.
 _MOVED: Mapping[tuple[str | None, str], str] = {
     ("deepspeed_config", "gradient_accumulation_steps"): "gradient_accumulation.num_steps",
     (None, "dynamo_backend"): "dynamo.backend",
@@ -45,11 +45,11 @@ _MOVED: Mapping[tuple[str | None, str], str] = {
 
 @dataclasses.dataclass(frozen=True)
 class DefaultFile:
-    """A configuration file found without being named.
+    """A configuration file at a default location.
 
     Attributes:
-        path: where it lies.
-        foreign: it is Accelerate's; it is read, never changed.
+        path: its path.
+        foreign: it belongs to Accelerate; it is read, never changed.
     """
 
     path: Path
@@ -58,12 +58,12 @@ class DefaultFile:
 
 @dataclasses.dataclass(frozen=True)
 class FileLayer:
-    """What a file says.
+    """The contents of a configuration file.
 
     Attributes:
         root: ``LaunchConfig`` or ``SageMakerConfig``, by its ``compute_environment``.
-        values: path of an option to its value.
-        notes: what a user should know about how the file was read.
+        values: option values by path.
+        notes: messages for the user about ignored or converted keys.
     """
 
     root: type[LaunchConfig] | type[SageMakerConfig]
@@ -75,9 +75,9 @@ def load_config(path: str | Path) -> LaunchConfig | SageMakerConfig:
     """Read a configuration file: JSON if its name ends in ``.json``, else YAML.
 
     Raises:
-        ConfigNotFoundError: the file is not there.
-        UnknownKeyError: a key does not exist, at any depth; the message has its path and the nearest keys.
-        ConfigError: the file is no YAML or JSON mapping, or a value has the wrong type.
+        ConfigNotFoundError: the file does not exist.
+        UnknownKeyError: a key does not exist, at any depth; the message has its path and the closest keys.
+        ConfigError: the file is not a YAML or JSON mapping, or a value has the wrong type.
     """
     layer = read_layer(path)
     if layer.notes:
@@ -90,16 +90,16 @@ def load_config(path: str | Path) -> LaunchConfig | SageMakerConfig:
 
 
 def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Path:
-    """Write a configuration file: JSON if its name ends in ``.json``, else YAML; folders are made.
+    """Write a configuration file: JSON if its name ends in ``.json``, else YAML; missing folders are created.
 
-    Unset values and empty sections are left out. Options that belong to one start of a program (``--module``,
-    ``--dry_run``, …) are not part of files. What was written loads back equal.
+    Unset values and empty sections are omitted, and so are options of a single launch (``--module``, ``--dry_run``, …).
+    Loading the file gives an equal configuration.
 
     Returns:
         The path.
 
     Raises:
-        ConfigError: the file cannot be written; what was there is untouched.
+        ConfigError: the file cannot be written; an existing file is not changed.
     """
     path = Path(path).expanduser()
     data = config.to_dict()
@@ -112,10 +112,10 @@ def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Pat
 
         text = yaml.safe_dump(data, allow_unicode=True)
     try:
-        _write(path.resolve(), text)  # a link stays one
+        _write(path.resolve(), text)  # keeps a symbolic link
     except OSError as error:
         raise ConfigError(
-            f"configuration file {path} cannot be written ({error.strerror}); name another place"
+            f"configuration file {path} cannot be written ({error.strerror}); pass another path"
         ) from error
     return path
 
@@ -130,17 +130,17 @@ def _write(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-load = load_config  # inside ``accel_state.config``, where the longer name would say it twice
+load = load_config  # shorter name for use as ``accel_state.config.load``
 save = save_config
 
 
 def default_path(environ: Mapping[str, str]) -> Path:
-    """Where our configuration lies and is written: ``$HF_HOME/accel/default_config.yaml``."""
+    """Path of our default configuration file: ``$HF_HOME/accel/default_config.yaml``."""
     return _hf_home(environ) / "accel" / _NAME
 
 
 def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
-    """The file that is used when none is named: ours, else Accelerate's, else none."""
+    """The default file: ours, else Accelerate's, else None."""
     own = default_path(environ)
     if own.is_file():
         return DefaultFile(own, foreign=False)
@@ -163,10 +163,10 @@ def _hf_home(environ: Mapping[str, str]) -> Path:
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors put a mark before the text
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise ConfigNotFoundError(
-            f"configuration file {path} does not exist; `accel config` makes one"
+            f"configuration file {path} does not exist; `accel config` creates one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
@@ -176,7 +176,7 @@ def _read(path: Path) -> Mapping[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {type(data).__name__}; expected a mapping of option names to values")
     if wrong := [key for key in data if not isinstance(key, str)]:
-        raise ConfigError(f"{path}: key {wrong[0]!r} is no text; the keys are names of options")
+        raise ConfigError(f"{path}: key {wrong[0]!r} is not a string; keys are option names")
     return data
 
 
@@ -206,7 +206,7 @@ def _parse_yaml(text: str, path: Path) -> Any:
 
 
 def _tables(node: Any) -> Iterator[Any]:
-    """The mappings of a YAML document, the outermost first."""
+    """The mappings of a YAML document, outermost first."""
     if getattr(node, "id", "") == "mapping":
         yield node
         for _, value in node.value:
@@ -214,10 +214,10 @@ def _tables(node: Any) -> Iterator[Any]:
 
 
 def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
-    # The parsers would take the last one and say nothing.
+    # The parsers would silently use the last one.
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigError(f"{path}: key {key} stands there {keys.count(key)} times; keep one of them")
+            raise ConfigError(f"{path}: key {key} occurs {keys.count(key)} times; keep one of them")
 
 
 class _Reader:
@@ -256,8 +256,8 @@ class _Reader:
         if environment == SageMakerConfig.compute_environment:
             return SageMakerConfig
         raise ConfigError(
-            f"{self.source}: compute_environment is {environment!r}; "
-            f"expected one of {LaunchConfig.compute_environment}, {SageMakerConfig.compute_environment}"
+            f"{self.source}: compute_environment is {environment!r}; expected one of "
+            f"{LaunchConfig.compute_environment}, {SageMakerConfig.compute_environment}"
         )
 
     def _section(self, known: Schema, file_key: str, value: Any) -> None:

@@ -19,14 +19,14 @@ _NO = "no_"
 
 @dataclasses.dataclass(frozen=True)
 class ParsedFlags:
-    """What stood on a command line.
+    """A parsed command line.
 
     Attributes:
-        values: path of an option to its value; the paths of a ``SageMakerConfig`` where only it has the flag.
-        spelled: path to the flag as it was typed, for messages.
+        values: option values by path; paths of ``SageMakerConfig`` for flags that only it has.
+        spelled: the flag as typed, by path, for messages.
         rest: everything from the first word that is not a flag: the script and its arguments.
-        others: flags named in ``extra``, without dashes and with underscores, to their values.
-        denied: paths and values that a file or the environment may not have given: ``--no-use_fsdp``.
+        others: values of the flags in ``extra``, named without dashes and with underscores.
+        denied: paths and values to remove if a file or the environment sets them: ``--no-use_fsdp``.
     """
 
     values: dict[str, Any]
@@ -39,18 +39,17 @@ class ParsedFlags:
 def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) -> ParsedFlags:
     """Read flags until the first word that is not one, or until ``--``.
 
-    Dashes and underscores in a flag are the same. A truth value is ``--flag``, ``--no-flag`` or
-    ``--flag=false``; those that take a value in Accelerate also read the next word when it is one
-    (``--fsdp_offload_params true``). Later flags win over earlier ones; a flag that is given once per item
-    collects.
+    Dashes and underscores in a flag are equivalent. A boolean is ``--flag``, ``--no-flag`` or ``--flag=false``; those
+    that take a value in Accelerate also accept one as the next word (``--fsdp_offload_params true``). Later flags
+    override earlier ones; flags of list options accumulate.
 
     Args:
         arguments: the words after the name of the command.
-        extra: flags of the command itself, without dashes (``-h``: with it), to whether they take a value.
+        extra: flags of the command itself, without dashes (except ``-h``), and whether they take a value.
 
     Raises:
-        UnknownKeyError: a flag does not exist; the message suggests the nearest ones.
-        ConfigError: a value is missing or cannot be used, or two flags exclude each other.
+        UnknownKeyError: a flag does not exist; the message suggests the closest ones.
+        ConfigError: a value is missing or invalid, or two flags exclude each other.
     """
     reader = _Reader(list(arguments), extra or {})
     reader.run()
@@ -89,7 +88,7 @@ class _Reader:
         self.values: dict[str, Any] = {}
         self.spelled: dict[str, str] = {}
         self.others: dict[str, Any] = {}
-        self.switched: dict[str, str] = {}  # switch as it was typed to the value that it stands for
+        self.switched: dict[str, str] = {}  # switch as typed to the value that it sets
         self.denied: dict[tuple[str, str], None] = {}
 
     def run(self) -> None:
@@ -109,7 +108,7 @@ class _Reader:
         if name in self.extra:
             self.others[name] = self._value(flag, text) if self.extra[name] else True
             if self.others[name] == "":
-                raise ConfigError(f"{flag} is ''; a value is needed")
+                raise ConfigError(f"{flag} is ''; expected a value")
             return
         tables = _tables(name)
         if name in tables.switches:
@@ -135,7 +134,7 @@ class _Reader:
         value = bound.parse(text, flag)
         choices = ", ".join(bound.about.choices)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):
-            # Most likely a variable of the shell that is not set.
+            # Probably an unset shell variable.
             raise ConfigError(
                 f"{flag} is {text!r}; expected {f'one of {choices}' if choices else bound.option_type.expected}"
             )
@@ -152,7 +151,7 @@ class _Reader:
             return
         for before, other in self.switched.items():
             if other != meaning:
-                raise ConfigError(f"{before} and {flag} exclude each other; give one of them")
+                raise ConfigError(f"{before} and {flag} exclude each other; keep one of them")
         self.denied.pop((bound.path, meaning), None)
         self.switched[flag] = meaning
         self._store(flag, bound, meaning)
@@ -171,7 +170,7 @@ class _Reader:
 
 
 def _tables(name: str) -> Schema:
-    """The schema that has the flag: that of local runs, else that of SageMaker."""
+    """The schema with this flag: that of local runs, else that of SageMaker."""
     local = schema_of(LaunchConfig)
     bare = name.removeprefix(_NO)
     if any(form in table for form in (name, bare) for table in (local.by_flag, local.switches)):
@@ -187,7 +186,7 @@ def _is_truth(bound: BoundOption | None) -> bool:
 
 
 def _reads(bound: BoundOption, word: str) -> bool:
-    """Whether the next word is the value of a truth flag, not the script."""
+    """Whether the next word is the value of a boolean flag, not the script."""
     try:
         bound.parse(word, "")
     except ConfigError:

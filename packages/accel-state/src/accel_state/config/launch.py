@@ -1,4 +1,4 @@
-"""The root of the schema for runs on machines of one's own."""
+"""The root of the schema for local (non-SageMaker) runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ __all__ = ["LaunchConfig"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class LaunchConfig(RunOptions, HardwareOptions):
-    """Everything that can be said about a run before it starts.
+    """The complete configuration of a local run.
 
-    ``None`` means "not set". What an unset option stands for is decided where it is used: by the
-    launcher, or by the plugin that is built from a section.
+    ``None`` means "not set". The default of an unset option is decided where it is used: by the launcher, or by the
+    plugin that is built from a section.
     """
 
     title = "Processes"
@@ -46,36 +46,36 @@ class LaunchConfig(RunOptions, HardwareOptions):
 
     @property
     def gradient_accumulation_steps(self) -> int | None:
-        """Micro-batches per optimizer step, or None where nobody said."""
+        """Micro-batches per optimizer step; None if not set."""
         return self.gradient_accumulation.num_steps
 
     @property
     def use_deepspeed(self) -> bool:
-        """Whether DeepSpeed was chosen."""
+        """Whether DeepSpeed is selected."""
         return self.distributed_type == "DEEPSPEED"
 
     @property
     def use_fsdp(self) -> bool:
-        """Whether FSDP was chosen."""
+        """Whether FSDP is selected."""
         return self.distributed_type == "FSDP"
 
     @property
     def use_megatron_lm(self) -> bool:
-        """Whether Megatron-LM was chosen."""
+        """Whether Megatron-LM is selected."""
         return self.distributed_type == "MEGATRON_LM"
 
     @property
     def use_tpu(self) -> bool:
-        """Whether TPUs were chosen."""
+        """Whether TPUs are selected."""
         return self.distributed_type == "XLA"
 
     @property
     def multi_accelerator(self) -> bool:
-        """Whether several accelerators with one replica each were chosen (MULTI_GPU and its siblings)."""
+        """Whether a type with several accelerators and one replica on each is selected (MULTI_GPU, MULTI_XPU, …)."""
         return (self.distributed_type or "").startswith("MULTI_") and self.distributed_type != "MULTI_CPU"
 
     def is_active(self, section: str) -> bool:
-        """Whether the run uses the section of that name; if so, ranks receive all its set values."""
+        """Whether the run uses the section; if so, ranks receive all its set values."""
         match section:
             case "dynamo":
                 return self.dynamo.backend not in (None, "NO")
@@ -93,9 +93,9 @@ class LaunchConfig(RunOptions, HardwareOptions):
                 return False
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as data for a file: nothing unset, no empty sections."""
+        """The configuration as data for a file, without unset options and empty sections."""
         data = {"compute_environment": self.compute_environment, **to_data(self)}
-        # A parallelism section says by itself that it is used; the key is only needed where it does not.
+        # A parallelism section implies use_parallelism_config; the key is only written if the two differ.
         data.pop("use_parallelism_config", None)
         if self.use_parallelism_config != (ParallelismSection.file_key in data):
             data["use_parallelism_config"] = self.use_parallelism_config

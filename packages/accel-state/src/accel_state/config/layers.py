@@ -1,4 +1,4 @@
-"""Values that flags or code give, by the paths of options."""
+"""Option values from flags or code, by path."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Layer", "named_layer"]
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What one origin says.
+    """The option values of one origin.
 
     Attributes:
-        values: path of an option to its value.
-        denied: paths with a value that weaker origins may not have given: ``--no-use_fsdp``.
+        values: option values by path.
+        denied: paths and values to remove if an origin of lower precedence sets them: ``--no-use_fsdp``.
     """
 
     values: dict[str, Any]
@@ -35,13 +35,13 @@ def named_layer(
     """The layer of flags or of code.
 
     Args:
-        given: parsed flags, or names in any of the forms that people use to values; None is "not given".
-        root: the root that the names must belong to. None: a local run, and names that it lacks are left out.
-        what: how messages call a name, such as ``flag``.
+        given: parsed flags, or a mapping of names, in any accepted form, to values; None: nothing is given.
+        root: the root that the names must belong to. None: a local run; unknown names are ignored.
+        what: the word for a name in messages, such as ``flag``.
 
     Raises:
         UnknownKeyError: a name does not exist.
-        ConfigError: a value cannot be used, or two names set one option to different values.
+        ConfigError: a value is invalid, or two names set one option to different values.
     """
     names: Mapping[str, Any] = given.values if isinstance(given, ParsedFlags) else (given or {})
     denied = list(given.denied) if isinstance(given, ParsedFlags) else []
@@ -61,14 +61,14 @@ def named_layer(
             continue
         value = bound.read(data if meaning is None else meaning, f"{what} {name}")
         if bound.path in found and found[bound.path] != value:
-            raise ConfigError(f"{spelled[bound.path]} and {name} exclude each other; give one of them")
+            raise ConfigError(f"{spelled[bound.path]} and {name} exclude each other; keep one of them")
         found[bound.path] = value
         spelled[bound.path] = name
     return Layer(found, tuple(denied))
 
 
 def _find(known: Schema, name: str) -> tuple[BoundOption, str | None] | None:
-    """The option of that name; of a switch also the value that it stands for."""
+    """The option of that name; for a switch also the value that it sets."""
     plain = name if name in known.by_path or name in known.by_flag else plain_flag(f"--{name.lstrip('-')}")
     bound = known.by_path.get(plain) or known.by_flag.get(plain)
     return (bound, None) if bound is not None else known.switches.get(plain)
@@ -83,7 +83,10 @@ def _truth(name: str, data: Any) -> bool:
 
 def _not_here(name: str, given: Any, root: type[Section], what: str) -> ConfigError:
     if isinstance(given, ParsedFlags):
-        kind = "a SageMaker job" if root is LaunchConfig else "a run on this machine"
-        return ConfigError(f"{given.spelled.get(name, name)} is for {kind}, which this configuration is not")
+        kinds = ("a SageMaker job", "a local run")
+        wanted, actual = kinds if root is LaunchConfig else reversed(kinds)
+        return ConfigError(
+            f"{given.spelled.get(name, name)} is for {wanted}, but the configuration is for {actual}"
+        )
     known = schema_of(root)
     return unknown(name, [*known.by_path, *known.by_flag, *known.switches], what)

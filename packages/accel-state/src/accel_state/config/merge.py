@@ -1,4 +1,4 @@
-"""Merging defaults, a file, the environment and flags; each value remembers where it came from."""
+"""Merging of defaults, a file, the environment, flags and code, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Origin", "Resolved", "resolve", "resolve_config"]
 
 
 class Origin(IntEnum):
-    """Where a value came from; the greater wins."""
+    """Origin of a value; greater origins take precedence."""
 
     DEFAULT = 0
     FILE = 1
@@ -40,9 +40,9 @@ class Resolved:
 
     Attributes:
         config: the values.
-        origins: path of every option to where its value came from.
-        file: the file that was read, if one was.
-        notes: what a user should know: Accelerate's file was read, a key has no meaning, a value gave way.
+        origins: origin of every option by path.
+        file: the file that was read, if any.
+        notes: messages for the user: Accelerate's file was read, a key was ignored, a value was overridden.
     """
 
     config: LaunchConfig | SageMakerConfig
@@ -51,17 +51,17 @@ class Resolved:
     notes: tuple[str, ...]
 
     def origin(self, path: str) -> Origin:
-        """Where the value of the option came from.
+        """The origin of an option's value.
 
         Raises:
-            UnknownKeyError: there is no option of that path.
+            UnknownKeyError: there is no option with this path.
         """
         if path not in self.origins:
             raise unknown(path, self.origins, "option")
         return self.origins[path]
 
     def local(self) -> LaunchConfig:
-        """The configuration, where a run on machines of one's own is needed.
+        """The configuration, for a caller that needs a local (non-SageMaker) run.
 
         Raises:
             ConfigError: it is a SageMaker job.
@@ -69,7 +69,7 @@ class Resolved:
         if not isinstance(self.config, LaunchConfig):
             raise ConfigError(
                 f"{self.file or 'the configuration'} describes a SageMaker job (compute_environment: "
-                "AMAZON_SAGEMAKER), but a run on this machine was asked for; name another --config_file"
+                "AMAZON_SAGEMAKER), but this is a local run; pass another --config_file"
             )
         return self.config
 
@@ -82,20 +82,20 @@ def resolve_config(
     *,
     use_default_file: bool = True,
 ) -> Resolved:
-    """Merge defaults < file < environment < flags < code, and check that the result makes sense.
+    """Merge defaults < file < environment < flags < code, and check the result for contradictions.
 
     Args:
-        file: a configuration file. None: the default file, unless ``--cpu`` was given (as Accelerate does).
-        environ: variables; None: those of this process.
-        flags: what ``parse_flags`` returned, or names (``num_processes``, ``fsdp.cpu_offload``,
+        file: a configuration file. None: the default file, unless ``--cpu`` is given (as in Accelerate).
+        environ: environment variables; None: those of this process.
+        flags: the result of ``parse_flags``, or a mapping of names (``num_processes``, ``fsdp.cpu_offload``,
             ``fsdp_offload_params``, ``--use_fsdp``) to values.
-        code: the same as a mapping, for values that stand in a program.
+        code: a mapping as for ``flags``, with values set in code.
         use_default_file: look for a default file when ``file`` is None.
 
     Raises:
         ConfigNotFoundError: ``file`` does not exist.
         UnknownKeyError: a key or name does not exist.
-        ConfigError: a value cannot be used, or two contradict each other; the message names both.
+        ConfigError: a value is invalid, or two values contradict each other; the message names both.
     """
     if environ is None:
         from accel_state.environment import snapshot
@@ -111,16 +111,16 @@ def resolve_config(
     merged = flatten(root())
     origins = dict.fromkeys(merged, Origin.DEFAULT)
     for origin, layer in layers.items():
-        taken_back = {option: None for option, value in layer.denied if merged[option] == value}
-        merged |= taken_back | layer.values
-        origins |= dict.fromkeys((*taken_back, *layer.values), origin)
+        removed = {option: None for option, value in layer.denied if merged[option] == value}
+        merged |= removed | layer.values
+        origins |= dict.fromkeys((*removed, *layer.values), origin)
     if root is LaunchConfig:
         notes += check(merged, origins, _sources(path, flags))
     config = _with_launch_defaults(build(root, merged))
     return Resolved(config, MappingProxyType(origins), path, tuple(notes))
 
 
-resolve = resolve_config  # inside ``accel_state.config``, where the longer name would say it twice
+resolve = resolve_config  # shorter name for use as ``accel_state.config.resolve``
 
 
 def _file_layer(
@@ -135,15 +135,13 @@ def _file_layer(
             return LaunchConfig, {}, [f"{default.path} is not read because of --cpu"], None
         file = default.path
         if default.foreign:
-            notes.append(
-                f"using the configuration that Accelerate wrote, {default.path}; it is read, never changed"
-            )
+            notes.append(f"using Accelerate's configuration file, {default.path}; it is read, never changed")
     layer = read_layer(file)
     return layer.root, layer.values, [*notes, *layer.notes], Path(file).expanduser()
 
 
 def _sources(path: Path | None, flags: Any) -> Mapping[str, str]:
-    """What messages call the origin of a value, beyond the name of its option."""
+    """Names of the file and of the flags as typed, for messages."""
     found = {"file": str(path)} if path else {}
     if isinstance(flags, ParsedFlags):
         found |= {f"flag:{option}": flag for option, flag in flags.spelled.items()}
@@ -151,7 +149,7 @@ def _sources(path: Path | None, flags: Any) -> Mapping[str, str]:
 
 
 def _with_launch_defaults(config: Any) -> Any:
-    """The configuration with what a launcher fills in for the sections that the run uses."""
+    """The configuration with the launcher's defaults for the sections that the run uses."""
     changes: dict[str, Any] = config.launch_defaults()
     for name in schema_of(type(config)).sections:
         if config.is_active(name):

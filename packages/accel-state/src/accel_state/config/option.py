@@ -1,4 +1,4 @@
-"""What a field of the schema declares, and the base class of the sections that fields stand in."""
+"""The declaration of an option, and the base class of sections."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Carrier", "Option", "Section", "option"]
 
 
 class Carrier(Enum):
-    """A way by which the value of an option travels."""
+    """A place that can hold the value of an option."""
 
     FILE = "file"
     FLAG = "flag"
@@ -21,29 +21,29 @@ class Carrier(Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything that a field says about itself besides its name, type and default.
+    """The declaration of an option, in addition to the field's name, type and default.
 
     Attributes:
         help: one sentence for ``--help`` and the reference page.
-        name: name outside Python; the prefix of the section and the field's name by default. It is the flag,
-            and the key in a file unless ``key`` says otherwise.
-        key: key in a configuration file, where it differs from ``name``.
-        keys: further keys that are accepted in a file.
-        flags: further flags that are accepted, with their dashes.
-        env: environment variables. None: the section's rule; empty: the value does not travel by environment.
-        choices: the values allowed, in their canonical spelling; matched in any case.
-        synonyms: other spellings of choices, in lower case.
+        name: name outside Python; by default the section's prefix and the field's name. It is the flag, and the
+            key in a file unless ``key`` is set.
+        key: key in a configuration file, if it differs from ``name``.
+        keys: additional keys accepted in a file.
+        flags: additional flags, with their dashes.
+        env: environment variables. None: derived from the section; empty: no variable.
+        choices: the allowed values, in their canonical spelling; matched in any case.
+        synonyms: alternative spellings of choices, in lower case.
         numbered: a choice may also be given by its number, counted from 1.
-        switches: flags that stand for one value each, and the variable that carries it to the ranks, if any.
+        switches: flags that each set one value, and the variable for that value, if any.
         unset: words that mean "not set", in lower case.
-        launch_default: what ``resolve`` fills in for an active section. A plugin built in code without a
-            launcher keeps the plugin's own default, as users of Accelerate know it.
-        prompt: question of the interactive wizard; empty: it is not asked.
-        toggle: a truth value whose flag takes no word after it (``--debug``, ``--no-debug``).
-        comma_list: a list that is one text with commas in files, flags and variables.
-        in_file: the option may stand in a configuration file.
+        launch_default: default that ``resolve`` sets in an active section. A plugin created in code without a
+            launcher keeps the plugin's own default, as in Accelerate.
+        prompt: question of the interactive wizard; empty: no question.
+        toggle: a boolean whose flag takes no value (``--debug``, ``--no-debug``).
+        comma_list: a list written as one comma-separated text in files, flags and variables.
+        in_file: the option is allowed in a configuration file.
         in_flags: the option has a flag.
-        ours: Accelerate does not know the key, so it is only written when it differs from the default.
+        ours: Accelerate does not have the key, so it is only written if it differs from the default.
         secret: the value is never shown.
         low, high: limits of numbers, inclusive.
     """
@@ -82,10 +82,9 @@ class Section:
     inside a section is a field with its class as default factory.
 
     Attributes:
-        file_key: key of the mapping that holds the section in a file; None: its options stand at the top.
-        prefix: what the names of its options start with outside Python.
-        env_prefix: what their variables start with; None: only options that name a variable
-            travel by environment.
+        file_key: key of the section's mapping in a file; None: its options are at the top level.
+        prefix: prefix of its option names outside Python.
+        env_prefix: prefix of their variables; None: only options with an explicit ``env`` have a variable.
         title: heading in help and documentation.
     """
 
@@ -95,7 +94,7 @@ class Section:
     title: ClassVar[str] = ""
 
     def launch_defaults(self) -> dict[str, Any]:
-        """What a launcher fills in for fields that nobody set, when the section is active."""
+        """The launcher's defaults for unset fields of an active section."""
         found = {}
         for field in dataclasses.fields(self):
             about = field.metadata.get("option")
@@ -103,7 +102,7 @@ class Section:
                 found[field.name] = about.launch_default
         return found
 
-    # Written once here instead of generated per section: sections are made at every start of the command.
+    # Defined once here instead of generated per section: generating them would slow down every start of the command.
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and all(
             getattr(self, field.name) == getattr(other, field.name) for field in dataclasses.fields(self)

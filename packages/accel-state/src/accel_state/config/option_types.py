@@ -1,7 +1,7 @@
-"""How the types of the schema are read from text, read from YAML or JSON data, and written back.
+"""The types of options: parsing from text, reading from YAML or JSON data, and writing.
 
-A kind is chosen by the annotation of a field, so a field says its type once. Each kind raises ``ValueError``
-whose message says only what was expected; the caller knows the name of the setting and where the value stood.
+The option type follows from the annotation of a field, so a field declares its type once. Each type raises
+``ValueError`` with the expected values only; the caller adds the name of the option and the source of the value.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 class OptionType:
-    """Plain text; the base of all kinds."""
+    """Plain text; the base of all option types."""
 
     expected = "text"
 
     def parse(self, text: str) -> Any:
-        """The value that ``text`` of a flag or environment variable stands for."""
+        """The value of ``text`` from a flag or environment variable."""
         return text
 
     def read(self, data: Any) -> Any:
-        """The value that ``data``, out of YAML, JSON or Python, stands for."""
+        """The value of ``data`` from YAML, JSON or Python."""
         if isinstance(data, str):
             return self.parse(data)
         if isinstance(data, int) and not isinstance(data, bool):
@@ -33,16 +33,16 @@ class OptionType:
         raise ValueError(self.expected)
 
     def format(self, value: Any) -> str:
-        """Text that ``parse`` reads back as ``value``."""
+        """Text that ``parse`` converts back to ``value``."""
         return str(value)
 
     def dump(self, value: Any) -> Any:
-        """YAML or JSON data that ``read`` reads back as ``value``."""
+        """YAML or JSON data that ``read`` converts back to ``value``."""
         return value
 
 
 class Bool(OptionType):
-    """True or false; text in the words that ``accel_state.environment.str_to_bool`` accepts."""
+    """A boolean; accepts the words that ``accel_state.environment.str_to_bool`` accepts."""
 
     expected = "true or false"
 
@@ -68,9 +68,9 @@ class Bool(OptionType):
 
 
 class Int(OptionType):
-    """A whole number. ``1e8`` is one too: YAML reads it as text."""
+    """An integer. Accepts ``1e8``, which YAML reads as text."""
 
-    expected = "a whole number"
+    expected = "an integer"
 
     def parse(self, text: str) -> int:
         try:
@@ -139,9 +139,9 @@ class BoolOrName(OptionType):
 
 
 class CommaList(OptionType):
-    """Names with commas between them; written to files as such text, because Accelerate reads them so."""
+    """Comma-separated names; written to files as one text, because Accelerate reads them so."""
 
-    expected = "names with commas between them, or a list of names"
+    expected = "comma-separated names, or a list of names"
 
     def parse(self, text: str) -> tuple[str, ...]:
         return tuple(name for part in text.split(",") if (name := part.strip()))
@@ -159,9 +159,9 @@ class CommaList(OptionType):
 
 
 class StringList(OptionType):
-    """A list of texts; its flag is given once per item."""
+    """A list of strings; its flag is repeated for each item."""
 
-    expected = "a list of texts"
+    expected = "a list of strings"
 
     def parse(self, text: str) -> tuple[str, ...]:
         return (text,)
@@ -170,16 +170,16 @@ class StringList(OptionType):
         return (data,) if isinstance(data, str) else _texts(data, self.expected)
 
     def format(self, value: Any) -> str:
-        raise TypeError("a list of texts has no single text form")
+        raise TypeError("a list of strings has no single text form")
 
     def dump(self, value: Any) -> Any:
         return list(value)
 
 
 class ThreeBools(OptionType):
-    """Three truth values: forward, gradient of the data, gradient of the weights."""
+    """Three booleans: forward, data gradient, weight gradient."""
 
-    expected = "three truth values, such as true,false,false"
+    expected = "three booleans, such as true,false,false"
 
     def parse(self, text: str) -> tuple[bool, ...]:
         return self.read(text.strip("()[] ").split(","))
@@ -202,7 +202,7 @@ class ThreeBools(OptionType):
 
 
 class JsonObject(OptionType):
-    """A mapping with text keys; as text, a JSON object."""
+    """A mapping with string keys; as text, a JSON object."""
 
     expected = "a mapping, as text a JSON object"
 
@@ -241,19 +241,17 @@ _COMMA_LIST = CommaList()
 
 
 def option_type_of(annotation: str, *, comma_list: bool = False) -> OptionType:
-    """The kind for the annotation of a field, with or without ``| None``.
+    """The option type for the annotation of a field, with or without ``| None``.
 
     Raises:
-        TypeError: the schema has no kind for it.
+        TypeError: there is no option type for it.
     """
     if comma_list:
         return _COMMA_LIST
-    kind = OPTION_TYPES.get(annotation.removesuffix(" | None"))
-    if kind is None:
-        raise TypeError(
-            f"no kind of option reads a value of type {annotation!r}; known: {', '.join(OPTION_TYPES)}"
-        )
-    return kind
+    found = OPTION_TYPES.get(annotation.removesuffix(" | None"))
+    if found is None:
+        raise TypeError(f"no option type for the annotation {annotation!r}; known: {', '.join(OPTION_TYPES)}")
+    return found
 
 
 def _texts(data: Any, expected: str) -> tuple[str, ...]:

@@ -76,11 +76,11 @@ class SageMakerConfig(CommonOptions):
     fp8: Fp8Section = field(default_factory=Fp8Section)
 
     def is_active(self, section: str) -> bool:
-        """Whether the job uses the nested section of that name."""
+        """Whether the job uses the section."""
         if section == "dynamo":
             return self.dynamo.backend not in (None, "NO")
         return section == "fp8" and self.mixed_precision == "fp8"
 
     def to_dict(self) -> dict[str, Any]:
-        """The configuration as data for a file: nothing unset, no empty sections."""
+        """The configuration as data for a file, without unset options and empty sections."""
         return {"compute_environment": self.compute_environment, **to_data(self)}

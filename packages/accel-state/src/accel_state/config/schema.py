@@ -1,4 +1,4 @@
-"""The options of a root configuration, bound to their names in files, flags and variables."""
+"""The options of a root configuration with their names in files, flags and variables."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BoundOption:
-    """An option of a root: what the field declares, with all its names worked out.
+    """An option of a root: its declaration and all its names.
 
     Attributes:
         path: name inside the root, such as ``num_processes`` or ``fsdp.cpu_offload``.
-        section: attribute of the root that holds it; empty for the root's own fields.
+        section: attribute of the root for its section; empty for the root's own fields.
         attribute: name of the field in its section.
-        title: heading that it stands under in help.
-        about: what the field declares.
-        kind: how values are read and written.
-        default: value when nobody sets it.
-        file_key: mapping of a file that holds it; None: the top of the file.
-        keys: keys that are accepted there; the first is written.
-        flags: flags that are accepted, with their dashes; the first is written.
-        variables: environment variables that carry it to the ranks; empty: it does not travel so.
+        title: heading in help.
+        about: the declaration of the field.
+        option_type: how values are read and written.
+        default: value if it is not set.
+        file_key: key of its mapping in a file; None: the top level.
+        keys: accepted keys in that mapping; the first is written.
+        flags: accepted flags, with their dashes; the first is written.
+        variables: its environment variables; empty: it has none.
     """
 
     path: str
@@ -55,7 +55,7 @@ class BoundOption:
 
     @property
     def carriers(self) -> frozenset[Carrier]:
-        """The ways by which a value of this option travels."""
+        """The places that can hold a value of this option."""
         found = set()
         if self.keys:
             found.add(Carrier.FILE)
@@ -71,25 +71,25 @@ class BoundOption:
 
     @property
     def label(self) -> str:
-        """How messages name the option: by flag, else by variable, else by key."""
+        """The name of the option in messages: its flag, else its variable, else its path."""
         return self.flags[0] if self.flags else (self.variables[0] if self.variables else self.path)
 
     def parse(self, text: str, where: str) -> Any:
-        """The value that ``text`` stands for.
+        """The value of ``text``.
 
         Raises:
-            ConfigError: it stands for none; the message starts with ``where``.
+            ConfigError: it is invalid; the message starts with ``where``.
         """
         return self._convert(text, where, self.option_type.parse)
 
     def read(self, data: Any, where: str) -> Any:
-        """The value that ``data`` out of YAML, JSON or code stands for.
+        """The value of ``data`` from YAML, JSON or code.
 
         Raises:
-            ConfigError: it stands for none; the message starts with ``where``.
+            ConfigError: it is invalid; the message starts with ``where``.
         """
         if data is False and "no" in (choice.lower() for choice in self.about.choices):
-            data = "no"  # YAML 1.1 reads a bare ``no`` as false
+            data = "no"  # YAML 1.1 reads an unquoted ``no`` as false
         return self._convert(data, where, self.option_type.read)
 
     def _convert(self, data: Any, where: str, convert: Any) -> Any:
@@ -97,7 +97,7 @@ class BoundOption:
             return None
         try:
             value = self._check(convert(data))
-            return None if value in ((), {}) else value  # old files have empty lists where nothing was said
+            return None if value in ((), {}) else value  # old files have empty lists for unset options
         except ValueError as error:
             shown = "***" if self.about.secret else repr(data)
             raise ConfigError(f"{where} is {shown}; expected {error}") from None
@@ -127,15 +127,15 @@ class BoundOption:
 
 
 class Schema:
-    """All options of one root, with the tables that look them up by name.
+    """All options of one root, with lookup tables by name.
 
     Attributes:
         root: the root's class.
         options: every option, in order of declaration.
         by_path, by_flag, by_variable: name to option; flags as ``plain_flag`` spells them.
-        by_key: mapping of a file (None: its top) and key to option.
-        sections: attribute of the root to class of section.
-        switches: plain flag to the option that it sets and the value that it stands for.
+        by_key: key of the mapping in a file (None: top level) and key to option.
+        sections: attribute of the root to section class.
+        switches: plain flag to the option and the value that it sets.
     """
 
     def __init__(self, root: type[Section]) -> None:
@@ -154,7 +154,7 @@ class Schema:
 
     @property
     def file_keys(self) -> dict[str, str]:
-        """Keys of a file that hold a mapping, to the section that they hold."""
+        """Keys of section mappings in a file to section names."""
         return {cls.file_key: name for name, cls in self.sections.items() if cls.file_key is not None}
 
     def _bind(self, root: type[Section]) -> Iterator[BoundOption]:
@@ -169,7 +169,7 @@ class Schema:
 
 
 def schema_of(root: type[Section]) -> Schema:
-    """The schema of a root, worked out once."""
+    """The schema of a root, computed once."""
     if root not in _SCHEMAS:
         _SCHEMAS[root] = Schema(root)
     return _SCHEMAS[root]
@@ -179,12 +179,12 @@ _SCHEMAS: dict[type[Section], Schema] = {}
 
 
 def plain_flag(flag: str) -> str:
-    """One spelling for all spellings of a flag: underscores and no dashes in front; ``-m`` stays as it is."""
+    """The normalized spelling of a flag: underscores, no leading dashes; ``-m`` is unchanged."""
     return flag[2:].replace("-", "_") if flag.startswith("--") else flag
 
 
 def variables_of(bound: BoundOption) -> tuple[str, ...]:
-    """All variables that carry the option, those of its switches included."""
+    """All variables of the option, including those of its switches."""
     switches = (variable for _, variable in bound.about.switches.values() if variable)
     return (*bound.variables, *switches)
 
@@ -201,7 +201,7 @@ def value_of(config: Section, bound: BoundOption) -> Any:
 
 
 def build(root: type[Section], values: Mapping[str, Any]) -> Any:
-    """An instance of ``root`` from paths and values; what is not named keeps its default."""
+    """An instance of ``root`` from values by path; other options keep their default."""
     known = schema_of(root)
     own: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
@@ -215,7 +215,7 @@ def build(root: type[Section], values: Mapping[str, Any]) -> Any:
 
 
 def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
-    """The error for a name that does not exist, with the nearest ones that do."""
+    """The error for an unknown name, with the closest known names."""
     import difflib
 
     near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=2, cutoff=0.6)
@@ -227,7 +227,7 @@ def _bound(field: dataclasses.Field[Any], section: str, cls: type[Section]) -> B
     about: Option = field.metadata["option"]
     name = about.name or cls.prefix + field.name
     key = about.key or name
-    # Accelerate puts a section's prefix before keys that lack it, so both forms are in use.
+    # Accelerate adds a section's prefix to keys without it, so both forms are in use.
     forms = [key, *about.keys]
     if cls.prefix:
         bare = [form.removeprefix(cls.prefix) for form in forms]

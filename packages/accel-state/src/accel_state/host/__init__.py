@@ -1,1 +1,1 @@
-"""Facts about this machine: devices, memory, what is installed."""
+"""This machine: devices, memory, signals, installed packages."""

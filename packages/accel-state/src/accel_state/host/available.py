@@ -1,7 +1,7 @@
-"""What is installed and which devices are here. Loads no torch until a device is asked about.
+"""Availability of packages and devices. Loads no torch until a device is queried.
 
-A question about a package is one row: the module to import, the distributions that can provide it, and the
-versions that will do. Answers about packages are looked up once per process.
+Each package is one row: the module to import, the distributions that can provide it, and the supported versions.
+Packages are looked up once per process.
 """
 
 from __future__ import annotations
@@ -88,16 +88,19 @@ R = TypeVar("R")
 def _found(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # its parent is missing, or it is loaded and has no spec
+    except (
+        ModuleNotFoundError,
+        ValueError,
+    ):  # the parent package is missing, or the loaded module has no spec
         return False
 
 
 def _package(
     module: str, *distributions: str, at_least: str | None = None, below: str | None = None
 ) -> Callable[[], bool]:
-    """A function that tells whether ``module`` can be imported, in a version that will do.
+    """A function that returns whether ``module`` can be imported in a supported version.
 
-    A folder that happens to have the name is no package: one of ``distributions`` must be installed too.
+    A folder of the same name does not count: one of ``distributions`` must be installed.
     """
     sources = distributions or (module,)
 
@@ -165,7 +168,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
 
 
 def is_rich_available() -> bool:
-    """Whether rich is installed and ACCELERATE_ENABLE_RICH asks for it."""
+    """Whether rich is installed and enabled by ACCELERATE_ENABLE_RICH."""
     return _rich_installed() and environment.parse_flag_from_env("ACCELERATE_ENABLE_RICH", False)
 
 
@@ -195,14 +198,14 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron-LM with its training part is installed and ACCELERATE_USE_MEGATRON_LM asks for it."""
+    """Whether Megatron-LM with its training package is installed and enabled by ACCELERATE_USE_MEGATRON_LM."""
     if not environment.parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False):
         return False
     return _megatron_core_installed() and _found("megatron.training")
 
 
 def is_fp8_available() -> bool:
-    """Whether a library that trains in 8-bit floating point is installed; says nothing of the hardware."""
+    """Whether a library for fp8 training is installed; the hardware is not checked."""
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
 
 
@@ -212,7 +215,7 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Whether ``torch.load`` can refuse to run code, since 2.4."""
+    """Whether ``torch.load`` supports ``weights_only``, since 2.4."""
     return is_torch_version(">=", "2.4.0")
 
 
@@ -231,14 +234,14 @@ def is_xccl_available() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed and USE_TORCH_XLA does not forbid it.
+    """Whether torch_xla is installed and not disabled by USE_TORCH_XLA.
 
     Args:
-        check_is_tpu: it must run on TPUs.
-        check_is_gpu: it must run on GPUs.
+        check_is_tpu: also require a TPU.
+        check_is_gpu: also require a GPU.
 
     Raises:
-        ConfigError: both are asked for.
+        ConfigError: both are set.
     """
     if check_is_tpu and check_is_gpu:
         raise ConfigError("check_is_tpu=True and check_is_gpu=True exclude each other; pass one of them")
@@ -251,7 +254,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def _device(kind: str) -> bool:
-    """Whether PyTorch has a module for a kind of device that finds one; vendors' plugins load with torch."""
+    """Whether PyTorch's module for a device type finds a device; vendor plugins are loaded by torch."""
     import torch
 
     module: Any = getattr(torch, kind, None)
@@ -259,7 +262,7 @@ def _device(kind: str) -> bool:
 
 
 def is_cuda_available() -> bool:
-    """Whether there is a CUDA or ROCm device; asked of the driver, so that a later fork can still use it."""
+    """Whether there is a CUDA or ROCm device; checked through NVML, so that a later fork can still use it."""
     with environment.patch_environment(PYTORCH_NVML_BASED_CUDA_CHECK="1"):
         return _device("cuda")
 
@@ -280,34 +283,32 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether there is an Intel GPU; ``check_device`` changes nothing, because it is always looked for."""
+    """Whether there is an Intel GPU; ``check_device`` has no effect: the device is always checked."""
     return _device("xpu")
 
 
 def is_npu_available(check_device: bool = False) -> bool:
-    """Whether there is an Ascend NPU; ``check_device`` changes nothing, because it is always looked for."""
+    """Whether there is an Ascend NPU; ``check_device`` has no effect: the device is always checked."""
     return _device("npu")
 
 
 def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether there is a Cambricon MLU; ``check_device`` changes nothing, because it is always looked for."""
+    """Whether there is a Cambricon MLU; ``check_device`` has no effect: the device is always checked."""
     return _device("mlu")
 
 
 def is_musa_available(check_device: bool = False) -> bool:
-    """Whether there is a Moore Threads GPU; ``check_device`` changes nothing, because it is always looked
-    for.
-    """
+    """Whether there is a Moore Threads GPU; ``check_device`` has no effect: the device is always checked."""
     return _device("musa")
 
 
 def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether there is a Teco SDAA; ``check_device`` changes nothing, because it is always looked for."""
+    """Whether there is a Teco SDAA; ``check_device`` has no effect: the device is always checked."""
     return _device("sdaa")
 
 
 def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether there is a Trainium chip; ``check_device`` changes nothing, because it is always looked for."""
+    """Whether there is a Trainium chip; ``check_device`` has no effect: the device is always checked."""
     return _device("neuron")
 
 
@@ -329,10 +330,10 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this device computes in bfloat16.
+    """Whether this device supports bfloat16.
 
     Args:
-        ignore_tpu: answer no on a TPU.
+        ignore_tpu: return False on a TPU.
     """
     import torch
 
@@ -348,7 +349,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Whether this device computes in half precision."""
+    """Whether this device supports float16."""
     return not is_habana_gaudi1()
 
 

@@ -1,6 +1,6 @@
-"""Which device a process computes on, for every backend that PyTorch knows.
+"""Device selection for all backends that PyTorch supports.
 
-Everything goes through ``torch.accelerator``; what differs between vendors is one row of ``BACKENDS``.
+Everything uses ``torch.accelerator``; each vendor's differences are one row of ``BACKENDS``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceBackend:
-    """What truly differs between kinds of device.
+    """The properties that differ between device types.
 
     Attributes:
         type: the name in ``torch.device``.
-        distributed_type: what several processes on such devices are called.
-        collectives: PyTorch's communication library for such devices; None if there is none.
-        has_index: whether there can be several, told apart by an index.
+        distributed_type: distributed type of several processes on such devices.
+        collectives: PyTorch's communication backend for such devices; None if there is none.
+        has_index: whether a machine can have several, distinguished by an index.
     """
 
     type: str
@@ -65,48 +65,46 @@ BACKENDS: dict[str, DeviceBackend] = {
 
 
 def device_backend(device: torch.device) -> DeviceBackend:
-    """The row of ``device``'s kind.
+    """The row of ``BACKENDS`` for ``device``.
 
     Raises:
-        DeviceError: the kind is not known.
+        DeviceError: the device type is unknown.
     """
     row = BACKENDS.get(device.type)
     if row is None:
-        raise DeviceError(f"devices of type {device.type!r} are not known; known are {', '.join(BACKENDS)}")
+        raise DeviceError(f"device type {device.type!r} is unknown; known types are {', '.join(BACKENDS)}")
     return row
 
 
 def default_device() -> torch.device:
-    """The kind of accelerator that this machine has, without an index, or the CPU."""
+    """The accelerator type of this machine, without an index, or the CPU."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type)
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of accelerator here and the distributed type of several of them; CUDA's on a machine without
-    one.
-    """
+    """Accelerator type of this machine and the matching distributed type; CUDA's on a machine without accelerators."""
     kind = default_device()
     row = BACKENDS["cuda"] if kind.type == "cpu" else device_backend(kind)
     return row.type, row.distributed_type.value
 
 
 def device_count(device_type: str) -> int:
-    """How many devices of a kind this process sees; 1 for ``"cpu"``, 0 for a kind that is not there."""
+    """Number of visible devices of a type; 1 for ``"cpu"``, 0 for a type that this machine does not have."""
     if device_type == "cpu":
         return 1
     return torch.accelerator.device_count() if default_device().type == device_type else 0
 
 
 def accelerator_module(device_type: str) -> ModuleType:
-    """PyTorch's module for a kind of device, such as ``torch.cuda``.
+    """PyTorch's module for a device type, such as ``torch.cuda``.
 
     Raises:
-        DeviceError: PyTorch has none of that name, or no such device is there.
+        DeviceError: this machine has no such device.
     """
     if device_count(device_type) == 0:
         raise DeviceError(
-            f"there is no {device_type} device here; this machine's accelerator is {default_device().type!r}"
+            f"this machine has no {device_type} device; its accelerator is {default_device().type!r}"
         )
     module: ModuleType = torch.get_device_module(device_type)
     return module
@@ -116,15 +114,15 @@ def choose_device(topology: Topology, *, cpu: bool, override: str | None = None)
     """The device for the process at ``topology``.
 
     Args:
-        topology: place of the process; its local rank is the index of its device.
-        cpu: compute on the CPU whatever else is there.
-        override: a device to use as it is, the value of ACCELERATE_TORCH_DEVICE.
+        topology: topology of the process; its local rank is the index of its device.
+        cpu: use the CPU even if there is an accelerator.
+        override: the device to use regardless, from ACCELERATE_TORCH_DEVICE.
 
     Returns:
         ``cpu`` or ``mps`` without an index, other devices with one.
 
     Raises:
-        DeviceError: there are more processes on this node than devices; the message names both numbers.
+        DeviceError: this node has fewer devices than processes; the message has both numbers.
         ConfigError: ``override`` is not a device.
     """
     if override:
@@ -140,10 +138,8 @@ def choose_device(topology: Topology, *, cpu: bool, override: str | None = None)
     if device_backend(kind).collectives is None:
         if topology.world_size > 1:
             raise DeviceError(
-                f"{topology.world_size} processes were started, but {kind.type} devices cannot communicate "
-                "with "
-                "each other; start one process, or run on the CPU (--cpu, cpu=True or "
-                "ACCELERATE_USE_CPU=true)"
+                f"{topology.world_size} processes were started, but {kind.type} devices cannot communicate with "
+                "each other; start one process, or run on the CPU (--cpu, cpu=True or ACCELERATE_USE_CPU=true)"
             )
         return kind
     return torch.device(kind.type, _device_index(topology, kind.type))
@@ -154,17 +150,16 @@ def _device_index(topology: Topology, kind: str) -> int:
     if topology.local_world_size <= count:
         return topology.local_rank
     if count == 1 and topology.launcher in ("slurm", "mpi"):
-        return 0  # these show each process only the device that is bound to it
+        return 0  # these schedulers show each process only its own device
     raise DeviceError(
         f"{topology.local_world_size} processes were started on this node, but it has {count} {kind} "
-        f"device{'' if count == 1 else 's'}; start at most {count} (--num_processes {count}), or run on the "
-        "CPU "
+        f"device{'' if count == 1 else 's'}; start at most {count} (--num_processes {count}), or run on the CPU "
         "(--cpu, cpu=True or ACCELERATE_USE_CPU=true)"
     )
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make ``device`` the one that ``"cuda"`` and its like mean; nothing without an index."""
+    """Make ``device`` the current device of its type; does nothing for a device without an index."""
     if device.index is not None and device.type not in ("cpu", "meta"):
         torch.accelerator.set_device_index(device.index)
 
@@ -172,16 +167,16 @@ def set_current_device(device: torch.device) -> None:
 def choose_collectives(device: torch.device, requested: str | None = None) -> str:
     """The backend string for ``torch.distributed``.
 
-    By default tensors on the CPU can be communicated too, also where the device is another: ``"gloo"`` on the
-    CPU, ``"cpu:gloo,cuda:nccl"`` on CUDA.
+    The default also supports CPU tensors on every device type: ``"gloo"`` on the CPU, ``"cpu:gloo,cuda:nccl"`` on
+    CUDA.
 
     Args:
-        device: where the process computes.
+        device: the device of the process.
         requested: a backend to use instead, such as ``"gloo"`` or ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
         ConfigError: the requested backend does not exist, is not part of this build of PyTorch, or does not
-            serve ``device``; the message names what to use.
+            support ``device``; the message names one that does.
     """
     row = device_backend(device)
     on_cpu = device.type == "cpu" or row.collectives is None
@@ -195,20 +190,19 @@ def choose_collectives(device: torch.device, requested: str | None = None) -> st
     for name in mapping.values():
         if name not in dist.Backend.backend_list or not dist.is_backend_available(name):
             raise ConfigError(
-                f"the backend {requested!r} that was asked for is not available: PyTorch has no {name!r} "
-                "here; "
-                f"use {default!r}, or leave out backend="
+                f"the requested backend {requested!r} is not available: this PyTorch has no {name!r}; use "
+                f"{default!r}, or leave out backend="
             )
     served = mapping.get(device.type)
     if served is None or device.type not in dist.Backend.backend_capability.get(served, [device.type]):
         raise ConfigError(
-            f"the backend {requested!r} that was asked for is not available on {device.type} devices; "
+            f"the requested backend {requested!r} is not available on {device.type} devices; "
             f"use {default!r}, or leave out backend="
         )
     return requested
 
 
 def empty_cache() -> None:
-    """Give the accelerator's cached memory back to it; nothing on a machine without one."""
+    """Release the accelerator memory that PyTorch caches; does nothing without an accelerator."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

@@ -1,4 +1,4 @@
-"""Memory: giving it back, and finding a batch size that fits."""
+"""Releasing memory, and finding a batch size that fits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Backoff = Callable[[], int] | Callable[[int], int]
 
-# What PyTorch's allocators and cuDNN say when memory runs out.
+# Out-of-memory messages of PyTorch's allocators and cuDNN.
 _OUT_OF_MEMORY = (
     " out of memory.",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
@@ -29,18 +29,18 @@ _SHRINK = 0.9
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Hand the accelerator its cached memory back; first collect Python's garbage if asked."""
+    """Release cached accelerator memory; optionally run the garbage collector first."""
     if garbage_collection:
         gc.collect()
     empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give memory back; what is returned must be bound to the variables again.
+    """Release the memory of objects; the caller must rebind its variables to the result.
 
     Returns:
-        As many None as there are objects: ``a, b = release_memory(a, b)``. The memory is free once no other
-        reference to them is left.
+        One None per object: ``a, b = release_memory(a, b)``. The memory is free once no other reference to the
+        objects remains.
     """
     count = len(objects)
     del objects
@@ -49,7 +49,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Whether ``exception`` says that memory ran out."""
+    """Whether ``exception`` is an out-of-memory error."""
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     return any(phrase in str(exception.args[0]) for phrase in _OUT_OF_MEMORY)
@@ -72,21 +72,21 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Backoff | None = None,
 ) -> Any:
-    """Decorate ``function(batch_size, …)`` to run again with a smaller batch size when memory runs out.
+    """Decorate ``function(batch_size, …)`` to retry with a smaller batch size when it runs out of memory.
 
-    The size that worked is kept for later calls. Each process decides for itself: in a distributed run the
-    others do not hear of it.
+    Later calls start with the size that worked. Each process decides independently: in a distributed run the other
+    processes are not informed.
 
     Args:
-        function: takes the batch size first; callers leave it out. None: return a decorator.
+        function: takes the batch size as its first argument; callers omit it. None: return a decorator.
         starting_batch_size: the first size to try.
-        reduce_batch_size_fn: what to try next: a function of the size that failed, or of nothing. By default
-            nine tenths, rounded down.
+        reduce_batch_size_fn: returns the next size to try; takes the size that failed, or no argument. By
+            default nine tenths, rounded down.
 
     Raises:
         NoExecutableBatchSizeError: (on call) no size above zero worked.
         TypeError: (on call) a batch size was passed.
-        ConfigError: (on call) ``reduce_batch_size_fn`` did not return a smaller whole number.
+        ConfigError: (on call) ``reduce_batch_size_fn`` did not return a smaller integer.
     """
     if function is None:
         return functools.partial(
@@ -106,8 +106,7 @@ def find_executable_batch_size(
             names = list(parameters)
             rest = ", ".join([*(f"{n}={a!r}" for n, a in zip(names[1:], args[1:], strict=False))])
             raise TypeError(
-                f"{run.__name__}() is given its batch size by find_executable_batch_size; leave it out of "
-                "the call: "
+                f"{run.__name__}() is given its batch size by find_executable_batch_size; leave it out of the call: "
                 f"{run.__name__}({rest})"
             )
         clear_device_cache(garbage_collection=True)

@@ -1,4 +1,4 @@
-"""What ``nvidia-smi`` knows. Loads no torch and touches no device."""
+"""Queries to ``nvidia-smi``. Loads no torch and initialises no device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from accel_state.errors import DeviceError
 
 __all__ = ["check_cuda_p2p_ib_support", "get_driver_version", "get_gpu_info"]
 
-# The first driver with which consumer cards of the RTX 40 series refuse peer-to-peer traffic instead of
-# losing it.
+# The first driver with which consumer GPUs of the RTX 40 series refuse peer-to-peer transfers instead of losing data.
 _FIXED_DRIVER = "550.40.07"
 
 
@@ -34,16 +33,15 @@ def get_driver_version() -> str:
     """
     versions = _query("driver_version")
     if not versions:
-        raise DeviceError("nvidia-smi lists no GPU, so the version of the driver is not known")
+        raise DeviceError("nvidia-smi lists no GPU, so the driver version is unknown")
     return versions[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether GPUs of this machine can talk to each other directly.
+    """Whether peer-to-peer transfers between the GPUs of this machine work.
 
-    They cannot where there are several of the RTX 40 series and the driver is older than 550.40.07; runs on
-    them need NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1. A machine without ``nvidia-smi`` has nothing to
-    forbid.
+    They fail between several RTX 40 series GPUs with a driver older than 550.40.07; such machines need
+    NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1. True on a machine without ``nvidia-smi``.
     """
     if shutil.which("nvidia-smi") is None:
         return True

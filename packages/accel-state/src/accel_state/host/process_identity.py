@@ -1,4 +1,4 @@
-"""Whether a process that another one named is still the same, and still running."""
+"""Identity of a process across process-id reuse: whether a recorded process still runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["has_ended", "machine_id", "process_identity", "start_time_of"]
 
 
 def process_identity() -> dict[str, Any]:
-    """What tells this process from all others; plain data, for ``has_ended`` in another process."""
+    """Machine, process id and start time of this process: plain data for ``has_ended`` in another process."""
     return {"machine": machine_id(), "pid": os.getpid(), "born": start_time_of(os.getpid())}
 
 
 def has_ended(process: Mapping[str, Any]) -> bool:
-    """Whether a process has certainly ended; False for one of another machine.
+    """Whether a process has certainly ended; False for a process on another machine.
 
     Args:
         process: its ``process_identity()``.
@@ -26,7 +26,7 @@ def has_ended(process: Mapping[str, Any]) -> bool:
 
 
 def machine_id() -> str | None:
-    """What two processes that can see each other's ids have in common; None where that is not known."""
+    """Boot id and PID namespace: equal for processes that see the same process ids; None if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -35,7 +35,7 @@ def machine_id() -> str | None:
 
 
 def start_time_of(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None when it has ended, reaped or not."""
+    """Start time of a process in kernel clock ticks; None if it has ended, reaped or not."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

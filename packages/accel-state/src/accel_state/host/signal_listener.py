@@ -1,11 +1,11 @@
-"""Signals of a process, told to a thread of their own.
+"""Deliver signals to a dedicated thread.
 
-A Python handler only runs in the main thread, between two steps of Python code. A main thread that waits inside
-a collective runs none, for as long as the others let it wait. But the system's part of the handler writes the
-signal's number to the wake-up descriptor at once (``signal.set_wakeup_fd``); a thread reads it there.
+Python runs signal handlers in the main thread only, between bytecode instructions. While the main thread waits inside
+a collective, no handler runs. But CPython's C-level handler writes the signal number to the wake-up file descriptor
+immediately (``signal.set_wakeup_fd``), where a thread reads it.
 
-Handlers and the wake-up descriptor belong to the process, so this module keeps one state for the whole process,
-while anybody listens. What was installed before still gets every signal, and is put back by the last who leaves.
+Handlers and the wake-up descriptor are per process, so this module keeps one process-wide state while there are
+listeners. Previously installed handlers still get every signal, and are restored when the last listener is closed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["Listener", "listen"]
 
 _END = 0
 _FROM_HANDLER = 0x80
-"""Marks numbers that our own handler has sent: an earlier owner of the wake-up descriptor knows them already."""
+"""Marks numbers sent by our own handler, which an earlier owner of the wake-up descriptor has already received."""
 _DEFAULTS = (signal.SIG_DFL, signal.default_int_handler)
 
 
 class Listener:
-    """One who listens; made by ``listen``."""
+    """A registered callback for signals; created by ``listen``."""
 
     def __init__(self, hub: _SignalHub, numbers: frozenset[int], notify: Callable[[int], None]) -> None:
         self.numbers = numbers
@@ -38,46 +38,46 @@ class Listener:
         self._hub = hub
 
     def close(self) -> None:
-        """Stop listening. The last one to do so in the main thread restores what was installed before.
+        """Stop listening. The last listener closed in the main thread restores the previous handlers.
 
-        Where that is not possible (another thread), signals have their former effect all the same.
+        If that is not possible (in another thread), signals still have their previous effect.
         """
         self._hub.remove(self)
 
     def redeliver(self, number: int) -> None:
-        """Stop listening, and let a signal that was told have the effect that it would have had otherwise.
+        """Stop listening, and give a received signal its previous effect.
 
-        A handler that was installed before has been called already; a default action happens now.
+        A previously installed handler has already been called; a default action is performed now.
         """
         self._hub.remove(self)
         self._hub.repeat(number)
 
 
 def listen(numbers: Iterable[int], notify: Callable[[int], None]) -> Listener:
-    """Call ``notify(number)``, in a thread made for that, whenever one of some signals comes.
+    """Call ``notify(number)`` in a dedicated thread whenever one of ``numbers`` is received.
 
-    It may be called twice for one signal. A child that is forked does not listen.
+    It may be called twice for one signal. Forked children do not listen.
 
     Args:
-        numbers: the signals.
-        notify: must return soon and not raise.
+        numbers: the signal numbers.
+        notify: the callback; must return quickly and not raise.
 
     Raises:
-        StateError: this is not the main thread, or a signal has a handler that Python could not put back.
+        StateError: this is not the main thread, or a signal has a handler that Python cannot restore.
     """
     global _hub
     wanted = frozenset(numbers)
     if threading.current_thread() is not threading.main_thread():
         names = ", ".join(sorted(signal.Signals(number).name for number in wanted))
         raise StateError(
-            f"Python lets only the main thread set handlers of signals, and {names} should be handled from the "
-            f"thread {threading.current_thread().name!r}; create the object that listens in the main thread"
+            f"Python allows only the main thread to set signal handlers, but {names} would be handled from "
+            f"thread {threading.current_thread().name!r}; create the listening object in the main thread"
         )
     for number in wanted:
         if signal.getsignal(number) is None:
             raise StateError(
-                f"{signal.Signals(number).name} has a handler that was not set by Python, and could not be put back; "
-                "leave the signal out, or remove that handler first"
+                f"{signal.Signals(number).name} has a handler that was not set by Python and cannot be restored; "
+                "omit this signal, or remove the handler first"
             )
     if _hub is None:
         _hub = _SignalHub()
@@ -98,7 +98,7 @@ class _SignalHub:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The signals that have our handler."""
+        """The signals whose handler is ours."""
         return frozenset(self._before)
 
     def add(self, listener: Listener) -> Listener:
@@ -130,22 +130,20 @@ class _SignalHub:
         self._writer.close()
 
     def _restore(self) -> None:
-        """Put back what was there before, unless somebody else has replaced ours since."""
+        """Restore the previous handlers and descriptor, unless other code has replaced ours since."""
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, before)
         current = signal.set_wakeup_fd(-1)
         wanted = self._descriptor_before if current == self._writer.fileno() else current
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # its owner has closed it since, so nobody is to be woken
+        with contextlib.suppress(OSError, ValueError):  # its owner has closed it since
             signal.set_wakeup_fd(wanted)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The Python handler: in the main thread, when that comes to run Python code again."""
+        """The Python handler: runs in the main thread, once that executes Python code again."""
         before = self._before[number]
         if any(number in listener.numbers for listener in self._listeners):
-            # For the case that somebody took the wake-up descriptor after us. No lock may be taken in a handler.
+            # In case other code has replaced the wake-up descriptor. A handler must not take locks.
             with contextlib.suppress(BlockingIOError):
                 self._writer.send(bytes([number | _FROM_HANDLER]))
         elif before is signal.SIG_DFL:
@@ -167,7 +165,7 @@ class _SignalHub:
 
     def _notify(self, number: int) -> None:
         if self._descriptor_before != -1 and number < _FROM_HANDLER:
-            with contextlib.suppress(OSError):  # whoever read there has gone, or its buffer is full
+            with contextlib.suppress(OSError):  # the reader has closed it, or its buffer is full
                 os.write(self._descriptor_before, bytes([number]))
         number &= ~_FROM_HANDLER
         for listener in list(self._listeners):
@@ -175,7 +173,7 @@ class _SignalHub:
                 listener.notify(number)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: a signal to the child must not be taken for one to the parent."""
+        """In a forked child: a signal to the child must not be reported to the parent."""
         self._restore()
         self._listeners.clear()
         self._reader.close()
@@ -187,7 +185,7 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    # A child that gets a signal before it has let go of the descriptor would tell its parent.
+    # A child that receives a signal before it has released the descriptor would notify its parent.
     numbers = _hub.numbers if _hub is not None else ()
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 

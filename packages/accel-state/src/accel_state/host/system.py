@@ -1,4 +1,4 @@
-"""Facts about this machine. Loads no torch unless a device is asked about."""
+"""Properties of this machine. Loads no torch, except in functions about devices."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def get_free_port() -> int:
-    """A TCP port that nobody listened on a moment ago, chosen by the operating system."""
+    """A currently free TCP port, chosen by the operating system."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def check_os_kernel() -> None:
-    """Warn, on the main process, about a Linux kernel older than 5.5.0; other systems are not looked at."""
+    """Warn, on the main process, about a Linux kernel older than 5.5.0; other systems are not checked."""
     release = platform.uname().release
     if platform.uname().system != "Linux":
         return
@@ -49,20 +49,19 @@ def check_os_kernel() -> None:
     kernel = (int(match[1]), int(match[2]), int(match[3] or 0))
     if kernel < _MIN_KERNEL and detect(environment.snapshot()).rank == 0:
         warnings.warn(
-            f"the Linux kernel here is {release}; before 5.5.0 processes of a training run can hang. Update "
-            "it, or "
+            f"the Linux kernel here is {release}; before 5.5.0 processes of a training run can hang. Update it, or "
             "look there first if this run stops without an error",
             stacklevel=2,
         )
 
 
 def get_cpu_distributed_information() -> Topology:
-    """The place of this process as its launcher's variables tell it, without joining the world."""
+    """The topology of this process from its launcher's variables, without creating a process group."""
     return detect(environment.snapshot())
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of ``library_names`` that this process has already imported."""
+    """The names in ``library_names`` of libraries that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
@@ -74,13 +73,13 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Let this process run only on the processors next to its GPU, as Linux reports them for the PCI bus.
+    """Bind this process to the CPU cores near its GPU, which Linux lists for its PCI device.
 
-    Nothing happens without a CUDA device, or where the system does not say which processors are near.
+    Does nothing without a CUDA device, or if the system does not list the cores.
 
     Args:
-        local_process_index: number of this process on its node, which is the index of its GPU.
-        verbose: print what was done; by default in debug mode (ACCELERATE_DEBUG_MODE).
+        local_process_index: rank of this process on its node, which is the index of its GPU.
+        verbose: print the cores; by default in debug mode (ACCELERATE_DEBUG_MODE).
 
     Raises:
         ConfigError: there is no GPU of that index.
@@ -91,9 +90,8 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     if local_process_index >= torch.cuda.device_count():
         raise ConfigError(
-            f"there is no GPU {local_process_index}, only {torch.cuda.device_count()}; the processors next "
-            "to it are "
-            "not known"
+            f"there is no GPU {local_process_index}, only {torch.cuda.device_count()}; the processors next to it "
+            "are not known"
         )
     properties: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
@@ -113,12 +111,12 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @lru_cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """As ``override_numa_affinity``, but only the first time in a process."""
+    """As ``override_numa_affinity``, but only once per process."""
     override_numa_affinity(local_process_index, verbose)
 
 
 def _cpu_list(text: str) -> set[int]:
-    """The processors in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
+    """The cores in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
     processors: set[int] = set()
     for part in text.strip().split(","):
         if part:

@@ -1,4 +1,4 @@
-"""Comparing versions of installed packages."""
+"""Versions of installed packages, and their comparison."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     compare = STR_OPERATION_TO_FUNC.get(operation)
     if compare is None:
         raise ConfigError(
-            f"{operation!r} does not compare versions; use one of {list(STR_OPERATION_TO_FUNC)}"
+            f"{operation!r} is not a version comparison; use one of {list(STR_OPERATION_TO_FUNC)}"
         )
     if isinstance(library_or_version, str):
         library_or_version = parse(importlib.metadata.version(library_or_version))

@@ -1,7 +1,6 @@
-"""Starting processes: from a resolved configuration to running ranks.
+"""Launching: from a resolved configuration to running ranks.
 
-``spec`` is pure and says which commands run in which environment; ``supervisor`` runs them on one node;
-``elastic`` and ``mpi`` build the commands of the engines that start ranks on several nodes; ``inline`` starts
-ranks from a running Python process (notebooks, debugging). Nothing here imports torch, except ``inline`` when
-its functions are called.
+``plan`` computes, without side effects, the commands and their environments; ``supervisor`` runs them on one node;
+``elastic`` and ``mpi`` build the commands of the launchers that start ranks on several nodes; ``notebook`` forks ranks
+from a running Python process (notebooks, debugging). Nothing here imports torch, except the functions of ``notebook``.
 """

@@ -1,8 +1,7 @@
-"""Several machines: ranks are started by torch's elastic agent, one agent per machine.
+"""Several machines: torch's elastic agent starts the ranks, one agent per machine.
 
-The launcher itself only builds the agent's command; torch is imported in the agent's process. Run as a
-module, this file
-is that agent: torch's, but it exits with the code of the rank that failed first instead of 1.
+The launcher itself only builds the agent's command; torch is imported in the agent's process. Run as a module, this
+file is the agent: torch's, except that it exits with the code of the rank that failed first instead of 1.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = ["elastic_argv", "main"]
 
 _MODULE = "accel_state.launching.elastic"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""What the agent passes on to ranks: what torch's passes on by default, and the one that Slurm's users choose."""
+"""Signals that the agent forwards to ranks: torch's default, and SIGUSR1, which is common under Slurm."""
 
 
 def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: str) -> tuple[str, ...]:
@@ -34,7 +33,7 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
         python: the interpreter.
 
     Raises:
-        ConfigError: the address or the port on which the machines meet is missing.
+        ConfigError: the rendezvous address or port is missing.
     """
     missing = [
         flag
@@ -46,9 +45,8 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
     ]
     if missing:
         raise ConfigError(
-            f"{config.num_machines} machines need an address on which they meet: "
-            f"pass {' and '.join(missing)}, the same on every machine. They are those of the machine "
-            "with --machine_rank 0, where the port must be free"
+            f"{config.num_machines} machines need a rendezvous address: pass {' and '.join(missing)}, the same on "
+            "every machine. They belong to the machine with --machine_rank 0, where the port must be free"
         )
     words = [
         f"--nnodes={config.num_machines}",
@@ -63,7 +61,7 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
         words += [f"--master-addr={config.main_process_ip}", f"--master-port={config.main_process_port}"]
     if config.rdzv_backend == "static":
         words.append(f"--node-rank={config.machine_rank}")
-    else:  # the rendezvous gives the machines their numbers
+    else:  # the rendezvous assigns the machine ranks
         words += [
             f"--rdzv-backend={config.rdzv_backend}",
             f"--rdzv-endpoint={endpoint}",
@@ -82,10 +80,10 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Be the agent: start this machine's ranks, and wait for the end of the run.
+    """Run the agent: start this machine's ranks, and wait for the end of the run.
 
     Returns:
-        the exit code: that of the rank that failed first, or 128 + n if signal n ended it or the agent.
+        the exit code of the rank that failed first, or 128 + n if signal n ended it or the agent.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException

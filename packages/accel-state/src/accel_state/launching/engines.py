@@ -93,7 +93,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     """The configuration, if this version can run what it asks for.
 
     Raises:
-        NotAvailableError: it asks for an engine that does not exist yet; the message names the option.
+        NotAvailableError: it needs an engine that is not available; the message names the option.
     """
     config = resolved.config
     if isinstance(config, SageMakerConfig):
@@ -110,7 +110,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
 
 
 def unused_sections(resolved: Resolved) -> tuple[str, ...]:
-    """Names of sections that a file fills in although the run does not use them."""
+    """Names of sections that a file sets although the run does not use them."""
     config = resolved.local()
     found = (section for path, section in _changed(resolved, config) if resolved.origin(path) == Origin.FILE)
     return tuple(dict.fromkeys(found))
@@ -128,17 +128,17 @@ def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
     bound = schema_of(type(config)).by_path[path]
     value = value_of(config, bound)
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    said = bound.label if value is True else f"{bound.label} {shown}"
+    shown_as = bound.label if value is True else f"{bound.label} {shown}"
     for switch, (meaning, _) in bound.about.switches.items():
-        said = f"{switch} ({path} {shown})" if meaning == value else said
+        shown_as = f"{switch} ({path} {shown})" if meaning == value else shown_as
     match resolved.origin(path):
         case Origin.FILE:
-            said = f"{bound.file_path}: {shown} in {resolved.file}"
+            shown_as = f"{bound.file_path}: {shown} in {resolved.file}"
         case Origin.ENVIRONMENT:
-            said = f"{path} {shown}, from the environment,"
+            shown_as = f"{path} {shown}, from the environment,"
         case _:
             pass
     return NotAvailableError(
-        f"{said} asks for {engine}, which this version cannot run yet; "
-        "leave it out to run one copy of the model on each process"
+        f"{shown_as} needs {engine}, which is not available in this version; remove it to train with one replica of "
+        "the model per process"
     )

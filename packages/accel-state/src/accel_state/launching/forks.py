@@ -1,4 +1,4 @@
-"""Ranks that are forks of this process: how they start, what they are cut off from, and how they end."""
+"""Ranks forked from this process: how they start, what they do not inherit, and how they exit."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ class ForkedProcess:
     def kill(self) -> None:
         """See ``RankProcess``."""
         if self.poll() is None and not end_group(self.pid, signal.SIGKILL):
-            os.kill(self.pid, signal.SIGKILL)  # it has not come to lead its group yet
+            os.kill(self.pid, signal.SIGKILL)  # it has not created its process group yet
 
 
 @dataclass
 class ForkedRanks:
-    """The ranks of one call. As a context it holds the lifeline: ranks end when this process does.
+    """The ranks of one launch. The context holds a pipe by which ranks detect that this process has ended.
 
     Attributes:
-        function, args: what each rank calls.
+        function, args: the call that each rank makes.
         local_size: ranks on this node.
-        world_size: ranks in all.
-        first_rank: number of this node's first rank.
-        node_rank: number of this node.
-        master_addr: where rank 0 is.
-        variables: environment of the ranks, beside what describes the world.
-        prefix: put before each line of output.
-        max_restarts: how often the ranks are started again.
+        world_size: total number of ranks.
+        first_rank: global rank of this node's first rank.
+        node_rank: index of this node.
+        master_addr: address of rank 0.
+        variables: environment variables of the ranks, in addition to those that describe the world.
+        prefix: prefix of each output line.
+        max_restarts: how often the ranks are restarted.
     """
 
     function: Callable[..., Any]
@@ -78,25 +78,25 @@ class ForkedRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
     max_restarts: int = 0
-    _lifeline: tuple[int, int] = field(default=(-1, -1), init=False)
+    _parent_pipe: tuple[int, int] = field(default=(-1, -1), init=False)
 
     def __enter__(self) -> ForkedRanks:
-        self._lifeline = os.pipe()
+        self._parent_pipe = os.pipe()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for end in self._lifeline:
+        for end in self._parent_pipe:
             os.close(end)
 
     def start(self, attempt: int, port: int, console: Console) -> list[SupervisedProcess]:
         """Fork all ranks of this node.
 
         Args:
-            attempt: how often they were restarted.
-            port: where rank 0 listens.
-            console: where output goes.
+            attempt: number of restarts so far.
+            port: port of rank 0.
+            console: destination of the output.
         """
         members = []
         for local_rank in range(self.local_size):
@@ -108,7 +108,7 @@ class ForkedRanks:
         return members
 
     def call(self) -> None:
-        """Call the function in a process that torch's elastic agent has forked and told its place."""
+        """Call the function in a process that torch's elastic agent forked and gave its rank."""
         with patch_environment(**self.variables):
             _prepare_fork()
             self.function(*self.args)
@@ -126,7 +126,7 @@ class ForkedRanks:
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            # This process may be a rank of torchrun: these ranks have a store of their own.
+            # This process may itself be a rank of torchrun; these ranks use a separate store.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
             **self.variables,
         }
@@ -137,7 +137,7 @@ class ForkedRanks:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # Notebooks have threads; ranks touch none of what those hold.
+            # Notebooks have threads; ranks do not use what those threads hold.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
@@ -148,9 +148,7 @@ class ForkedRanks:
         return ForkedProcess(rank, pid, pipes)
 
     def _run_rank(self, out: int, err: int, environ: Mapping[str, str]) -> NoReturn:
-        """The life of a rank; at its end it does what it registered itself to do at exit, and nothing of what
-        this process had registered.
-        """
+        """Run one rank; at exit it calls the handlers that it registered itself, not those of this process."""
         code = 1
         atexit._clear()
         try:
@@ -161,13 +159,13 @@ class ForkedRanks:
             sys.stdin = open(os.devnull)  # noqa: SIM115 - stays open as long as the rank lives
             sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), write_through=True, errors="backslashreplace")
             sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), write_through=True, errors="backslashreplace")
-            reading, writing = self._lifeline
+            reading, writing = self._parent_pipe
             os.close(writing)
             threading.Thread(target=_exit_with_parent, args=(reading,), daemon=True).start()
             with patch_environment(**environ):
                 _prepare_fork()
                 code = _exit_code_of(self.function, self.args)
-                # Leaving the world takes the other ranks into account: rank 0 keeps the store they still read.
+                # Exit handlers coordinate with other ranks: rank 0 keeps the store that they still read.
                 atexit._run_exitfuncs()
         finally:
             os._exit(code)
@@ -198,20 +196,20 @@ def _reset_signals() -> None:
         signal.signal(getattr(signal, name), signal.SIG_DFL)
 
 
-def _exit_with_parent(lifeline: int) -> None:
-    """End this rank and what it started when the process that forked it is gone.
+def _exit_with_parent(parent_pipe: int) -> None:
+    """Kill this rank and its child processes when the process that forked it has ended.
 
-    The kernel's parent-death signal would come first, and would end the rank alone.
+    The kernel's parent-death signal would kill only the rank, before this could run.
     """
-    os.read(lifeline, 1)
+    os.read(parent_pipe, 1)
     os.killpg(0, signal.SIGKILL)
 
 
 def _prepare_fork() -> None:
-    """Drop what a fork inherits and cannot use: the parent's process state, and torch's pool of threads.
+    """Drop what a fork inherits and cannot use: the parent's process state, and torch's thread pool.
 
     OpenMP's threads do not exist in a fork, and a computation that waits for them never ends; with one thread
-    none are waited for. (A torch that is imported in the rank itself obeys OMP_NUM_THREADS.)
+    there is nothing to wait for. (If torch is first imported in the rank, OMP_NUM_THREADS applies.)
     """
     process = sys.modules.get("accel_state.world.process")
     if process is not None:

@@ -1,7 +1,7 @@
-"""What this host has, found without torch: accelerators and processor cores.
+"""Accelerators and CPU cores of this host, detected without torch.
 
-The launcher only needs counts, and it must not pay for importing torch or hold device memory itself. Device
-files and the visibility variables of the vendors answer the question in well under a millisecond.
+The launcher only needs counts, and must neither import torch nor allocate device memory. Device files and the vendors'
+visibility variables give the counts in well under a millisecond.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel_state.errors import ConfigError
 __all__ = ["COUNT_VARIABLE", "Accelerators", "find_accelerators", "peer_to_peer_works", "physical_cores"]
 
 COUNT_VARIABLE = "ACCEL_DEVICE_COUNT"
-"""Overrides the count (tests, and machines whose devices are found in no standard place)."""
+"""Overrides the count (for tests, and for machines whose devices are in no standard location)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Accelerators:
     Attributes:
         kind: ``cuda``, ``rocm``, ``xpu``, ``npu``, ``hpu``, ``mlu``, ``musa``, ``sdaa``, ``neuron``, ``mps``,
             or ``none``.
-        count: how many are visible.
-        present: how many there are, visible or not.
-        visibility: the variable that narrows them, ``None`` where there is none.
+        count: number of visible devices.
+        present: number of devices, visible or not.
+        visibility: the variable that restricts visible devices; ``None`` if there is none.
     """
 
     kind: str = "none"
@@ -45,17 +45,17 @@ def find_accelerators(environ: Mapping[str, str], root: Path = Path("/")) -> Acc
     """Count the accelerators of this host that ``environ`` leaves visible.
 
     Args:
-        environ: the environment that the processes will get.
-        root: where the file system is looked at; other than ``/`` in tests only.
+        environ: the environment of the processes.
+        root: root of the file system; other than ``/`` in tests only.
 
     Raises:
-        ConfigError: ``ACCEL_DEVICE_COUNT`` is not a whole number.
+        ConfigError: ``ACCEL_DEVICE_COUNT`` is not an integer.
     """
     forced = environ.get(COUNT_VARIABLE)
     if forced is not None:
         if not forced.isdecimal():
             raise ConfigError(
-                f"environment variable {COUNT_VARIABLE} is {forced!r}; a whole number is needed"
+                f"environment variable {COUNT_VARIABLE} is {forced!r}; expected an integer of at least 0"
             )
         return (
             _narrow("cuda", int(forced), "CUDA_VISIBLE_DEVICES", environ) if int(forced) else Accelerators()
@@ -75,7 +75,7 @@ def _narrow(kind: str, present: int, variable: str, environ: Mapping[str, str]) 
         return Accelerators(kind, present, present, variable)
     ids: list[str] = []
     for entry in value.split(","):
-        # The CUDA runtime stops at the first entry that names no device, and counts what stands before it.
+        # The CUDA runtime ignores everything from the first invalid entry on.
         name = entry.strip()
         if not name or name.startswith("-") or (name.isdecimal() and int(name) >= present):
             break
@@ -95,12 +95,12 @@ def _nvidia(root: Path) -> int:
     files = _count_names(root, "dev", r"nvidia\d+")
     known = _count_names(root, "proc/driver/nvidia/gpus", r".+")
     if files and known:
-        return min(files, known)  # a container may show all of one and only its own of the other
+        return min(files, known)  # a container may show all entries of one and only its own of the other
     return files or known or _nvidia_smi(root)
 
 
 def _nvidia_smi(root: Path) -> int:
-    # Under WSL neither the device files nor /proc entries exist, only this one and the tool.
+    # Under WSL there are neither device files nor /proc entries, only /dev/dxg and nvidia-smi.
     if not (root / "dev/dxg").exists():
         return 0
     tool = shutil.which("nvidia-smi")
@@ -125,7 +125,7 @@ def _xpu(root: Path) -> int:
         return 0
     vendors = (card / "device/vendor" for card in cards.iterdir() if re.fullmatch(r"renderD\d+", card.name))
     count = sum(1 for vendor in vendors if vendor.exists() and vendor.read_text().strip() == "0x8086")
-    # An Intel display chip without the compute runtime is no accelerator.
+    # An Intel display GPU without the compute runtime is not an accelerator.
     libraries = ("usr/lib", "usr/lib64", "usr/lib/x86_64-linux-gnu", "usr/local/lib")
     has_runtime = any(_count_names(root, folder, r"libze_loader\.so.*") for folder in libraries)
     return count if has_runtime else 0
@@ -145,9 +145,9 @@ _PROBES: tuple[tuple[str, str, Callable[[Path], int]], ...] = (
 
 
 def peer_to_peer_works(accelerators: Accelerators, root: Path = Path("/")) -> bool:
-    """Whether the accelerators can talk to each other directly, as far as is known.
+    """Whether peer-to-peer transfers between the accelerators work, as far as known.
 
-    The driver's tool takes its time, so it is only asked where the kernel does not say that it is not needed.
+    nvidia-smi is slow, so it only runs if the kernel's device information does not rule the problem out.
     """
     if accelerators.kind != "cuda" or accelerators.present < 2:
         return True
@@ -160,7 +160,7 @@ def peer_to_peer_works(accelerators: Accelerators, root: Path = Path("/")) -> bo
 
 
 def physical_cores(root: Path = Path("/")) -> int:
-    """Physical cores that this process may run on, at least 1; hardware threads of one core count once."""
+    """Physical cores that this process may run on, at least 1; hyperthreads of one core count once."""
     try:
         allowed = os.sched_getaffinity(0)
     except AttributeError:  # not on macOS and Windows

@@ -1,4 +1,4 @@
-"""The command of MPI launches."""
+"""The ``mpirun`` command of MPI launches."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def mpi_argv(
         size: ranks over all hosts.
         local_size: ranks on each host.
         command: what each rank runs.
-        exported: names of the variables that ranks on other hosts must see too.
-        open_mpi: the command is Open MPI's, which forwards no variables unless told; the launchers of MPICH
-            and its relatives (Intel MPI, MVAPICH) have other flags and forward all.
+        exported: names of variables that must be forwarded to ranks on other hosts.
+        open_mpi: ``mpirun`` is Open MPI's, which forwards only variables named on its command line; the
+            launchers of MPICH and its derivatives (Intel MPI, MVAPICH) have other flags and forward all.
     """
     if open_mpi:
         forwarded = [word for name in sorted(exported) for word in ("-x", name)]
@@ -39,13 +39,13 @@ def mpi_argv(
 
 
 def check_mpi(hostfile: str, environ: Mapping[str, str]) -> bool:
-    """Make sure that an MPI launch can start.
+    """Check that an MPI launch can start.
 
     Returns:
         whether ``mpirun`` is Open MPI's.
 
     Raises:
-        LaunchError: the hostfile or ``mpirun`` is missing, or ``mpirun`` does not answer.
+        LaunchError: the hostfile or ``mpirun`` is missing, or ``mpirun --version`` fails.
     """
     if not Path(hostfile).expanduser().exists():
         raise LaunchError(

@@ -1,7 +1,7 @@
-"""Ranks forked from a running Python process: notebooks, and debugging on the CPU.
+"""``notebook_launcher`` and ``debug_launcher``: ranks forked from a running Python process.
 
-A forked rank has everything that the notebook has defined, so its function needs no module of its own. What a
-fork cannot carry over is refused before it happens: an initialised accelerator, and a process group.
+A forked rank inherits everything that the notebook has defined, so its function need not be in a module. State that
+does not survive a fork raises before anything starts: an initialised accelerator, and a process group.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["debug_launcher", "notebook_launcher"]
 
 _DEFAULT_PORT = 29500
 
-# Topology of the process state that a launch of one process created in this process and left behind. It is no
-# reason to refuse the next launch, whose ranks drop it: nothing outside the launched function holds it.
+# Topology of the process state that a one-process launch created in this process. It does not prevent the next launch,
+# whose ranks discard it, because only the launched function used it.
 _left_behind: Any = None
 
 
@@ -52,32 +52,31 @@ def notebook_launcher(
     """Run a training function on several processes from a notebook.
 
     The processes are forked, so the function may be defined in a cell. It must create its ``Accelerator``
-    itself, and nothing before it may have initialised an accelerator. One process on one node runs in the
+    itself, and no earlier cell may have initialised an accelerator device. One process on one node runs in the
     notebook itself.
 
     Args:
-        function: called as ``function(*args)`` on every rank; what it returns is dropped.
-        args: its arguments.
+        function: called as ``function(*args)`` on every rank; its return value is dropped.
+        args: a tuple or list of its arguments.
         num_processes: ranks on this node; by default one per accelerator, or 1 on the CPU.
-        mixed_precision: ``no``, ``fp16`` or ``bf16``: what an ``Accelerator`` in the function uses by
-            default.
-        use_port: port of rank 0; on one node a free one by default, on several 29500.
+        mixed_precision: ``no``, ``fp16`` or ``bf16``: the default of an ``Accelerator`` in the function.
+        use_port: port of rank 0; by default a free port on one node, 29500 on several.
         master_addr: address of the node with rank 0.
-        node_rank: number of this node.
-        num_nodes: number of nodes; each must make the same call with its own ``node_rank``.
+        node_rank: index of this node, from 0.
+        num_nodes: number of nodes; each makes the same call with its own ``node_rank``.
         rdzv_backend: ``static``, or a rendezvous of torch's elastic launcher such as ``c10d``.
         rdzv_endpoint: address of that rendezvous; by default ``master_addr`` and ``use_port``.
         rdzv_conf: more settings of that rendezvous.
         rdzv_id: name of the job at that rendezvous.
-        max_restarts: how often all ranks are started again after a failure.
-        monitor_interval: seconds between two looks at the ranks.
-        log_line_prefix_template: what stands before each line of output, with ``${rank}``, ``${local_rank}``
+        max_restarts: how often all ranks are restarted after a failure.
+        monitor_interval: seconds between two checks of the ranks.
+        log_line_prefix_template: prefix of each line of output, with ``${rank}``, ``${local_rank}``
             and ``${role_name}``; by default ``[rank ${rank}] ``.
 
     Raises:
         ConfigError: an argument has a value that cannot be used.
         DeviceError: there are fewer accelerators than processes.
-        StateError: an accelerator or a process group exists already in this process.
+        StateError: this process already uses an accelerator or a process group.
         LaunchError: a rank failed; the message holds its traceback.
     """
     arguments = _arguments(args)
@@ -88,7 +87,7 @@ def notebook_launcher(
     count = _processes_here(num_processes, environ)
     if not 0 <= node_rank < num_nodes:
         raise ConfigError(
-            f"node_rank={node_rank} is not one of num_nodes={num_nodes} nodes; they count from 0"
+            f"node_rank={node_rank} is not one of num_nodes={num_nodes} nodes; node ranks start at 0"
         )
     variables = {}
     if precision != "no" or "ACCELERATE_MIXED_PRECISION" not in environ:
@@ -120,16 +119,16 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several CPU processes that form one world, for tests and for debugging.
+    """Run a function on several CPU processes of one world, for tests and debugging.
 
     Args:
-        function: called as ``function(*args)`` on every rank; what it returns is dropped.
-        args: its arguments.
-        num_processes: number of ranks.
+        function: called as ``function(*args)`` on every rank; its return value is dropped.
+        args: a tuple or list of its arguments.
+        num_processes: number of ranks; one rank gets no process group.
 
     Raises:
         ConfigError: ``num_processes`` is less than 1.
-        StateError: an accelerator or a process group exists already in this process.
+        StateError: this process already uses an accelerator or a process group.
         LaunchError: a rank failed; the message holds its traceback.
     """
     arguments = _arguments(args)
@@ -138,9 +137,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     environ = snapshot()
     variables = {"ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
     if "GLOO_SOCKET_IFNAME" not in environ and sys.platform.startswith("linux"):
-        variables["GLOO_SOCKET_IFNAME"] = (
-            "lo"  # the host's own name may resolve to an address that is not reachable
-        )
+        variables["GLOO_SOCKET_IFNAME"] = "lo"  # the host name may resolve to an unreachable address
     ranks = ForkedRanks(
         function=function,
         args=arguments,
@@ -192,7 +189,7 @@ def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interv
             assert port is not None
             return ranks.start(attempt, port, console)
         with reserve_port(port) as chosen:
-            # The forked ranks keep the reservation: rank 0 listens beside it.
+            # The forked ranks inherit the reservation; rank 0 can still listen on the port.
             return ranks.start(attempt, chosen, console)
 
     with ranks:
@@ -204,7 +201,7 @@ def _raise(outcome: Outcome, size: int) -> None:
     if outcome.stopped_by == signal.SIGINT:
         raise KeyboardInterrupt
     if outcome.stopped_by is not None:
-        os.kill(os.getpid(), outcome.stopped_by)  # it was meant for this process: now it may end
+        os.kill(os.getpid(), outcome.stopped_by)  # the signal was meant for this process too
     if outcome.code != 0:
         error = f":\n\n{outcome.error}" if outcome.error else ""
         raise LaunchError(f"{outcome.label} of {size} failed ({outcome.how}){error}")
@@ -212,7 +209,7 @@ def _raise(outcome: Outcome, size: int) -> None:
 
 def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
     if environ.get("PJRT_DEVICE") == "TPU" or "TPU_NAME" in environ:
-        raise NotAvailableError("this notebook runs on a TPU, which this version cannot use yet")
+        raise NotAvailableError("this notebook runs on a TPU; TPUs are not available in this version")
     accelerators = find_accelerators(environ)
     cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     found = 0 if cpu else accelerators.count
@@ -221,15 +218,14 @@ def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
     if 0 < found < count:
         raise DeviceError(
             f"num_processes={count} needs {count} accelerators, but this machine has {found}; pass "
-            f"num_processes={found}, "
-            "or set ACCELERATE_USE_CPU=true to run on the CPU"
+            f"num_processes={found}, or set ACCELERATE_USE_CPU=true to run on the CPU"
         )
     return count
 
 
 def _check_number(count: int) -> None:
     if not isinstance(count, int):
-        raise ConfigError(f"num_processes is {count!r}; expected a whole number")
+        raise ConfigError(f"num_processes is {count!r}; expected an integer")
     if count < 1:
         raise ConfigError(f"num_processes={count} starts nothing; pass at least 1")
 
@@ -243,7 +239,7 @@ def _threads(environ: Mapping[str, str], count: int) -> dict[str, str]:
 def _refuse_if_unsafe_to_fork(launcher: str) -> None:
     if not hasattr(os, "fork"):
         raise LaunchError(
-            f"{launcher} forks processes, which this platform cannot do; "
+            f"{launcher} forks processes, which this platform does not support; "
             "put the function into a script and start it with accel launch"
         )
     torch = sys.modules.get("torch")
@@ -252,26 +248,26 @@ def _refuse_if_unsafe_to_fork(launcher: str) -> None:
     state = _process_state()
     if state is not None and state.topology is not _left_behind:
         raise StateError(
-            f"{launcher} starts processes, but an Accelerator or PartialState exists in this one already. "
+            f"{launcher} forks processes, but an Accelerator or PartialState already exists in this process. "
             "Create it inside the function only, and restart the notebook's kernel"
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise StateError(
-            f"{launcher} starts processes, but this one belongs to a process group already; "
+            f"{launcher} forks processes, but this process already belongs to a process group; "
             "call torch.distributed.destroy_process_group() first"
         )
     for name in ("cuda", "xpu"):
         module = getattr(torch, name, None)
         if module is not None and module.is_initialized():
             raise StateError(
-                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it was initialised "
-                "already: a cell moved a tensor to the device or asked for its properties, or notebook_launcher ran "
-                "one process, which computes in this one. Restart the kernel, and use the device inside the "
-                "function only"
+                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it is already "
+                "initialised: a cell moved a tensor to the device or asked for its properties, or "
+                "notebook_launcher ran one process, which computes in this one. Restart the kernel, and use the "
+                "device inside the function only"
             )
     if "bitsandbytes" in sys.modules and find_accelerators(snapshot()).count:
         raise StateError(
-            f"{launcher} forks processes, but bitsandbytes, which opens the device, was imported already; "
+            f"{launcher} forks processes, but bitsandbytes, which opens the device, is already imported; "
             "restart the kernel and import it inside the function"
         )
 

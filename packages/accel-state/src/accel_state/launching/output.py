@@ -1,4 +1,4 @@
-"""What ranks print: whole lines with the rank in front, log files, and the last traceback of each rank."""
+"""Output of ranks: prefixed whole lines, log files, and the last traceback of each rank."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["Console", "RankOutput", "StreamName", "last_traceback", "open_log", 
 StreamName = Literal["stdout", "stderr"]
 
 _PARTIAL_AFTER = 0.1
-"""Seconds after which an unfinished line is shown: a prompt of a debugger, or the state of a progress bar."""
+"""Seconds after which an unfinished line is shown: a debugger prompt, or the state of a progress bar."""
 _LONGEST = 1 << 20
-"""Bytes of an unfinished line that are kept; what has come by then is shown, and the rest of the line follows."""
+"""Maximum buffered bytes of an unfinished line; then the received part is shown, and the rest follows."""
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = b"Traceback (most recent call last):"
@@ -31,7 +31,7 @@ _CHAINS = (b"During handling of the above exception", b"The above exception was 
 
 
 class ByteSink(Protocol):
-    """Where bytes for people go; an unbuffered binary file fits."""
+    """A destination of output bytes; an unbuffered binary file qualifies."""
 
     def write(self, data: bytes, /) -> object: ...
 
@@ -41,7 +41,7 @@ class ByteSink(Protocol):
 
 
 class Console:
-    """Standard output and error of the launcher, shared by all ranks: lines never mix.
+    """Standard output and error of the launcher, shared by all ranks; lines never mix.
 
     Args:
         stdout: sink of the ranks' standard output.
@@ -53,19 +53,17 @@ class Console:
             "stdout": stdout or _standard_sink(sys.stdout),
             "stderr": stderr or _standard_sink(sys.stderr),
         }
-        # Two streams of one terminal share the cursor; a file or a pipe has a cursor of its own.
+        # Two streams of one terminal share its cursor; each file or pipe has its own.
         one_cursor = all(sink.isatty() for sink in self._sinks.values())
         self._cursor = {name: "terminal" if one_cursor else name for name in self._sinks}
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
         self._bars: set[tuple[str, StreamName]] = set()
-        # One per cursor: a reader of standard output who has paused keeps no message from the terminal.
+        # One lock per cursor: a paused reader of standard output must not block messages to the terminal.
         self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
 
     def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
-        """Print one piece of a rank's output: a line with its end (newline or carriage return), or part of a
-        line.
-        """
+        """Print one piece of a rank's output: a line with its newline or carriage return, or part of a line."""
         sink, cursor = self._sinks[stream], self._cursor[stream]
         with self._locks[cursor]:
             line, owner = self._lines.get(cursor), (prefix, stream)
@@ -81,25 +79,25 @@ class Console:
             else:
                 self._lines[cursor] = line
             if piece.endswith(b"\r"):
-                self._bars.add(owner)  # it will be drawn again, even after another writer has taken its place
+                self._bars.add(owner)  # it will be redrawn, even after another writer has used the line
             sink.write(data)
             sink.flush()
 
     def say(self, text: str) -> None:
-        """Print a message of the launcher itself, on a line of its own, to standard error."""
+        """Print a message of the launcher on a separate line of standard error."""
         cursor = self._cursor["stderr"]
         with self._locks[cursor]:
             line = self._lines.pop(cursor, None)
             ending = line.ending(on_terminal=self._terminal["stderr"], keep=True) if line is not None else b""
             sink = self._sinks["stderr"]
-            with contextlib.suppress(OSError):  # nobody reads it any more, which is no reason to stop
+            with contextlib.suppress(OSError):  # the reader has closed the stream; the run continues
                 sink.write(ending + text.encode(errors="replace") + b"\n")
                 sink.flush()
 
 
 @dataclass(slots=True)
 class _Line:
-    """A line that is not finished: whose it is, and how the cursor stands in it."""
+    """An unfinished line: its owner and the position of the cursor in it."""
 
     owner: tuple[str, StreamName]
     empty: bool = True
@@ -107,7 +105,7 @@ class _Line:
     redrawn: bool = False
 
     def extend(self, prefix: bytes, piece: bytes) -> bytes:
-        """What is written so that ``piece`` follows what stands there."""
+        """The bytes to write so that ``piece`` follows the current content."""
         if piece == b"\r":
             self.redrawn = True
             data = b"" if self.at_start else piece
@@ -121,7 +119,7 @@ class _Line:
         return data
 
     def ending(self, *, on_terminal: bool, keep: bool = False) -> bytes:
-        """What makes room for another writer: a progress bar will be drawn again, all else stays."""
+        """The bytes that free the line for another writer: progress bars are erased, other text is kept."""
         if self.empty:
             return b""
         return b"\r\x1b[2K" if self.redrawn and on_terminal and not keep else b"\n"
@@ -131,12 +129,11 @@ class RankOutput:
     """Forwards the streams of one rank, one thread per stream.
 
     Args:
-        prefix: put before each line; empty for none.
-        console: where lines go.
-        log: file that gets everything unchanged, ``None`` for none.
-        logged: the streams that go to the file.
-        rank: number of the rank. Torch puts ``[rankN]: `` before each line of its tracebacks: one prefix
-            too many.
+        prefix: prefix of each line; may be empty.
+        console: destination of the lines.
+        log: log file that receives the unchanged output, or ``None``.
+        logged: the streams that are written to the log file.
+        rank: the rank. Torch prefixes each line of its tracebacks with ``[rankN]: ``, which is removed.
     """
 
     def __init__(
@@ -160,20 +157,20 @@ class RankOutput:
         self._after_end: int | None = None
 
     def forward(self, stream: StreamName, pipe: IO[bytes]) -> None:
-        """Start to forward ``pipe`` until its end."""
+        """Forward ``pipe`` in a thread until its end."""
         thread = threading.Thread(target=self._pump, args=(stream, pipe), daemon=True, name=f"accel-{stream}")
         self._threads.append(thread)
         thread.start()
 
     def finish(self, timeout: float, impatient: Callable[[], bool] = lambda: False) -> None:
-        """Wait for the streams' ends, now that the rank has ended.
+        """Wait until the streams end, after the rank has ended.
 
-        What the rank has printed is shown, however slowly it is read. A stranger may hold a pipe open: a
-        silent one is waited for ``timeout`` seconds, a talkative one gets as much as a pipe can hold.
+        All output of the rank is shown, however slowly it is read. An unrelated process may hold the pipe open: if
+        it is silent, this waits ``timeout`` seconds; if it writes, it gets as much as one pipe buffer holds.
 
         Args:
             timeout: in seconds.
-            impatient: whether only ``timeout`` counts from now on; asked again and again.
+            impatient: polled; once true, only ``timeout`` counts.
         """
         self._after_end = _LONGEST
         deadline = time.monotonic() + timeout
@@ -207,8 +204,8 @@ class RankOutput:
                 if splitter.pending:
                     self._show(stream, splitter.take_pending())
         except BrokenPipeError:
-            # Whoever read our output is gone. With the pipe closed the rank itself meets the broken pipe at
-            # its next print, as it would without us in between.
+            # The reader of our output is gone. Closing the pipe gives the rank a broken pipe at its next print,
+            # as if it wrote to the reader directly.
             return
 
     def _write_log(self, stream: StreamName, data: bytes) -> None:
@@ -221,7 +218,7 @@ class RankOutput:
             try:
                 log.write(data)
                 log.flush()
-            except OSError as error:  # a full disk takes the log, not the run
+            except OSError as error:  # a full disk ends the log, not the run
                 self._log = None
                 self._console.say(f"accel: {log.name} ends here: {error.strerror}")
 
@@ -231,12 +228,12 @@ class RankOutput:
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()
-        self._write_log(stream, piece)  # whole lines, so that the two streams do not mix within one
+        self._write_log(stream, piece)  # whole lines, so that the two streams never mix within a line
         self._console.write(stream, self._prefix, piece)
 
 
 class _Splitter:
-    """Cuts a byte stream behind each newline and each carriage return; both together count as a newline."""
+    """Splits a byte stream after each newline and carriage return; CR LF counts as one newline."""
 
     def __init__(self) -> None:
         self.pending = b""
@@ -259,14 +256,14 @@ class _Splitter:
 def _readable(pipe: IO[bytes], timeout: float) -> bool:
     try:
         return bool(select.select([pipe], [], [], timeout)[0])
-    except OSError:  # Windows can only select sockets: there an unfinished line waits for its end
+    except OSError:  # Windows can only select sockets: unfinished lines are shown when they end
         return True
 
 
 def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:
-    """The last traceback in the kept end of a rank's standard error, with the exceptions that caused it.
+    """The last traceback in the buffered end of a rank's standard error, with its chained exceptions.
 
-    Without one (a syntax error, a crash in native code) the last ``fallback_lines`` lines are returned.
+    If there is none (a syntax error, a crash in native code), the last ``fallback_lines`` lines.
     """
     lines = b"".join(tail).decode(errors="replace").splitlines()
     header, chains = _HEADER.decode(), tuple(chain.decode() for chain in _CHAINS)
@@ -280,7 +277,7 @@ def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> 
 
 
 def open_log(path: Path, title: str) -> IO[bytes]:
-    """Open a rank's log file for appending, and mark where this run begins."""
+    """Open a rank's log file for appending, and write a header line for this run."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("ab", buffering=0)
     log.write(os.fsencode(f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {title}\n"))
@@ -289,13 +286,13 @@ def open_log(path: Path, title: str) -> IO[bytes]:
 
 
 def stream_sink(stream: TextIO) -> ByteSink:
-    """A sink that writes to a text stream: the one of a notebook takes no bytes."""
+    """A sink that writes to a text stream, for notebooks, whose streams do not accept bytes."""
     return _TextSink(stream)
 
 
 def _standard_sink(stream: TextIO) -> ByteSink:
     if sys.platform == "win32" and stream.isatty():
-        return stream.buffer  # a console there takes text, which Python makes of the bytes
+        return stream.buffer  # the Windows console takes text; Python decodes the bytes
     try:
         stream.flush()
         return _DescriptorSink(stream.fileno())
@@ -304,10 +301,10 @@ def _standard_sink(stream: TextIO) -> ByteSink:
 
 
 class _DescriptorSink:
-    """Writes past Python's buffers.
+    """Writes to the file descriptor, bypassing Python's buffers.
 
-    There, what could not be written would be tried again at exit, and a thread that hangs in a write would
-    hold a lock that the interpreter needs to end.
+    Buffered data that could not be written would be retried at exit, and a thread blocked in a buffered write would
+    hold a lock that the interpreter needs to exit.
     """
 
     def __init__(self, number: int) -> None:
@@ -318,15 +315,15 @@ class _DescriptorSink:
         while left:
             try:
                 left = left[os.write(self._number, left) :]
-            except BlockingIOError:  # somebody who shares the terminal has made it so
+            except BlockingIOError:  # another process made the shared terminal non-blocking
                 select.select([], [self._number], [])
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
-                return  # the terminal was closed: ranks that still save their state must not fail over a print
+                return  # the terminal was closed: ranks that still save their state must not fail on a print
 
     def flush(self) -> None:
-        """There is no buffer."""
+        """Does nothing: there is no buffer."""
 
     def isatty(self) -> bool:
         return os.isatty(self._number)

@@ -1,7 +1,7 @@
-"""What a launch will run, worked out without running anything.
+"""The plan of a launch: commands and environments, computed without running anything.
 
-``plan`` is pure: configuration, command, environment and facts about the host go in, commands and variables
-come out. ``accel launch --dry-run`` prints its result, the supervisor runs it.
+``plan`` is a pure function of configuration, target, environment and host. ``accel launch --dry-run`` prints its
+result; the supervisor runs it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from accel_state.launching.target import Target
 __all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_world"]
 
 NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
-"""What NCCL needs on GPUs that lose direct traffic."""
+"""Variables set for NCCL on GPUs whose peer-to-peer transfers fail."""
 
 _LOOPBACK = "127.0.0.1"
 _PLACES = frozenset(
@@ -34,14 +34,14 @@ _PLACES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Facts about this machine that a plan needs.
+    """Properties of this machine that a plan depends on.
 
     Attributes:
-        accelerators: what processes can use.
-        physical_cores: processor cores, hardware threads of one counted once.
+        accelerators: the accelerators that processes can use.
+        physical_cores: CPU cores; hyperthreads of one core count once.
         python: interpreter that runs scripts.
-        open_mpi: whether ``mpirun`` is Open MPI's; other implementations take other flags.
-        peer_to_peer: whether the GPUs can talk to each other directly; NCCL must be told if not.
+        open_mpi: whether ``mpirun`` is Open MPI's; other implementations have other flags.
+        peer_to_peer: whether peer-to-peer transfers between GPUs work; if not, NCCL must be configured.
     """
 
     accelerators: Accelerators = field(default_factory=Accelerators)
@@ -53,13 +53,13 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """How many processes run where.
+    """Number and distribution of the processes.
 
     Attributes:
         size: processes over all machines.
         local_size: processes on each machine.
         machines: number of machines.
-        machine_rank: number of this one.
+        machine_rank: index of this machine.
         cpu: the processes compute on the CPU.
     """
 
@@ -75,11 +75,11 @@ class ProcessSpec:
     """One process to start.
 
     Attributes:
-        rank: number in the world; of a command that starts ranks itself, that of this machine.
+        rank: global rank; for a command that starts ranks itself, the machine rank.
         argv: command line.
         env: the variables that differ from the launcher's environment.
-        drop: variables of the launcher's environment that the process must not see.
-        log_path: file that gets a copy of its output, ``None`` for none.
+        drop: variables of the launcher's environment that the process must not inherit.
+        log_path: log file for its output, or ``None``.
     """
 
     rank: int
@@ -89,19 +89,19 @@ class ProcessSpec:
     log_path: Path | None = None
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """The whole environment of the process, given the launcher's."""
+        """The complete environment of the process, from the launcher's environment."""
         return {name: value for name, value in environ.items() if name not in self.drop} | dict(self.env)
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """All processes that this machine starts.
+    """All processes to start on this machine.
 
     Attributes:
         processes: one per rank, or the one command that starts the ranks.
-        style: ``direct``, one process that takes the launcher's place; ``ranks``, supervised here; ``agent``,
+        style: ``direct``: one process that replaces the launcher; ``ranks``: ranks supervised here; ``agent``:
             a command that starts and supervises ranks itself (torch elastic, mpirun).
-        world: the world that comes to be.
+        world: number and distribution of the processes.
     """
 
     processes: tuple[ProcessSpec, ...]
@@ -110,11 +110,11 @@ class LaunchPlan:
 
 
 def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
-    """Decide how many processes run, and on what.
+    """Decide how many processes run, and whether they use accelerators or the CPU.
 
     Raises:
-        ConfigError: the numbers do not fit together.
-        DeviceError: accelerators were asked for that are not there.
+        ConfigError: the numbers contradict each other.
+        DeviceError: more accelerators are requested than this machine has.
     """
     machines = config.num_machines
     ids = _gpu_ids(config.gpu_ids)
@@ -122,24 +122,24 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
     cpu = config.use_cpu or config.distributed_type == "MULTI_CPU" or found == 0
     if config.multi_accelerator and not config.use_cpu and accelerators.count == 0:
         raise DeviceError(
-            f"{_paradigm(config)} needs accelerators, and this machine has none that can be seen; "
+            f"{_paradigm(config)} needs accelerators, but none are visible on this machine; "
             "pass --cpu to run the processes on the CPU instead"
         )
     size = config.num_processes or machines * (1 if cpu else found)
     if size % machines:
         raise ConfigError(
-            f"--num_processes {size} cannot be divided among --num_machines {machines}; "
-            "it is the total over all machines, so pass a multiple of their number"
+            f"--num_processes {size} is not divisible by --num_machines {machines}; "
+            "it is the total over all machines, so pass a multiple of --num_machines"
         )
     if config.machine_rank >= machines:
         raise ConfigError(
-            f"--machine_rank {config.machine_rank} is not one of {machines} machines; ranks start at 0, "
-            f"so the last is {machines - 1}"
+            f"--machine_rank {config.machine_rank} is out of range for {machines} machines; machine ranks start at "
+            f"0, so the largest is {machines - 1}"
         )
     local = size // machines
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
-            f"{_paradigm(config)} needs at least 2 processes, and there is 1 accelerator; leave it out"
+            f"{_paradigm(config)} needs at least 2 processes, but there is 1 accelerator; remove it"
         )
     if not cpu and local > found:
         source = f"--gpu_ids {config.gpu_ids} names" if ids is not None else "this machine has"
@@ -162,23 +162,23 @@ def plan(
     port: int | None = None,
     attempt: int = 0,
 ) -> LaunchPlan:
-    """Work out commands and environments.
+    """Compute commands and environments.
 
     Args:
         config: the resolved configuration.
-        target: what to run.
-        world: how many processes run where, from ``plan_world``.
+        target: the script, module or program to run.
+        world: number and distribution of the processes, from ``plan_world``.
         environ: the launcher's environment.
-        host: facts about this machine.
-        port: where rank 0 will listen; needed if this launch starts several ranks on one machine.
-        attempt: how often the group was restarted.
+        host: properties of this machine.
+        port: port of rank 0; required if this launch starts several ranks on one machine.
+        attempt: number of restarts so far.
 
     Raises:
-        ConfigError: several machines were asked for without an address or a port.
+        ConfigError: a launch on several machines has no address or port.
     """
     encoded = rank_environment(_for_ranks(config), environ)
     changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
-    drop = (frozenset(environ) - frozenset(encoded)) | _of_another_world(environ)
+    drop = (frozenset(environ) - frozenset(encoded)) | _outer_world_variables(environ)
     changes |= _devices(config, host.accelerators) | _threads(config, world, environ, host)
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
@@ -202,7 +202,7 @@ def plan(
     assert port is not None, "several ranks on one machine need a port"
     common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, world, attempt)
     if "PYTHONUNBUFFERED" not in environ:
-        common["PYTHONUNBUFFERED"] = "1"  # output goes through a pipe, and would come in blocks of 8 KiB
+        common["PYTHONUNBUFFERED"] = "1"  # output to a pipe would be buffered in blocks of 8 KiB
     specs = tuple(
         ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
         for rank in range(world.size)
@@ -237,7 +237,7 @@ def _rendezvous(address: str, port: int) -> dict[str, str]:
 def _agreed_port(config: LaunchConfig, port: int | None) -> int:
     chosen = config.main_process_port or port
     if chosen is None:
-        raise ConfigError("processes on several machines need a port that all know: pass --main_process_port")
+        raise ConfigError("processes on several machines need a common port: pass --main_process_port")
     return chosen
 
 
@@ -249,7 +249,7 @@ def _attempt(config: LaunchConfig, attempt: int) -> dict[str, str]:
 
 
 def _group(config: LaunchConfig, world: World, attempt: int) -> dict[str, str]:
-    # The names that torchrun gives its workers; libraries read them all.
+    # The variables that torchrun sets for its workers; libraries read all of them.
     return _attempt(config, attempt) | {
         "WORLD_SIZE": str(world.size),
         "LOCAL_WORLD_SIZE": str(world.local_size),
@@ -260,12 +260,12 @@ def _group(config: LaunchConfig, world: World, attempt: int) -> dict[str, str]:
     }
 
 
-def _of_another_world(environ: Mapping[str, str]) -> frozenset[str]:
-    """The variables that give this process a place, if it is itself a rank of some launcher.
+def _outer_world_variables(environ: Mapping[str, str]) -> frozenset[str]:
+    """The variables that describe the world of this process, if it is itself a rank of some launcher.
 
-    Left in place they would put a single process into the world of its launcher, and let torch look for that
-    launcher's store. Without LOCAL_RANK they come from a scheduler that starts one container per process, and
-    are meant for the process that we become.
+    If inherited, they would make a single process join the world of the outer launcher, and make torch connect to the
+    outer launcher's store. Without LOCAL_RANK they come from a scheduler that starts one container per process, and
+    apply to the process that replaces the launcher.
     """
     if "LOCAL_RANK" not in environ:
         return frozenset()
@@ -277,10 +277,10 @@ def _rank(rank: int) -> dict[str, str]:
 
 
 def _threads(config: LaunchConfig, world: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
-    """``OMP_NUM_THREADS``: what was asked for; else, only if processes share a machine, their part of it.
+    """``OMP_NUM_THREADS``: the requested value; else, only if several processes share a machine, a default.
 
-    One process alone gets what ``python script.py`` would get. On the CPU the part is the physical cores
-    divided among the processes; beside accelerators it is 1, as torchrun has it.
+    A single process gets the environment that ``python script.py`` would get. The default is the number of physical
+    cores per process on the CPU, and 1 with accelerators, as torchrun sets it.
     """
     if config.num_cpu_threads_per_process is not None:
         return {"OMP_NUM_THREADS": str(config.num_cpu_threads_per_process)}
@@ -299,15 +299,21 @@ def _check_ids(text: str, ids: tuple[str, ...], accelerators: Accelerators) -> N
     present = accelerators.present
     for name in ids:
         if not name or name.startswith("-"):
-            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass numbers such as 0,1, or all")
+            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass ids such as 0,1, or all")
         if name.isdecimal() and int(name) >= present:
-            rest = f" (0 to {present - 1})" if present else "; pass --cpu to run on the CPU"
+            if not present:
+                raise DeviceError(
+                    f"--gpu_ids {text} names accelerator {name}, but no accelerator was found on this machine; "
+                    "pass --cpu to run on the CPU"
+                )
             raise DeviceError(
-                f"--gpu_ids {text} names accelerator {name}, but this machine has {present}{rest}"
+                f"--gpu_ids {text} names accelerator {name}, but this machine has {present} (0 to {present - 1})"
             )
     repeated = sorted({name for name in ids if ids.count(name) > 1})
     if repeated:
-        raise ConfigError(f"--gpu_ids {text} names accelerator {repeated[0]} twice; each may be given once")
+        raise ConfigError(
+            f"--gpu_ids {text} names accelerator {repeated[0]} twice; name each accelerator once"
+        )
 
 
 def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]:
@@ -319,7 +325,7 @@ def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]
 
 def _paradigm(config: LaunchConfig) -> str:
     return (
-        "--multi_gpu"
+        "distributed_type MULTI_GPU (--multi_gpu)"
         if config.distributed_type == "MULTI_GPU"
         else f"distributed_type {config.distributed_type}"
     )

@@ -1,4 +1,4 @@
-"""The port where ranks meet: chosen and kept, so that two launches on one host never collide."""
+"""The rendezvous port: chosen and reserved, so that two launches on one host never collide."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ __all__ = ["is_port_in_use", "reserve_port"]
 
 @contextlib.contextmanager
 def reserve_port(wanted: int | None = None) -> Iterator[int]:
-    """Hold a TCP port for rank 0's store for the length of a ``with`` block.
+    """Reserve a TCP port for rank 0's store during a ``with`` block.
 
-    The socket is bound but never listens, and allows reuse only after it was bound. So the kernel gives the
-    port to nobody else who asks for a free one, while rank 0, whose store sets ``SO_REUSEADDR``, can listen
-    on it.
+    The socket is bound but never listens, and sets ``SO_REUSEADDR`` only after binding. So the kernel assigns the port
+    to no other process that requests a free one, while rank 0, whose store sets ``SO_REUSEADDR``, can listen on it.
 
     Args:
-        wanted: the port asked for; ``None`` and 0 mean any free one.
+        wanted: the requested port; ``None`` and 0 mean any free port.
 
     Raises:
         LaunchError: ``wanted`` is taken.
@@ -28,7 +27,7 @@ def reserve_port(wanted: int | None = None) -> Iterator[int]:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         try:
             if wanted:
-                # Connections of an earlier run may linger in TIME_WAIT; rank 0 will not mind them either.
+                # Connections of an earlier run may be in TIME_WAIT; they do not prevent rank 0 from listening.
                 holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("", wanted or 0))
         except (OSError, OverflowError) as error:
@@ -56,6 +55,6 @@ def _taken(wanted: int | None, error: Exception | None) -> LaunchError:
         return LaunchError(f"no free port could be found on this host ({error})")
     reason = f" ({error})" if error is not None and not isinstance(error, OverflowError) else ""
     return LaunchError(
-        f"port {wanted} cannot be used on this host: it is taken by another process or not allowed{reason}. "
-        "Leave --main_process_port out, and a free port is chosen, or pass another one."
+        f"port {wanted} cannot be used on this host: it is in use by another process or not permitted{reason}. "
+        "Omit --main_process_port to use a free port, or pass another one."
     )

@@ -1,8 +1,7 @@
-"""One rank as an operating-system process, and the guardian that outlives the launcher by a moment.
+"""A rank as an operating-system process, and a guardian process that outlives the launcher briefly.
 
-On POSIX systems each rank leads a session of its own, so that it can be ended with everything it started, and
-so that a Ctrl-C in the terminal reaches it once, through the launcher. Elsewhere processes are ended one by
-one.
+On POSIX systems each rank leads its own session, so that it can be ended together with its child processes, and so
+that Ctrl-C in the terminal reaches it once, through the launcher. On other systems processes are ended one by one.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id; on POSIX also the id of its process group."""
+        """Process id; on POSIX also its process group id."""
 
     @property
     def pipes(self) -> tuple[tuple[str, IO[bytes]], ...]:
-        """The streams to forward: ``("stdout", pipe)``, ``("stderr", pipe)``; empty if it writes to ours."""
+        """Streams to forward: ``("stdout", pipe)``, ``("stderr", pipe)``; empty if it inherits the launcher's."""
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; ``None`` while it runs. Does not block."""
+        """The exit code, negative for a signal; ``None`` while it is running. Does not block."""
 
     def send(self, signum: int) -> None:
-        """Send a signal to the rank itself; nothing happens if it has ended."""
+        """Send a signal to the rank itself; does nothing if it has ended."""
 
     def kill(self) -> None:
-        """End it and all that it started, now."""
+        """Kill it and its child processes immediately."""
 
 
 class CommandProcess:
-    """A rank that is a command line."""
+    """A rank that runs a command line."""
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes]) -> None:
         self.rank = rank
@@ -76,7 +75,7 @@ class CommandProcess:
         return self._popen.poll()
 
     def send(self, signum: int) -> None:
-        """See ``RankProcess``. An interrupt goes to the whole group, as from a terminal."""
+        """See ``RankProcess``. An interrupt is sent to the whole process group, as a terminal does."""
         if signum == signal.SIGINT and HAS_SESSIONS:
             end_group(self.pid, signum)
         elif signum == signal.SIGINT and sys.platform == "win32":
@@ -106,12 +105,12 @@ def start_command(
     """Start one rank.
 
     Args:
-        rank: its number.
-        argv: its command.
-        environ: its whole environment.
-        capture: its streams come to us through pipes, else it shares ours.
-        reads_input: it reads our standard input; one reader at most, the others get an empty one.
-        on_parent_death: the signal that the kernel sends it should the launcher vanish (Linux only).
+        rank: its rank.
+        argv: its command line.
+        environ: its complete environment.
+        capture: connect its streams to the launcher by pipes; otherwise it inherits them.
+        reads_input: inherit standard input; at most one rank does, the others get an empty input.
+        on_parent_death: the signal that the kernel sends to it if the launcher dies (Linux only).
 
     Raises:
         OSError: the command could not be executed.
@@ -134,9 +133,9 @@ def start_command(
 
 
 def die_with_parent(signum: int) -> Callable[[], None] | None:
-    """A function for a fresh child that asks Linux to send it ``signum`` when the thread that made it ends.
+    """A function to call in a new child, so that Linux sends it ``signum`` when the thread that created it ends.
 
-    ``None`` where the kernel has no such service; the guardian then works alone.
+    ``None`` on kernels without this feature; then only the guardian ends orphaned ranks.
     """
     if not sys.platform.startswith("linux"):
         return None
@@ -150,7 +149,7 @@ def die_with_parent(signum: int) -> Callable[[], None] | None:
 
     def arrange() -> None:
         prctl(_PR_SET_PDEATHSIG, signum)
-        if os.getppid() != parent:  # it died before we asked
+        if os.getppid() != parent:  # the parent died before prctl
             os.kill(os.getpid(), signum)
 
     return arrange
@@ -170,9 +169,9 @@ def end_group(group: int, signum: int) -> bool:
 
 
 def group_is_alive(group: int) -> bool:
-    """Whether a process of the group still runs.
+    """Whether a process of the group is still running.
 
-    Zombies do not count: in a container whose first process does not ask for orphans they stay for ever.
+    Zombies do not count: in a container whose first process does not reap orphans they remain forever.
     """
     if not end_group(group, 0):
         return False
@@ -180,7 +179,7 @@ def group_is_alive(group: int) -> bool:
         return True
     for name in os.listdir("/proc"):
         if name.isdecimal():
-            # It may end while we look.
+            # The process may end during the scan.
             with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
                 state, _, its_group = file.read().rpartition(b")")[2].split()[:3]
                 if int(its_group) == group and state not in (b"Z", b"X"):
@@ -189,14 +188,14 @@ def group_is_alive(group: int) -> bool:
 
 
 class Guardian:
-    """A forked process that kills the ranks' groups if the launcher ends without having ended them.
+    """A forked process that kills the ranks' process groups if the launcher ends without having ended them.
 
-    The kernel's parent-death signal reaches ranks only; what ranks started (data workers, shell pipelines)
-    needs this. It holds the reading end of a pipe whose other end only the launcher has, and learns the
-    groups through it. On systems without ``fork`` it does nothing.
+    The kernel's parent-death signal reaches ranks only, not their children (data workers, shell pipelines). The
+    guardian reads a pipe whose write end only the launcher holds; the launcher sends it the group ids. On systems
+    without ``fork`` it does nothing.
 
     Args:
-        active: ``False`` makes one that does nothing.
+        active: ``False`` creates a guardian that does nothing.
     """
 
     def __init__(self, active: bool = True) -> None:
@@ -212,30 +211,30 @@ class Guardian:
         self._pipe = writing
 
     def watch(self, group: int, patience: float = 0.0) -> None:
-        """Kill ``group`` if the launcher vanishes, after giving it ``patience`` seconds to end by itself."""
-        self._tell(f"+{group} {patience}\n")
+        """Kill ``group`` if the launcher dies, after ``patience`` seconds to end by itself."""
+        self._send(f"+{group} {patience}\n")
 
     def forget(self, group: int) -> None:
-        """``group`` has ended; its number may be given to strangers."""
-        self._tell(f"-{group}\n")
+        """Stop watching ``group``, which has ended; its id may be reused by another process."""
+        self._send(f"-{group}\n")
 
     def close(self) -> None:
-        """Send the guardian home. Groups that are still watched are killed."""
+        """End the guardian. It kills the groups that are still watched."""
         if self._pipe is not None:
             os.close(self._pipe)
             self._pipe = None
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._pid, 0)
 
-    def _tell(self, message: str) -> None:
+    def _send(self, message: str) -> None:
         if self._pipe is not None:
-            # Somebody may have killed the guardian; ranks still have the parent-death signal.
+            # The guardian may have been killed; the parent-death signal still reaches ranks.
             with contextlib.suppress(BrokenPipeError):
                 os.write(self._pipe, message.encode())
 
 
 def _guard(pipe: int) -> None:
-    """The guardian's life; never returns."""
+    """Main function of the guardian process; never returns."""
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):

@@ -1,4 +1,4 @@
-"""Carrying out a plan: ports, processes, supervision, and the last word about a failure."""
+"""Executing a launch plan: ports, processes, supervision, and the report of a failure."""
 
 from __future__ import annotations
 
@@ -48,22 +48,21 @@ _AGENT_PATIENCE = 5.0
 def launch(
     config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None
 ) -> int:
-    """Start the ranks of this machine and stay until they have ended.
+    """Start the ranks of this machine and wait until they have ended.
 
-    A single process that needs no supervision takes the place of this one (``exec``): then this function does
-    not return.
+    A single process that needs no supervision replaces this one (``exec``); then this function does not return.
 
     Args:
         config: the resolved configuration.
-        target: what each rank runs.
-        environ: this process's environment.
-        console: where output goes; by default this process's standard streams.
+        target: the script, module or program that each rank runs.
+        environ: the environment of this process.
+        console: destination of the output; by default the standard streams.
 
     Returns:
         The exit code for the shell.
 
     Raises:
-        LaunchError: the target does not exist, a port is taken, or a process cannot be started.
+        LaunchError: the target does not exist, a port is in use, or a process cannot be started.
         ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
     host, world = _prepare(config, target, environ)
@@ -91,7 +90,7 @@ def launch(
 
 
 def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
-    """How the supervisor treats processes; an agent restarts its ranks itself."""
+    """The supervisor's policy for ``config``; an agent restarts its ranks itself."""
     given = config.grace_period
     return Policy(
         grace_period=30.0 if given is None else given,
@@ -107,16 +106,14 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
 
 def _who_restarts(config: LaunchConfig) -> str:
     if config.mpirun.hostfile is not None:
-        return "mpirun starts ranks once; run this command again after a preemption or a crash"
+        return "mpirun does not restart ranks; run this command again after a preemption or a crash"
     return (
         f"torch's agent counts preemptions as crashes: --max_restarts {config.max_restarts} for both together"
     )
 
 
 def describe(prepared: LaunchPlan) -> str:
-    """The plan as shell commands that can be copied: one per process, each with the variables that it
-    gets.
-    """
+    """The plan as shell commands that can be copied: one per process, with its environment variables."""
     blocks = []
     for spec in prepared.processes:
         unset = [f"-u {name}" for name in sorted(spec.drop)]
@@ -133,12 +130,12 @@ def describe(prepared: LaunchPlan) -> str:
 
 
 def render_failure(outcome: Outcome, size: int, log: Path | None = None) -> str:
-    """The last word: which rank failed first, and what it said."""
+    """The report of a failure: which rank failed first, and its traceback."""
     width = min(100, shutil.get_terminal_size().columns)
     first = " first" if size > 1 else ""
-    heading = f" {outcome.label} failed{first} ({outcome.how}) ".center(width, "=")
-    where = [f"all of its output: {log}"] if log is not None else []
-    error = outcome.error.rstrip() or "it wrote nothing to standard error"
+    heading = f"=== {outcome.label} failed{first} ({outcome.how}) ===".center(width, "=")
+    where = [f"full output: {log}"] if log is not None else []
+    error = outcome.error.rstrip() or "the rank wrote nothing to standard error"
     return "\n".join(["", heading, *where, error])
 
 
@@ -148,13 +145,13 @@ def start_members(
     console: Console,
     logged: Mapping[int, frozenset[StreamName]] | None = None,
 ) -> list[SupervisedProcess]:
-    """Start every process of a plan; if one cannot be started, end the others.
+    """Start every process of a plan; if one cannot be started, kill the others.
 
     Args:
         prepared: the plan.
-        environ: this process's environment.
-        console: where output goes.
-        logged: rank to the streams that go to its log file; by default both.
+        environ: the environment of this process.
+        console: destination of the output.
+        logged: the streams of each rank that are written to its log file; by default both.
 
     Raises:
         LaunchError: a log file cannot be written, or a process could not be started.
@@ -163,7 +160,7 @@ def start_members(
     several = len(prepared.processes) > 1
     death = signal.SIGTERM if agent or sys.platform == "win32" else signal.SIGKILL
     members: list[SupervisedProcess] = []
-    logs = [_open_log(spec) for spec in prepared.processes]  # all of them before anything runs
+    logs = [_open_log(spec) for spec in prepared.processes]  # open all of them before anything runs
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
             process = start_command(
@@ -198,20 +195,20 @@ def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
 
 
 def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> tuple[Host, World]:
-    """Check everything that can be checked before a process starts; find out what runs, and on what."""
+    """Check everything that can be checked before a process starts; return the host and the world."""
     check_target(target, environ)
     open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
     cores = 1 if config.num_processes == 1 else physical_cores()
-    # With --cpu nobody looks for devices: some drivers take their time to answer.
+    # With --cpu devices are not detected: some drivers are slow to answer.
     accelerators = Accelerators() if config.use_cpu else find_accelerators(environ)
     if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
         with reserve_port(config.main_process_port):
-            pass  # another process on it would be met only after torch has been imported
+            pass  # otherwise a port in use would be detected only after torch has been imported
     world = plan_world(config, accelerators)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
         sys.stderr.write(
-            "accel: cards of the RTX 40 series lose direct traffic with this driver: "
+            "accel: peer-to-peer transfers between RTX 40 series GPUs fail with this driver: "
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
     return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct), world
@@ -228,22 +225,22 @@ def _port(config: LaunchConfig, world: World) -> contextlib.AbstractContextManag
 
 
 def _with_log_dir(config: LaunchConfig) -> LaunchConfig:
-    """``--tee`` alone also makes log files, in a new temporary folder."""
+    """``--tee`` without ``--log_dir`` also writes log files, in a new temporary folder."""
     if config.log_dir is not None or config.tee in (None, "", "0") or config.dry_run:
         return config
     return dataclasses.replace(config, log_dir=tempfile.mkdtemp(prefix="accel-logs-"))
 
 
 def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[StreamName]]:
-    """Which streams of which rank go to log files.
+    """Parse ``--tee``: which streams of each rank are written to log files.
 
     Args:
-        text: ``0`` none, ``1`` standard output, ``2`` standard error, ``3`` both, for all ranks; or for
-            single ones: ``0:3,1:1`` (ranks not named get none). Not given: both.
-        ranks: the ranks there are.
+        text: ``0`` none, ``1`` standard output, ``2`` standard error, ``3`` both, for all ranks; or per
+            rank: ``0:3,1:1`` (other ranks: none). None: both.
+        ranks: all ranks of this machine.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text has none of these forms, or names an unknown rank.
     """
     if not text:
         return dict.fromkeys(ranks, _BOTH)
@@ -253,19 +250,15 @@ def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[Str
     for part in text.split(","):
         rank, _, streams = part.strip().partition(":")
         if not rank.isdecimal() or streams not in _TEED:
-            raise ConfigError(
-                f"--tee {text!r} is none of 0, 1, 2, 3, or pairs of a rank and one of them (0:3,1:1)"
-            )
+            raise ConfigError(f"--tee is {text!r}; expected 0, 1, 2 or 3, or one of these per rank (0:3,1:1)")
         if int(rank) not in found:
-            raise ConfigError(
-                f"--tee {text!r} names rank {rank}, but the ranks are {min(ranks)} to {max(ranks)}"
-            )
+            raise ConfigError(f"--tee {text!r} names rank {rank}, but ranks are {min(ranks)} to {max(ranks)}")
         found[int(rank)] = _TEED[streams]
     return found
 
 
 def _become(spec: ProcessSpec, environ: Mapping[str, str]) -> int:
-    """Replace this process by the single rank, or stand aside for it where a process cannot be replaced."""
+    """Replace this process with the single rank; on systems without ``exec``, run it and wait."""
     sys.stdout.flush()
     sys.stderr.flush()
     full = spec.environment(environ)
@@ -287,9 +280,9 @@ def _end(processes: Sequence[RankProcess]) -> None:
 
 
 class _Attempts:
-    """Plans and starts the group, each time on a port that is held until the next time.
+    """Plans and starts each attempt, on a port that stays reserved until the next attempt.
 
-    The plan of the first attempt is made before it starts, because the launcher decides by it what to do.
+    The first plan is made before the start, because the launcher uses it to decide how to proceed.
     """
 
     def __init__(
@@ -311,10 +304,10 @@ class _Attempts:
         self._planned: dict[int, LaunchPlan] = {}
 
     def plan(self, attempt: int) -> LaunchPlan:
-        """The plan of an attempt, made once; its port is held from here on.
+        """The plan of an attempt, made once; its port is reserved from here on.
 
         Args:
-            attempt: how often the group was restarted.
+            attempt: number of restarts so far.
         """
         if attempt not in self._planned:
             self._held.close()
@@ -338,5 +331,5 @@ class _Attempts:
         return start_members(planned, self._environ, self._console, logged)
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self._held.close()

@@ -1,4 +1,4 @@
-"""Signals of the launcher as events of its main loop."""
+"""The launcher's signals as events of its main loop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from types import FrameType
 __all__ = ["EXITED", "SignalQueue", "receive_signals"]
 
 EXITED = 0
-"""The event that stands for "a child changed its state"; all other events are signal numbers."""
+"""The event for "a child process changed its state"; all other events are signal numbers."""
 
-# SIGHUP: the terminal is gone. SIGTSTP: Ctrl-Z, which ranks in sessions of their own would not notice.
+# SIGHUP: the terminal was closed. SIGTSTP: Ctrl-Z, which does not reach ranks, because they have their own sessions.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCHLD")
 
 
 class SignalQueue:
-    """Events in the order in which they came. Handlers may put at any moment."""
+    """Events in order of arrival. Safe to use from signal handlers."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -29,7 +29,7 @@ class SignalQueue:
         self._events.put(event)
 
     def get(self, timeout: float) -> int:
-        """The next event, or ``EXITED`` after ``timeout`` seconds, so that the caller looks for itself."""
+        """The next event, or ``EXITED`` after ``timeout`` seconds, so that the caller polls the processes."""
         try:
             return self._events.get(timeout=max(0.0, timeout))
         except queue.Empty:
@@ -38,11 +38,10 @@ class SignalQueue:
 
 @contextlib.contextmanager
 def receive_signals() -> Iterator[SignalQueue]:
-    """Route the launcher's signals into an signals for the length of a ``with`` block, then restore the
-    handlers.
+    """Put the launcher's signals into a queue during a ``with`` block, then restore the handlers.
 
-    A signal that the parent of this process had set to be ignored (``nohup``) stays ignored. Only the main
-    thread can set handlers; in another one the signals stays empty.
+    A signal that this process inherited as ignored (``nohup``) stays ignored. Only the main thread can set handlers;
+    in another thread the queue stays empty.
     """
     signals = SignalQueue()
     before: dict[signal.Signals, object] = {}

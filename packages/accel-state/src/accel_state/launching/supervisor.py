@@ -1,6 +1,4 @@
-"""Runs the ranks of one node: forwards output and signals, ends all when one fails, restarts, and leaves
-nothing behind.
-"""
+"""Supervision of one node's ranks: forward output and signals, end all when one fails, restart, clean up."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from accel_state.launching.signals import EXITED, SignalQueue, receive_signals
 __all__ = ["Outcome", "Policy", "SupervisedProcess", "supervise"]
 
 _SETTLE = 0.5
-"""Seconds that a rank whose traceback came before the first exit gets to end by itself, so that it is blamed
-rightly.
-"""
+"""Seconds that a rank whose traceback preceded the first exit gets to exit, so that the report names the right rank."""
 _FAILURE_GRACE = 5.0
 _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
@@ -33,20 +29,19 @@ _SPEAKING = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a group of ranks is treated.
+    """Timeouts and restart rules for a group of ranks.
 
     Attributes:
         grace_period: seconds between a forwarded SIGTERM or SIGUSR1 and the kill.
         interrupt_grace: the same after the first Ctrl-C.
-        max_restarts: how often the group is started again after a crash.
-        restart_preempted: start the group again, as often as it takes, when ranks end with exit code 75 although
-            this launcher was not told to stop; else whoever sees the code is in charge.
-        resumable: the program goes on from its newest checkpoint, so a launcher that is told to stop (not by Ctrl-C)
-            ends with code 75 also if ranks had no time to save.
-        monitor_interval: seconds between looks at the ranks where the system does not report exits by itself.
-        quiet: no messages about the course of events; the failing rank's traceback is printed all the same.
-        patience: seconds that a command which starts ranks of its own gets to end them if the launcher
-            vanishes.
+        max_restarts: how often the group is restarted after a crash.
+        restart_preempted: restart the group, without limit, when ranks exit with code 75 although this launcher
+            received no stop signal; otherwise the exit code is passed on to the caller.
+        resumable: the program resumes from its newest checkpoint, so a launcher that receives a stop signal (other
+            than Ctrl-C) exits with code 75 even if ranks had no time to save.
+        monitor_interval: seconds between polls of the ranks on systems that do not report exits.
+        quiet: print no progress messages; the traceback of the failing rank is still printed.
+        patience: seconds that an agent, which starts ranks itself, has to end them if the launcher dies.
     """
 
     grace_period: float = 30.0
@@ -61,7 +56,7 @@ class Policy:
 
 @dataclass(slots=True)
 class SupervisedProcess:
-    """A started rank with its output and, later, its end."""
+    """A started process with its output and, once it has ended, its exit code."""
 
     process: RankProcess
     output: RankOutput
@@ -70,7 +65,7 @@ class SupervisedProcess:
     ended_at: float = 0.0
 
     def failed_at(self) -> float:
-        """When it failed: its last traceback comes before its exit, and before the exits that it causes."""
+        """Time of failure: its last traceback precedes its exit and the exits of other ranks that it causes."""
         return (
             self.ended_at
             if self.output.traceback_at is None
@@ -84,11 +79,11 @@ class Outcome:
 
     Attributes:
         code: exit code for the shell; 128 + n for signal n.
-        failed: the rank that failed first, if one did by itself.
-        label: what messages call that process.
+        failed: the rank that failed first, unless it was stopped on request.
+        label: name of that process in messages.
         how: how it ended, in words.
-        error: that rank's last traceback, or the end of what it wrote to standard error.
-        stopped_by: the signal that told the launcher to stop, if one did.
+        error: last traceback of that rank, or the end of its standard error.
+        stopped_by: the signal that stopped the launcher, if any.
     """
 
     code: int
@@ -106,22 +101,22 @@ def supervise(
     *,
     guarded: bool = True,
 ) -> Outcome:
-    """Run a group of ranks to its end, restarts included.
+    """Run a group of ranks until it ends, including restarts.
 
     Args:
-        start: starts attempt number n (from 0) and returns its members; what it started before an exception
-            of its own it must have ended itself.
+        start: starts attempt number n (from 0) and returns its processes; if it raises, it must have ended
+            those it had started.
         policy: see ``Policy``.
-        console: where output and messages go.
-        guarded: fork a guardian that ends the ranks if this process is killed; only safe while it has no
-            threads.
+        console: destination of output and messages.
+        guarded: fork a guardian that ends the ranks if this process is killed; only safe while this process
+            has no threads.
     """
     crashes = attempt = 0
     with receive_signals() as signals, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
             outcome = _Group(start(attempt), policy, console, signals, guardian).run()
             if outcome.code == 0 or outcome.stopped_by is not None:
-                return outcome  # whoever stopped the launcher wants the machine
+                return outcome  # the launcher was stopped: the machine is needed
             preempted = outcome.code == PREEMPTED
             if not (policy.restart_preempted if preempted else crashes < policy.max_restarts):
                 return outcome
@@ -136,7 +131,7 @@ def supervise(
 
 @dataclass(slots=True)
 class _Group:
-    """One attempt. Its life: running → ending (a rank failed, or a signal came) → all gone."""
+    """One attempt. States: running → ending (a rank failed, or a signal arrived) → all ended."""
 
     members: Sequence[SupervisedProcess]
     policy: Policy
@@ -186,8 +181,8 @@ class _Group:
                 continue
             member.ended_at = time.monotonic()
             if HAS_SESSIONS:
-                # What it left running would hold its output open. Helpers that clean up behind it ignore
-                # SIGTERM.
+                # Child processes that it left running would keep its output open. Helpers that clean up
+                # after it ignore SIGTERM.
                 end_group(member.process.pid, signal.SIGTERM)
             if member.code != 0 and self.first_exit is None:
                 self.first_exit = member.ended_at
@@ -208,9 +203,9 @@ class _Group:
             return
         others = _listed([member.label for member in self._alive()])
         if self.first_failed.code == PREEMPTED:
-            # It was told to stop, and so were the others, who may still be saving.
+            # It was preempted, and so were the other ranks, which may still be saving.
             self._shorten(now + self.policy.grace_period)
-            ending = f"{others} should end within {self.policy.grace_period:g} s"
+            ending = f"{others} should exit within {self.policy.grace_period:g} s"
         else:
             self._send(signal.SIGTERM)
             self._shorten(now + min(_FAILURE_GRACE, self.policy.grace_period))
@@ -223,7 +218,7 @@ class _Group:
             return
         alive = [member.label for member in self._alive()]
         if alive:
-            self._say(f"{_listed(alive)} did not end in time; killing")
+            self._say(f"{_listed(alive)} did not exit in time; killing")
             self._kill()
 
     def _on_signal(self, number: int) -> None:
@@ -238,7 +233,7 @@ class _Group:
             self.interrupted = True
             self.stopped_by = self.stopped_by or number
             self._say(
-                f"interrupted; ranks have {self.policy.interrupt_grace:g} s to end, Ctrl-C again kills them"
+                f"interrupted; ranks have {self.policy.interrupt_grace:g} s to exit, Ctrl-C again kills them"
             )
             self._send(signal.SIGINT)
             self._shorten(now + self.policy.interrupt_grace)
@@ -246,7 +241,7 @@ class _Group:
             self.terminated = True
             self.stopped_by = self.stopped_by or number
             seconds = f"{self.policy.grace_period:g} s"
-            self._say(f"{_signal_name(number)} received and passed on; ranks have {seconds} to end")
+            self._say(f"{_signal_name(number)} received and forwarded; ranks have {seconds} to exit")
             self._send(signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number)
             self._shorten(now + self.policy.grace_period)
 
@@ -270,7 +265,7 @@ class _Group:
         self.deadline = deadline if self.deadline is None else min(self.deadline, deadline)
 
     def _clean_up(self) -> None:
-        """End every rank and all that ranks started, and take in the rest of their output."""
+        """End every rank and its child processes, and read the rest of their output."""
         if self._alive():
             self._kill()
         until = time.monotonic() + _KILL_PATIENCE
@@ -279,17 +274,17 @@ class _Group:
             time.sleep(0.005)
         for member in self._alive():
             self._say(
-                f"{member.label} (process {member.process.pid}) cannot be killed: it hangs inside the system"
+                f"{member.label} (process {member.process.pid}) cannot be killed: it is blocked in the kernel"
             )
             member.code = -int(getattr(signal, "SIGKILL", signal.SIGTERM))
         if HAS_SESSIONS:
             _sweep({member.process.pid for member in self.members})
         for member in self.members:
-            member.output.finish(_DRAIN, self._told_to_stop)
+            member.output.finish(_DRAIN, self._stop_requested)
             self.guardian.forget(member.process.pid)
 
-    def _told_to_stop(self) -> bool:
-        """Whether a signal has come, now that the ranks are gone and only their output is left."""
+    def _stop_requested(self) -> bool:
+        """Whether a stop signal has arrived; called after the ranks have ended, while their output is read."""
         event = self.signals.get(0.0)
         if event == getattr(signal, "SIGTSTP", None):
             self._suspend()
@@ -310,9 +305,9 @@ class _Group:
         if self.stopped_by is not None:
             asked_for |= {code for n in (self.stopped_by, signal.SIGTERM) for code in (-n, 128 + n)}
         wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
-        told_to_stop = self.stopped_by not in (None, signal.SIGINT)
+        stop_requested = self.stopped_by not in (None, signal.SIGINT)
         return Outcome(
-            PREEMPTED if wanted and told_to_stop and self.policy.resumable else _shell_code(first.code),
+            PREEMPTED if wanted and stop_requested and self.policy.resumable else _shell_code(first.code),
             failed=None if wanted else first.process.rank,
             label=first.label,
             how=_how(first),
@@ -324,14 +319,14 @@ class _Group:
 def _say(console: Console, policy: Policy, message: str) -> None:
     if policy.quiet:
         return
-    # Whoever reads our output may have paused (a pager); signals and failures must not wait for that.
+    # The reader of our output may have paused (a pager); signals and failures must not wait for it.
     speaker = threading.Thread(target=console.say, args=(f"accel: {message}",), daemon=True)
     speaker.start()
     speaker.join(_SPEAKING)
 
 
 def _sweep(groups: set[int]) -> None:
-    """Wait until nothing is left in the process groups of ended ranks, then kill what still is."""
+    """Wait until the process groups of ended ranks are empty, then kill the remaining processes."""
     until = time.monotonic() + _SWEEP_GRACE
     while groups := {group for group in groups if group_is_alive(group)}:
         if time.monotonic() > until:
@@ -351,7 +346,7 @@ def _how(member: SupervisedProcess) -> str:
         return f"preempted, exit code {PREEMPTED}"
     if code > 0:
         return f"exit code {code}"
-    hint = "; the usual reason is that memory ran out" if -code == getattr(signal, "SIGKILL", None) else ""
+    hint = "; the usual cause is running out of memory" if -code == getattr(signal, "SIGKILL", None) else ""
     return f"ended by {_signal_name(-code)}{hint}"
 
 

@@ -1,4 +1,4 @@
-"""What the user asked to run: a script, a module or a program, checked before anything starts."""
+"""The target of a launch: a script, module or program, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Target:
 
     Attributes:
         name: path of the script, dotted name of the module, or the program.
-        args: what is passed to it.
+        args: its arguments.
         kind: how it is started: ``script`` as ``python name``, ``module`` as ``python -m name``, ``program``
             as ``name``.
     """
@@ -34,21 +34,21 @@ class Target:
     kind: Literal["script", "module", "program"] = "script"
 
     def argv(self, python: str = sys.executable) -> tuple[str, ...]:
-        """The command line that one rank runs."""
+        """The command line of one rank."""
         start = {"script": (python, self.name), "module": (python, "-m", self.name), "program": (self.name,)}
         return (*start[self.kind], *self.args)
 
 
 def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str] | None = None) -> None:
-    """Make sure that ``target`` can be started, without importing or running any of it.
+    """Check that ``target`` can be started, without importing or running any of it.
 
     Args:
-        target: what to look for.
-        environ: the environment of the ranks (its ``PATH`` finds programs).
-        path: where modules are looked for; by default the current folder and ``sys.path``.
+        target: the target to check.
+        environ: the environment of the ranks (programs are found on its ``PATH``).
+        path: the module search path; by default the current folder and ``sys.path``.
 
     Raises:
-        LaunchError: it is not there; the message suggests the nearest name that is.
+        LaunchError: it does not exist; the message suggests the closest name that does.
     """
     if target.kind == "program":
         _check_program(target.name, environ)
@@ -60,7 +60,7 @@ def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str]
 
 def _check_script(name: str) -> None:
     if not name:
-        raise LaunchError("the name of the script is empty; a variable of the shell may not be set")
+        raise LaunchError("the name of the script is empty; a shell variable may be unset")
     script = Path(name)
     if script.is_dir():
         if not (script / "__main__.py").exists():
@@ -84,8 +84,8 @@ def _check_program(name: str, environ: Mapping[str, str]) -> None:
     here = Path(name)
     if here.exists():
         raise LaunchError(
-            f"{name!r} is not a program that can be executed; make it one (chmod +x {name}), "
-            "or leave --no_python out if it is a Python script"
+            f"{name!r} is not executable; make it executable (chmod +x {name}), "
+            "or omit --no_python if it is a Python script"
         )
     raise LaunchError(
         f"the program {name!r} was not found; with --no_python the first word must be a program"
@@ -95,7 +95,7 @@ def _check_program(name: str, environ: Mapping[str, str]) -> None:
 def _check_module(name: str, path: list[str]) -> None:
     if not _is_dotted_name(name):
         raise LaunchError(
-            f"{name!r} is not the name of a module; with --module pass a dotted name such as package.train, "
+            f"{name!r} is not a module name; with --module pass a dotted name such as package.train, "
             "without .py and without slashes"
         )
     parts = name.split(".")
@@ -120,7 +120,7 @@ def _check_module(name: str, path: list[str]) -> None:
 def _find(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:
     found = importlib.machinery.PathFinder.find_spec(".".join(parts), places)
     if found is None and len(parts) == 1:
-        # Editable installs are known to finders of their own; asking for a top-level name imports nothing.
+        # Editable installs use their own finders; looking up a top-level name imports nothing.
         return importlib.util.find_spec(parts[0])
     return found
 

@@ -1,1 +1,1 @@
-"""The world of this run: its processes, this one's place in it, and how clusters tell it."""
+"""The processes of a run: topology, process group, and the clusters that start them."""

@@ -1,4 +1,4 @@
-"""``PartialState``: the processes of this run, and what each of them does when."""
+"""``PartialState``: this process's rank, device and process group, and control flow across processes."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ Decorator = Callable[[Callable[P, R]], Callable[P, R | None]]
 
 
 class PartialState:
-    """The place of this process in its world, its device, and the process group.
+    """Rank, device and process group of this process.
 
-    The first instance joins the world; all instances of a process share their attributes, because PyTorch has
-    one default process group. A process that a launcher started as one of N is one of N, on the CPU as well.
+    The first instance joins the world. All instances in a process share their attributes, because PyTorch has
+    one default process group. A process that a launcher started as one of N is one of N on the CPU too.
 
-    The environment can ask for the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), debug mode
-    (ACCELERATE_DEBUG_MODE), and the processors next to the GPU (ACCELERATE_CPU_AFFINITY).
+    Environment variables can select the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), debug mode
+    (ACCELERATE_DEBUG_MODE), and CPU affinity to the cores near the GPU (ACCELERATE_CPU_AFFINITY).
 
     Args:
         cpu: compute on the CPU even if there is an accelerator (also ACCELERATE_USE_CPU).
@@ -56,25 +56,24 @@ class PartialState:
             ``torch.distributed.init_process_group``.
 
     Attributes:
-        device: where this process computes.
-        distributed_type: how the processes work together; ``NO`` without a process group.
+        device: the device of this process.
+        distributed_type: the kind of distributed run; ``NO`` without a process group.
         backend: PyTorch's backend string, such as ``gloo``; None without a process group.
         num_processes: number of processes in the world.
-        process_index: number of this process in the world.
-        local_process_index: number of this process on its node.
+        process_index: global rank of this process.
+        local_process_index: rank of this process on its node.
         debug: whether ACCELERATE_DEBUG_MODE is on.
         fork_launched: whether the process was forked by a launcher that owns the process group
             (FORK_LAUNCHED).
-        topology: all that is known about the place of this process.
-        store: a key-value store that all ranks reach, for messages beside the training; None without a
-            process group.
-        channels: what collectives use, one channel per group; None in a world of one.
+        topology: ranks, nodes and addresses of this process, as its launcher describes them.
+        store: the key-value store shared by all ranks, for control messages; None without a process group.
+        channels: one communication channel per process group, used by collectives; None in a world of one.
 
     Raises:
         ConfigError: an environment variable or option is wrong.
-        DeviceError: there are more processes on this node than devices.
-        LaunchError: the processes could not meet.
-        StateError: ranks were set up differently, or this process was already set up in another way.
+        DeviceError: this node has fewer devices than processes.
+        LaunchError: rendezvous failed.
+        StateError: ranks disagree about device or backend, or this process was already set up differently.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
@@ -139,12 +138,12 @@ class PartialState:
         )
 
     def __reduce__(self) -> tuple[type[PartialState], tuple[()]]:
-        """A copy in another process takes that process's place: the group and the store cannot travel."""
+        """Unpickling gives the state of the unpickling process: a process group and a store cannot be pickled."""
         return type(self), ()
 
     @staticmethod
     def reset() -> None:
-        """Forget everything; the process group stays, and the next instance takes it over."""
+        """Clear the shared state. The process group stays; the next instance adopts it."""
         channels = PartialState._shared_state.get("channels")
         if channels is not None:
             channels.close(None)
@@ -155,10 +154,8 @@ class PartialState:
     def _check_same(self, cpu: bool, options: dict[str, Any]) -> None:
         if cpu and self.device.type != "cpu":
             raise StateError(
-                "PartialState(cpu=True) was asked for, but this process was already set up on "
-                f"{self.device}; pass "
-                "cpu=True to the first PartialState or Accelerator, and restart the interpreter if it is a "
-                "notebook"
+                f"PartialState(cpu=True) was requested, but this process already uses {self.device}; pass cpu=True "
+                "to the first PartialState or Accelerator (in a notebook, restart the kernel first)"
             )
         if self.backend is None:
             return
@@ -166,19 +163,18 @@ class PartialState:
             before = self.backend if name == "backend" else self._options.get(name)
             if before != value:
                 raise StateError(
-                    f"PartialState({name}={value!r}) was asked for, but the process group already exists "
-                    "with "
+                    f"PartialState({name}={value!r}) was requested, but the process group already exists with "
                     f"{name}={before!r}; pass {name} to the first PartialState or Accelerator"
                 )
 
     @property
     def initialized(self) -> bool:
-        """Whether an instance has been created and not been reset."""
+        """Whether an instance was created and not reset since."""
         return bool(self._shared_state)
 
     @property
     def use_distributed(self) -> bool:
-        """Whether there is more than this process."""
+        """Whether the world has more than one process."""
         return self.distributed_type is not DistributedType.NO and self.num_processes > 1
 
     @property
@@ -202,32 +198,32 @@ class PartialState:
         return default_device()
 
     def set_device(self) -> None:
-        """Make ``device`` the current one of PyTorch, as it is after construction."""
+        """Make ``device`` PyTorch's current device, as the constructor does."""
         set_current_device(self.device)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes have come here; nothing in a world of one."""
+        """Wait until every process has called this; returns at once in a world of one."""
         channel = self.channel()
         if channel is not None:
             channel.barrier()
 
     def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
-        """What a collective of ``group`` (None: all ranks) uses; None where there is nobody to talk to."""
+        """The communication channel of ``group`` (None: all ranks); None if the group has one rank."""
         return None if self.channels is None else self.channels.of(group)
 
     def connect(self, prefix: str) -> Store | None:
-        """A connection of its own to ``store``, for keys that begin with ``prefix``, so that waiting blocks nobody
-        else; None without a process group.
+        """A separate connection to ``store`` under ``prefix``, so that waiting on it blocks no other user; None
+        without a process group.
 
         Raises:
-            LaunchError: the store does not answer, because rank 0, in which it lives, has ended.
+            LaunchError: the store does not answer, because rank 0, which hosts it, has ended.
         """
         return None if self.store is None else store_client(self.store, prefix)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.
 
-        Nothing happens if there is none, or if None is given in a process whose launcher owns the group
+        Does nothing if there is none, or if ``group`` is None and the launcher owns the group
         (``fork_launched``).
         """
         if self.fork_launched and group is None:
@@ -241,18 +237,19 @@ class PartialState:
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of ``inputs``, contiguous and in rank order; ``inputs`` itself is left alone.
+        """This process's contiguous part of ``inputs``, in rank order; ``inputs`` itself is not changed.
 
-        In a world of one that is ``inputs`` as it is.
+        In a world of one this is ``inputs`` itself.
 
         Args:
-            inputs: a list, a tuple, a tensor (along its first dimension), a ``datasets.Dataset``, or a dict
-                of such of one length, nested to any depth. Anything else goes to every process whole.
-            apply_padding: repeat the last element so that all processes get the same number. Tensors then
-                come back on ``device``.
+            inputs: a list, a tuple, a tensor (split along its first dimension), a ``datasets.Dataset``, or a
+                dict of these with equal lengths, nested to any depth. Any other object is given to every
+                process unchanged.
+            apply_padding: repeat the last element so that all processes get the same number. Tensors are
+                then returned on ``device``.
 
         Raises:
-            ConfigError: values of a dict differ in length, or there is nothing to pad with.
+            ConfigError: values of a dict differ in length, or an empty input cannot be padded.
         """
         if self.num_processes == 1:
             yield inputs
@@ -272,21 +269,21 @@ class PartialState:
         try:
             yield
         finally:
-            if first:  # also after an exception: the others wait for this
+            if first:  # even after an exception: the other ranks wait for this
                 self.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that rank 0 runs before the others enter it; they enter also if it raises there."""
+        """A block that rank 0 completes before other ranks enter it; they also enter if rank 0 raises."""
         return self._goes_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of each node runs before the others enter it."""
+        """A block that the first process of each node completes before the node's other processes enter it."""
         return self._goes_first(self.is_local_main_process)
 
     def _guard(self, function: Callable[P, R], chosen: Callable[[], bool]) -> Callable[P, R | None]:
         @wraps(function)
         def guarded(*args: P.args, **kwargs: P.kwargs) -> R | None:
-            # Decided per call, because functions are often decorated before the world exists.
+            # Checked at each call, because functions are often decorated before the process group exists.
             return function(*args, **kwargs) if not self.use_distributed or chosen() else None
 
         return guarded
@@ -296,7 +293,7 @@ class PartialState:
     @overload
     def on_main_process(self, function: None = None) -> Decorator[..., Any]: ...
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate ``function`` to run on rank 0 only; on others it returns None."""
+        """Decorate ``function`` to run on rank 0 only; on other ranks it returns None."""
         return self._decorate(function, lambda: self.is_main_process)
 
     @overload
@@ -304,11 +301,11 @@ class PartialState:
     @overload
     def on_local_main_process(self, function: None = None) -> Decorator[..., Any]: ...
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
-        """Decorate ``function`` to run on the first process of each node only; on others it returns None."""
+        """Decorate ``function`` to run on the first process of each node only; on other ranks it returns None."""
         return self._decorate(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate ``function`` to run on the last rank only; on others it returns None."""
+        """Decorate ``function`` to run on the last rank only; on other ranks it returns None."""
         return self._guard(function, lambda: self.is_last_process)
 
     @overload
@@ -362,18 +359,18 @@ def current_state() -> PartialState | None:
 
 
 def discard_inherited_state() -> None:
-    """Drop, in a forked child, the state that it inherited: it describes the parent, whose channels stay open."""
+    """Drop the state that a forked child inherited: it describes the parent, whose channels stay open."""
     PartialState._shared_state.clear()
 
 
 def wait_for_everyone() -> None:
-    """Wait until all processes have come here; nothing in a world of one."""
+    """Wait until every process has called this; returns at once in a world of one."""
     PartialState().wait_for_everyone()
 
 
 def _require(name: str, index: int | None) -> None:
     if index is None:
-        raise ConfigError(f"{name} is missing; say which process shall run the function, as in {name}=0")
+        raise ConfigError(f"{name} is missing; name the process that runs the function, for example {name}=0")
 
 
 def _check_options(cpu: bool, options: dict[str, Any]) -> None:
@@ -381,11 +378,13 @@ def _check_options(cpu: bool, options: dict[str, Any]) -> None:
         raise ConfigError(f"cpu={cpu!r} is not a bool; pass cpu=True to compute on the CPU, or cpu=False")
     for name in options:
         if name not in OPTIONS:
-            raise ConfigError(f"PartialState has no option {name!r}; there are cpu, {', '.join(OPTIONS)}")
+            raise ConfigError(
+                f"PartialState has no option {name!r}; its options are cpu, {', '.join(OPTIONS)}"
+            )
 
 
 def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
-    """Find this process's place and device, and join its world: all attributes of the state."""
+    """Find this process's topology and device and join its world; returns all attributes of the state."""
     topology = detect(environment.snapshot())
     settings = environment.decode()
     fork_launched = environment.parse_flag_from_env("FORK_LAUNCHED")
@@ -446,7 +445,7 @@ def _channels(
 
 
 def _belongs_to_world(topology: Topology, options: dict[str, Any], fork_launched: bool) -> bool:
-    """A world of several; or of one that torchrun started, whose script may use the group itself."""
+    """Whether to create a group: with several ranks, or for one rank of torchrun, whose script may use the group."""
     if topology.world_size > 1:
         return True
     if fork_launched:  # by ``debug_launcher``, which gives one process no group to join
@@ -458,9 +457,8 @@ def _belongs_to_world(topology: Topology, options: dict[str, Any], fork_launched
 def _check_unused(options: dict[str, Any], backend: str) -> None:
     if options.get("backend", backend) != backend:
         raise StateError(
-            f"backend={options['backend']!r} was asked for, but the script has already created a process "
-            "group with "
-            f"{backend!r}; leave out backend=, or let PartialState create the group"
+            f"backend={options['backend']!r} was requested, but the script has already created a process group "
+            f"with {backend!r}; leave out backend=, or let PartialState create the group"
         )
     unused = sorted(set(options) - {"backend"})
     if unused:
@@ -471,19 +469,18 @@ def _check_unused(options: dict[str, Any], backend: str) -> None:
 
 
 def _share_cores(topology: Topology) -> None:
-    """Give each process of this node its share of the cores, unless OMP_NUM_THREADS is set."""
+    """Divide the physical cores of this node among its processes, unless OMP_NUM_THREADS is set."""
     if environment.get_int_from_env(["OMP_NUM_THREADS"], 0) > 0 or topology.world_size == 1:
         return
-    import psutil  # takes a third of the import time of this package, and only ranks on the CPU need it
+    import psutil  # a third of this package's import time, and only needed by ranks on the CPU
 
     cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
     threads = max(1, cores // topology.local_world_size)
     torch.set_num_threads(threads)
     if topology.rank == 0:
         warnings.warn(
-            f"OMP_NUM_THREADS is not set, so each process computes with {threads} thread"
-            f"{'' if threads == 1 else 's'}: {cores} physical cores for {topology.local_world_size} "
-            "processes on this "
-            "node. Set OMP_NUM_THREADS to choose the number yourself",
+            f"OMP_NUM_THREADS is not set, so each process uses {threads} thread{'' if threads == 1 else 's'}: "
+            f"{cores} physical cores for {topology.local_world_size} processes on this node. Set OMP_NUM_THREADS to "
+            "choose another number",
             stacklevel=4,
         )

@@ -1,4 +1,4 @@
-"""Joining the world: rendezvous, agreement of all ranks on the set-up, and PyTorch's process group."""
+"""Joining the world: rendezvous, a check that all ranks chose the same setup, and PyTorch's process group."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ __all__ = ["OPTIONS", "Membership", "adopt", "join", "store_client"]
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
 _JOIN_TIMEOUT = timedelta(minutes=10)
 _CLONE_TIMEOUT = 60.0
-_NAMES = 10.0  # seconds that the name of rank 0's machine may take to appear
-_GRACE = 5.0  # seconds after which a connection is given up that ignores its own timeout
+_NAMES = 10.0  # seconds until the host name of rank 0 must resolve
+_GRACE = 5.0  # seconds after which a connection that ignores its own timeout is abandoned
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a process has once it belongs to a world.
+    """The result of joining a world.
 
     Attributes:
-        topology: its place.
-        device: the device it computes on.
+        topology: ranks, nodes and addresses of the process.
+        device: the device of the process.
         backend: PyTorch's backend string.
-        store: a client of the world's key-value store of its own, so that waiting on it blocks no collective.
-        watch_store: one more, for the watch over collectives, which must be able to answer while others wait.
+        store: a separate client of the world's key-value store, so that waiting on it blocks no collective.
+        watch_store: another client, for the collective watchdog, which must answer while other clients wait.
     """
 
     topology: Topology
@@ -55,9 +55,9 @@ Choice = Callable[[], tuple[torch.device, str]]
 
 
 def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Membership:
-    """Take over the default process group that the user's script has created."""
+    """Use the default process group that the user's script created."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if topology.world_size != world_size:  # no launcher: torch.multiprocessing.spawn or the like, on one node
+    if topology.world_size != world_size:  # no launcher: for example torch.multiprocessing.spawn on one node
         topology = Topology(rank, world_size, rank, world_size, launcher="user")
     topology = replace(topology, rank=rank)
     store = dist.distributed_c10d._get_default_store()
@@ -68,17 +68,17 @@ def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Mem
 
 
 def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Membership:
-    """Meet the other ranks, check that all chose the same, and create the default process group.
+    """Rendezvous with the other ranks, check that all chose the same, and create the default process group.
 
     Args:
-        topology: place of this process.
-        choose: makes the device and the backend. It runs after the ranks have met, so that an error on one of
-            them is raised on all.
+        topology: ranks, nodes and addresses of this process.
+        choose: returns the device and the backend. It runs after the rendezvous, so that an error on one rank
+            is raised on all.
         options: keyword arguments of ``init_process_group``, all in ``OPTIONS``.
 
     Raises:
-        LaunchError: the ranks could not meet, or one of them could not be set up.
-        StateError: the ranks were set up differently.
+        LaunchError: rendezvous failed, or a rank could not be set up.
+        StateError: the ranks chose different devices or backends.
     """
     url = options.get("init_method") or _address(topology)
     if url == "env://":
@@ -86,8 +86,7 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
     timeout: timedelta = options.get("timeout") or _JOIN_TIMEOUT
     base = _meet(url, topology, timeout)
     try:
-        # A store can outlive a process group (torchrun's agent keeps it); keys of an earlier one must not be
-        # read.
+        # A store can outlive a process group (torchrun's agent hosts it); keys of an earlier group must not be read.
         generation = base.add(f"accel/generation/{topology.rank}", 1)
         store = _prefixed(f"accel/{generation}", base)
         device, backend = _agree(store, topology, choose, timeout)
@@ -96,9 +95,8 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
         _wait_until_all_joined(store, topology, timeout)
     except dist.DistError as error:
         raise LaunchError(
-            f"rank {topology.rank} of {topology.world_size} lost the others at {url} while joining them; "
-            "the error of "
-            f"the rank that failed first says why. ({str(error).splitlines()[0]})"
+            f"rank {topology.rank} of {topology.world_size} lost the other ranks at {url} while joining; the rank "
+            f"that failed first shows the cause. ({str(error).splitlines()[0]})"
         ) from error
     return Membership(topology, device, backend, side, watch)
 
@@ -128,7 +126,7 @@ def _leave() -> None:
 
 
 def _wait_until_all_joined(store: Store, topology: Topology, timeout: timedelta) -> None:
-    """Keep rank 0, in which the store lives, until the others no longer need it to find each other."""
+    """Keep rank 0, which hosts the store, alive until the other ranks no longer need it to connect."""
     if store.add("joined", 1) == topology.world_size:
         store.set("all joined", "")
     if topology.rank == 0:
@@ -140,7 +138,7 @@ def _prefixed(prefix: str, store: Store) -> Store:
 
 
 def store_client(store: Store, prefix: str) -> Store:
-    """A connection of its own to a store, for keys that begin with ``prefix``.
+    """A separate connection to a store, for keys under ``prefix``.
 
     Raises:
         LaunchError: the store does not answer.
@@ -149,25 +147,24 @@ def store_client(store: Store, prefix: str) -> Store:
     finished = _within(_CLONE_TIMEOUT, clone)
     if finished is None:
         raise LaunchError(
-            f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, in which it "
-            "lives, has "
-            "ended or is stuck; look at its output"
+            f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, which hosts it, has ended "
+            "or is stuck; check its output"
         )
     return _prefixed(prefix, finished)
 
 
 def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
-    """What ``connect`` returns, or None after ``seconds``; what it raises is raised.
+    """What ``connect`` returns, or None after ``seconds``; its exception is raised here.
 
-    It runs in a thread of its own, because a client of the store can wait for ever, or much longer than its
-    timeout: when another program listens at the port, or rank 0 has ended.
+    It runs in a separate thread, because a store client can wait forever, or much longer than its timeout, when
+    another program listens on the port or rank 0 has ended.
     """
     result: list[Store | Exception] = []
 
     def run() -> None:
         try:
             result.append(connect())
-        except Exception as error:  # raised again below, in the thread that asked
+        except Exception as error:  # raised again below, in the calling thread
             result.append(error)
 
     thread = threading.Thread(target=run, name="accel-connect", daemon=True)
@@ -188,10 +185,8 @@ def _address(topology: Topology) -> str:
     ]
     if missing:
         raise ConfigError(
-            f"{topology.world_size} processes were started by {topology.launcher}, but "
-            f"{' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set; set MASTER_ADDR to the host of rank 0 and "
-            "MASTER_PORT "
+            f"{topology.world_size} processes were started by {topology.launcher}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set; set MASTER_ADDR to the host of rank 0 and MASTER_PORT "
             "to a free port there, the same on all ranks"
         )
     host = topology.master_addr
@@ -201,9 +196,9 @@ def _address(topology: Topology) -> str:
 
 
 def _wait_until_known(host: str, seconds: float = _NAMES) -> None:
-    """Wait until the name of rank 0's host can be looked up; that of a machine just started may take a moment.
+    """Wait until the name of rank 0's host resolves; the name of a machine that just started may take a moment.
 
-    torch would go on looking for as long as a collective may take, half an hour by default.
+    torch would retry for the timeout of a collective, half an hour by default.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -212,8 +207,8 @@ def _wait_until_known(host: str, seconds: float = _NAMES) -> None:
         except socket.gaierror as error:
             if time.monotonic() >= deadline:
                 raise LaunchError(
-                    f"MASTER_ADDR is {host!r}, which this machine cannot look up ({error}). Set MASTER_ADDR to a name "
-                    "or address of rank 0's machine that all ranks can reach"
+                    f"MASTER_ADDR is {host!r}, which this machine cannot resolve ({error}). Set MASTER_ADDR to a "
+                    "host name or address of rank 0's machine that all ranks can reach"
                 ) from error
             time.sleep(min(0.5, seconds))
         else:
@@ -223,7 +218,7 @@ def _wait_until_known(host: str, seconds: float = _NAMES) -> None:
 def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
     """Connect to the store at ``url``; rank 0 creates it."""
     rank, world_size = topology.rank, topology.world_size
-    where = f"rank {rank} of {world_size} could not meet the others at {url}"
+    where = f"rank {rank} of {world_size} could not reach the other ranks at {url}"
 
     def connect() -> Store:
         store: Store = next(rendezvous(url, rank=rank, world_size=world_size, timeout=timeout))[0]
@@ -231,25 +226,23 @@ def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
 
     try:
         store = _within(timeout.total_seconds() + _GRACE, connect)
-    except Exception as error:  # PyTorch has several kinds
+    except Exception as error:  # PyTorch raises several types
         if "EADDRINUSE" in str(error):
             raise LaunchError(
-                f"{where}: port {topology.master_port} is in use on this machine, so rank 0 cannot listen "
-                "on it. "
+                f"{where}: port {topology.master_port} is in use on this machine, so rank 0 cannot listen on it. "
                 "Choose another MASTER_PORT (--main_process_port; 0 takes a free one)"
             ) from error
         raise LaunchError(f"{where}: {error}") from error
     if store is None:
         raise LaunchError(
-            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; "
-            "choose "
-            "another MASTER_PORT (--main_process_port), or see whether rank 0 has failed"
+            f"{where}: no answer within {timeout.total_seconds():g} s. Another program may listen there; choose "
+            "another MASTER_PORT (--main_process_port), or check whether rank 0 failed"
         )
     return store
 
 
 def _agree(store: Store, topology: Topology, choose: Choice, timeout: timedelta) -> tuple[torch.device, str]:
-    """Choose, tell rank 0, and raise on every rank if one failed or chose otherwise."""
+    """Choose device and backend, report them to rank 0, and raise on every rank if one failed or differs."""
     choice: tuple[torch.device, str] | None = None
     failure: AccelError | None = None
     try:
@@ -260,29 +253,29 @@ def _agree(store: Store, topology: Topology, choose: Choice, timeout: timedelta)
         answer = {"error": str(error)}
     store.set(f"hello/{topology.rank}", json.dumps(answer))
     if topology.rank == 0:
-        store.set("verdict", _judge(store, topology.world_size, timeout))
-    store.wait(["verdict"], timeout + timedelta(seconds=5))
-    verdict = store.get("verdict").decode()
-    if verdict:
+        store.set("result", _compare_answers(store, topology.world_size, timeout))
+    store.wait(["result"], timeout + timedelta(seconds=5))
+    result = store.get("result").decode()
+    if result:
         _wait_for_readers(store, topology)
     if failure is not None:
         raise failure
-    if verdict:
-        raise StateError(verdict)
+    if result:
+        raise StateError(result)
     assert choice is not None
     return choice
 
 
 def _wait_for_readers(store: Store, topology: Topology) -> None:
-    """Keep rank 0, in which the store lives, until the others have read why they fail."""
+    """Keep rank 0, which hosts the store, alive until the other ranks have read why they fail."""
     if store.add("read", 1) == topology.world_size:
         store.set("read by all", "")
     if topology.rank == 0:
-        with contextlib.suppress(dist.DistStoreError):  # a rank is gone: nobody to wait for
+        with contextlib.suppress(dist.DistStoreError):  # a rank is gone: nothing to wait for
             store.wait(["read by all"], timedelta(seconds=5))
 
 
-def _judge(store: Store, world_size: int, timeout: timedelta) -> str:
+def _compare_answers(store: Store, world_size: int, timeout: timedelta) -> str:
     try:
         store.wait([f"hello/{rank}" for rank in range(world_size)], timeout)
     except dist.DistStoreError:
@@ -297,6 +290,6 @@ def _judge(store: Store, world_size: int, timeout: timedelta) -> str:
             if answer[what] != answers[0][what]:
                 return (
                     f"ranks do not agree on the {what}: rank 0 has {answers[0][what]!r}, rank {rank} has "
-                    f"{answer[what]!r}; give all of them the same cpu= and backend="
+                    f"{answer[what]!r}; pass the same cpu= and backend= on all of them"
                 )
     return ""

@@ -1,4 +1,4 @@
-"""The arithmetic of dividing inputs between processes. Nothing here knows about process groups."""
+"""Splitting inputs between processes: pure index arithmetic, independent of process groups."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["part_bounds", "split_for_rank"]
 def part_bounds(length: int, rank: int, world_size: int) -> tuple[int, int]:
     """First and one-past-last index of ``rank``'s part of ``length`` elements.
 
-    Parts are contiguous, in rank order, and differ by at most one; the first ``length % world_size`` are the
-    longer ones.
+    Parts are contiguous and in rank order. Their lengths differ by at most one; the first ``length % world_size``
+    parts are longer.
     """
     size, longer = divmod(length, world_size)
     start = rank * size + min(rank, longer)
@@ -36,14 +36,14 @@ def split_for_rank(
 
     Args:
         inputs: a list, a tuple, a tensor of shape (n, …), a ``datasets.Dataset``, or a dict or named tuple of
-            such of one length, nested to any depth. Anything else is returned as it is.
-        rank: whose part.
+            these with equal lengths, nested to any depth. Any other object is returned unchanged.
+        rank: the rank whose part is returned.
         world_size: number of parts.
-        apply_padding: repeat the last element of ``inputs``, so that every part has ``ceil(n / world_size)``.
-        device: move tensors there.
+        apply_padding: repeat the last element of ``inputs``, so that every part has ``ceil(n / world_size)`` elements.
+        device: the device that tensors are moved to; None: they stay.
 
     Raises:
-        ConfigError: values of a dict differ in length, or one of them cannot be divided.
+        ConfigError: values of a dict differ in length, or one of them cannot be split.
     """
     length = _common_length(inputs, "inputs")
     if length is None:
@@ -58,14 +58,14 @@ def _is_dataset(value: Any) -> bool:
 
 
 def _children(value: Any) -> Mapping[Any, Any] | None:
-    """The named values of a dict or named tuple, each of which is divided; None for other things."""
+    """The named values of a dict or named tuple, each of which is split; None for other objects."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return dict(zip(value._fields, value, strict=True))
     return value if isinstance(value, Mapping) else None
 
 
 def _common_length(value: Any, path: str) -> int | None:
-    """Number of elements of ``value``; None if it has none to divide."""
+    """Number of elements of ``value``; None if it cannot be split."""
     children = _children(value)
     if children is None:
         is_row_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
@@ -76,15 +76,13 @@ def _common_length(value: Any, path: str) -> int | None:
         length = _common_length(child, name)
         if length is None:
             raise ConfigError(
-                f"{name} is of type {type(child).__name__}, which cannot be divided between processes; "
-                "pass it on its own, or make it a list or tensor as long as the others"
+                f"{name} is of type {type(child).__name__}, which cannot be split between processes; "
+                "pass it separately, or make it a list or tensor of the same length as the others"
             )
         lengths[name] = length
     if len(set(lengths.values())) > 1:
         listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ConfigError(
-            f"values divided together between processes must have the same length, but {listed}"
-        )
+        raise ConfigError(f"values split together between processes must have the same length, but {listed}")
     return next(iter(lengths.values()), None)
 
 

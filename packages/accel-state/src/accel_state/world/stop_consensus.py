@@ -1,19 +1,19 @@
-"""All ranks stop after the same boundary, once one of them is told to stop.
+"""Consensus of all ranks on the boundary after which they stop, once one rank receives a stop request.
 
-A *boundary* is a point of the program that all ranks pass equally often, the end of an optimizer step. Each rank
-counts those it has passed, and nothing else happens at one. When a rank is told to stop, each rank's thread here
+A *boundary* is a point that all ranks pass the same number of times: the end of an optimizer step. Each rank only
+counts the boundaries it passes. After a stop request, a background thread on each rank
 
-1. sets ``asked``; from then on the question ``due()`` waits for the decision;
-2. reads the rank's count and posts it, in the store of the world;
-3. takes as the decision the highest count posted, plus one.
+1. sets ``pending``; from then on ``should_stop()`` blocks until there is a decision;
+2. reads the rank's count and publishes it in the world's store;
+3. decides: stop after the highest published count plus one.
 
-The answer is "stop" from the boundary of that number on. It is the same on all ranks at the same place of the
-program, however often and by whomever it is asked: it depends on the count alone, and every answer that was given
-without waiting was given before step 1, so at a count that is smaller than the decision. The decision waits for
-threads only, never for a rank's program, which may stand in a collective until another rank comes on.
+``should_stop()`` is true from that boundary on. All ranks get the same answer at the same point of the program,
+however often it is called: the answer depends only on the count, and every call that did not block happened before
+step 1, at a count below the decided one. The decision waits for threads only, never for a rank's main program, which
+may be blocked in a collective until another rank arrives.
 
-No lock is needed between the program and the thread: a boundary that is passed between 1 and 2 is posted or not,
-and either way the next question waits.
+The program and the thread need no lock: whether or not a boundary passed between steps 1 and 2 is included in the
+published count, the next call to ``should_stop()`` blocks.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from accel_state.host.process_identity import has_ended, process_identity
 __all__ = ["Boundaries", "StopConsensus", "StopDecision"]
 
 _LOOK = 0.5
-"""Seconds between two looks whether another rank was told to stop."""
+"""Seconds between two checks whether another rank received a stop request."""
 _POLL = 0.01
 _PATIENCE = 60.0
-"""Seconds that ranks get to post their count."""
+"""Seconds that ranks have to publish their count."""
 _LINGER = 5.0
-"""Seconds that rank 0, with which the store may end, waits at its end for ranks that have not read the decision."""
+"""Seconds that rank 0, which may host the store, waits at exit for ranks that have not read the decision."""
 _logger = logging.getLogger(__name__)
 
 
@@ -55,11 +55,11 @@ class Boundaries:
 
 @dataclass(frozen=True, slots=True)
 class StopDecision:
-    """What all ranks have agreed on.
+    """The decision of all ranks.
 
     Attributes:
-        stop_after: number of the boundary after which they stop; None: they could not agree, and go on.
-        reason: the signal and the rank that it came to, or why they could not agree.
+        stop_after: number of the boundary after which they stop; None: no consensus, training continues.
+        reason: the signal and the rank that received it, or why there is no consensus.
     """
 
     stop_after: int | None
@@ -67,17 +67,17 @@ class StopDecision:
 
 
 class StopConsensus:
-    """One rank's part.
+    """This rank's participant in the consensus.
 
     Args:
-        boundaries: the count.
+        boundaries: counts the boundaries that this rank passed.
         rank: this rank.
         size: number of ranks.
-        on_failure: called in a thread when this rank was told to stop and the ranks cannot agree.
+        on_failure: called in a background thread if this rank received a stop request and no consensus is reached.
 
     Attributes:
-        asked: whether ``due()`` has to be asked. Read at every step; it is all that a step costs.
-        decision: None until there is one.
+        pending: whether ``should_stop()`` must be called. Read at every step; this is the whole cost per step.
+        decision: None until it is made.
     """
 
     def __init__(
@@ -99,24 +99,24 @@ class StopConsensus:
         self._pid = os.getpid()
 
     def start(self, store: Store | None) -> None:
-        """Begin to listen to the other ranks.
+        """Start the background thread.
 
         Args:
-            store: a connection that nothing else uses, under a prefix of its own; None in a world of one.
+            store: a dedicated connection with its own prefix; None in a world of one.
         """
         if store is None:
             return
-        store.set_timeout(timedelta(seconds=10))  # nothing here waits for a key that is not there
-        # The n-th agreement of this process is the n-th of every other one.
+        store.set_timeout(timedelta(seconds=10))  # no call here waits for a missing key
+        # The n-th consensus of this process belongs to the n-th of every other process.
         store = self._store = PrefixStore(str(store.add(f"generation/{self._rank}", 1)), store)
         store.set(f"member/{self._rank}", json.dumps(process_identity()))
         self._thread = threading.Thread(target=self._run, args=(store,), name="accel-stop", daemon=True)
         self._thread.start()
 
     def request(self, reason: str) -> None:
-        """Ask all ranks to stop. Repeats change nothing.
+        """Request that all ranks stop. Repeated requests have no effect.
 
-        Not to be called by a signal handler, which may interrupt whoever holds the locks in here.
+        Must not be called from a signal handler, which may interrupt code that holds the locks used here.
         """
         if self.decision is not None:
             if self.decision.stop_after is None:
@@ -129,15 +129,15 @@ class StopConsensus:
             self._wake.set()
 
     def should_stop(self) -> bool:
-        """Whether it is time to stop; waits until the ranks have agreed when."""
+        """Whether to stop now; blocks until the ranks have decided when."""
         self._known.wait()
         assert self.decision is not None
         stop_after = self.decision.stop_after
         return stop_after is not None and self._boundaries.passed >= stop_after
 
     def close(self) -> None:
-        """Leave: the other ranks can agree without this one, which passes no further boundary."""
-        if self._closing or os.getpid() != self._pid:  # a forked child is no rank
+        """Leave: this rank passes no further boundary, so the other ranks can decide without it."""
+        if self._closing or os.getpid() != self._pid:  # a forked child is not a rank
             return
         self._closing = True
         self._wake.set()
@@ -146,15 +146,15 @@ class StopConsensus:
         if self._store is not None:
             try:
                 self._announce_exit(self._store)
-            except RuntimeError as error:  # whoever kept the store has left before; nobody is to be told
-                _logger.debug("could not say goodbye: %s", error)
+            except RuntimeError as error:  # the process that hosts the store exited first
+                _logger.debug("could not announce the exit: %s", error)
             self._store = None
         if self.decision is None:
             self._decide(StopDecision(None, "training has ended"))
 
     def _announce_exit(self, store: Store) -> None:
         if getattr(sys, "last_value", None) is not None:
-            return  # an exception ends the program; the others find that this rank is gone
+            return  # the program ends with an exception; the other ranks detect that this rank is gone
         self._post(store)
         if not self._heard:
             store.add("heard", 1)
@@ -166,7 +166,7 @@ class StopConsensus:
     # --- the thread ---
 
     def _run(self, store: Store) -> None:
-        decision = StopDecision(None, "the thread that talks to the other ranks has failed")
+        decision = StopDecision(None, "the thread that communicates with the other ranks failed")
         try:
             while not self._wake.wait(_LOOK) and not store.check(["asked"]):
                 pass
@@ -177,7 +177,7 @@ class StopConsensus:
             decision = self._agree(store)
         except RuntimeError as error:
             lost = str(error).partition("\n")[0]
-            decision = StopDecision(None, f"the store, which rank 0 keeps, cannot be reached: {lost}")
+            decision = StopDecision(None, f"the store, which rank 0 hosts, cannot be reached: {lost}")
         finally:
             self._decide(decision)
         if decision.stop_after is None:
@@ -217,7 +217,7 @@ class StopConsensus:
             if found is None:
                 time.sleep(_POLL)
             else:
-                # The first one written is everybody's, so ranks also agree about having given up.
+                # The first decision written is final, so ranks also agree when they give up.
                 store.compare_set("decision", "", json.dumps(asdict(found)))
         decision = StopDecision(**json.loads(store.get("decision")))
         self._heard = True
@@ -231,7 +231,7 @@ class StopConsensus:
         return StopDecision(max(map(int, store.multi_get(keys))) + 1, store.get("asked").decode())
 
     def _give_up(self, store: Store, late: bool) -> StopDecision | None:
-        """Whether a rank that has not posted will never do so."""
+        """A decision without consensus, if a rank that has not published its count never will."""
         missing = [rank for rank in range(self._size) if not store.check([f"passed/{rank}"])]
         for rank in missing:
             ended = store.check([f"member/{rank}"]) and has_ended(json.loads(store.get(f"member/{rank}")))
@@ -240,7 +240,7 @@ class StopConsensus:
         if missing and late:
             return StopDecision(
                 None,
-                f"ranks {missing} have not answered for {_PATIENCE:g} s; they may be stuck, or were not asked to "
-                "listen for signals as this one was",
+                f"ranks {missing} have not answered for {_PATIENCE:g} s; they may be stuck, or do not listen for "
+                "signals as this one does",
             )
         return None

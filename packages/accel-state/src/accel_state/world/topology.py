@@ -1,4 +1,4 @@
-"""Which rank of which world this process is. Loads no torch."""
+"""Rank, world size and nodes of this process, from its environment. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Topology", "detect"]
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Ask each kind of cluster in turn whether it started this process.
+    """Ask each cluster type in turn whether it started this process.
 
     Args:
         environ: the environment variables, as ``accel_state.environment.snapshot()`` gives them.

@@ -11,12 +11,12 @@ __all__ = ["GradientAccumulationSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class GradientAccumulationSection(Section):
-    """How many micro-batches make one update."""
+    """Micro-batches per optimizer step."""
 
     title = "Gradient accumulation"
 
     num_steps: int | None = option(
-        help="Micro-batches per optimizer step. In a file it may also stand in deepspeed_config.",
+        help="Micro-batches per optimizer step. In a file it is also accepted in deepspeed_config.",
         name="gradient_accumulation_steps",
         env=("ACCELERATE_GRADIENT_ACCUMULATION_STEPS",),
         unset=("auto",),

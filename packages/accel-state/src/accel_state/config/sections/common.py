@@ -1,4 +1,4 @@
-"""Options that a local run and a SageMaker job share."""
+"""Options shared by local runs and SageMaker jobs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["CommonOptions"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommonOptions(Section):
-    """Precision, device and size of a run, wherever it runs."""
+    """Precision, device and size of a run."""
 
     mixed_precision: str | None = option(
-        help="Precision that the model is computed in.",
+        help="Precision of the model's computation.",
         env=("ACCELERATE_MIXED_PRECISION",),
         choices=("no", "fp16", "bf16", "fp8"),
         launch_default="no",
@@ -22,7 +22,7 @@ class CommonOptions(Section):
     )
     use_cpu: bool = option(
         False,
-        help="Run on the CPU even where there is an accelerator.",
+        help="Run on the CPU even if there is an accelerator.",
         name="cpu",
         key="use_cpu",
         flags=("--use_cpu",),
@@ -32,7 +32,7 @@ class CommonOptions(Section):
     )
     debug: bool = option(
         False,
-        help="Check the shapes of tensors in every collective, and print more about failures.",
+        help="Check the arguments of every collective across ranks, also for tensors on a device.",
         env=("ACCELERATE_DEBUG_MODE",),
         toggle=True,
         prompt="Should distributed operations be checked while they run? This costs time.",
@@ -45,7 +45,7 @@ class CommonOptions(Section):
         prompt="How many machines will you use?",
     )
     gpu_ids: str | None = option(
-        help='Ids of the accelerators to use on this machine, with commas between them, or "all".',
+        help='Comma-separated ids of the accelerators to use on this machine, or "all".',
         launch_default="all",
         prompt="Which accelerators (by id) should be used, with commas between them?",
     )

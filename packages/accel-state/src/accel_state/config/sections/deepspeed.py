@@ -13,7 +13,7 @@ _DEVICES = ("none", "cpu", "nvme")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedSection(Section):
-    """What the DeepSpeed plugin is built from; fields are named as in the plugin."""
+    """Options of the DeepSpeed plugin; fields are named as in the plugin."""
 
     file_key = "deepspeed_config"
     env_prefix = "ACCELERATE_DEEPSPEED_"
@@ -33,12 +33,12 @@ class DeepSpeedSection(Section):
         prompt="What should be your DeepSpeed's ZeRO optimization stage?",
     )
     offload_optimizer_device: str | None = option(
-        help="Where optimizer states are kept (stage 2 and 3).",
+        help="Device of optimizer states (stages 2 and 3).",
         choices=_DEVICES,
         prompt="Where to offload optimizer states?",
     )
     offload_param_device: str | None = option(
-        help="Where parameters are kept (stage 3).",
+        help="Device of parameters (stage 3).",
         choices=_DEVICES,
         prompt="Where to offload parameters?",
     )
@@ -53,14 +53,14 @@ class DeepSpeedSection(Section):
         prompt="NVMe path to offload parameters?",
     )
     gradient_clipping: float | None = option(
-        help="Norm that gradients are clipped to.",
+        help="Maximum gradient norm.",
         env=("ACCELERATE_GRADIENT_CLIPPING",),
         unset=("auto", "none"),
         low=0,
         prompt="What is the gradient clipping value?",
     )
     zero3_init_flag: bool | None = option(
-        help="Create models inside deepspeed.zero.Init, sharded from the start (stage 3).",
+        help="Create models inside deepspeed.zero.Init, sharded at creation (stage 3).",
         env=("ACCELERATE_DEEPSPEED_ZERO3_INIT",),
         prompt="Do you want to enable deepspeed.zero.Init when using ZeRO Stage-3?",
     )
@@ -69,7 +69,7 @@ class DeepSpeedSection(Section):
         prompt="Do you want to save 16-bit model weights when using ZeRO Stage-3?",
     )
     transformer_moe_cls_names: str | None = option(
-        help="Classes of mixture-of-experts layers, with commas between them.",
+        help="Comma-separated classes of mixture-of-experts layers.",
         name="deepspeed_moe_layer_cls_names",
         env=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
         prompt="Specify the transformer MoE layer class names, with commas between them:",
@@ -78,7 +78,7 @@ class DeepSpeedSection(Section):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DeepSpeedLaunchSection(DeepSpeedSection):
-    """The plugin's options, and those that only DeepSpeed's launcher for several machines needs."""
+    """The plugin's options, and those of DeepSpeed's launcher for several machines."""
 
     deepspeed_hostfile: str | None = option(
         help="DeepSpeed hostfile that lists machines and their slots.",
@@ -86,7 +86,7 @@ class DeepSpeedLaunchSection(DeepSpeedSection):
         prompt="DeepSpeed configures multi-node compute resources with a hostfile. Where is it?",
     )
     deepspeed_exclusion_filter: str | None = option(
-        help="Machines and devices to leave out, as in DeepSpeed's --exclude.",
+        help="Machines and devices to exclude, as in DeepSpeed's --exclude.",
         env=(),
         prompt="DeepSpeed exclusion filter string:",
     )

@@ -12,7 +12,7 @@ __all__ = ["DynamoSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class DynamoSection(Section):
-    """What ``torch.compile`` does to prepared models."""
+    """Options of ``torch.compile`` for prepared models."""
 
     file_key = "dynamo_config"
     prefix = "dynamo_"
@@ -20,7 +20,7 @@ class DynamoSection(Section):
     title = "torch.compile"
 
     backend: str | None = option(
-        help="Backend of torch.compile; no: models are not compiled.",
+        help="Backend of torch.compile; no: no compilation.",
         choices=tuple(DynamoBackend.list()),
         synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
         prompt="Which dynamo backend would you like to use?",
@@ -32,7 +32,7 @@ class DynamoSection(Section):
         prompt="Which mode do you want to use?",
     )
     fullgraph: bool | None = option(
-        help="Compile each model as one graph, or fail.",
+        help="Require that each model compiles to a single graph.",
         name="dynamo_use_fullgraph",
         env=("ACCELERATE_DYNAMO_USE_FULLGRAPH",),
         toggle=True,
@@ -40,14 +40,14 @@ class DynamoSection(Section):
         prompt="Do you want the fullgraph mode, or is it ok to break the model into several graphs?",
     )
     dynamic: bool | None = option(
-        help="Compile for changing shapes; not given: torch.compile finds out.",
+        help="Compile with dynamic shapes; unset: torch.compile decides.",
         name="dynamo_use_dynamic",
         env=("ACCELERATE_DYNAMO_USE_DYNAMIC",),
         toggle=True,
         prompt="Do you want to enable dynamic shape tracing?",
     )
     use_regional_compilation: bool | None = option(
-        help="Compile repeated blocks once each instead of the whole model.",
+        help="Compile repeated blocks once each instead of the whole model (regional compilation).",
         toggle=True,
         launch_default=False,
         prompt="Do you want to compile repeated blocks only?",

@@ -1,4 +1,4 @@
-"""Training in 8-bit floating point."""
+"""Training in 8-bit floating point (fp8)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Fp8Section"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Fp8Section(Section):
-    """What the recipes of TransformerEngine, torchao and MS-AMP are built from, for mixed precision fp8."""
+    """Options of the TransformerEngine, torchao and MS-AMP recipes, for mixed precision fp8."""
 
     file_key = "fp8_config"
     prefix = "fp8_"
@@ -19,14 +19,14 @@ class Fp8Section(Section):
     title = "FP8"
 
     backend: str | None = option(
-        help="Library that computes in fp8.",
+        help="Library for fp8 computation.",
         key="backend",
         choices=("TE", "AO", "MSAMP"),
         unset=("no",),
         prompt="Which FP8 backend do you want to use?",
     )
     use_autocast_during_eval: bool | None = option(
-        help="Compute in fp8 also in evaluation mode (TE).",
+        help="Use fp8 also in evaluation mode (TE).",
         key="use_autocast_during_eval",
         toggle=True,
         launch_default=False,
@@ -39,7 +39,7 @@ class Fp8Section(Section):
         prompt="What margin should be used for gradient scaling?",
     )
     interval: int | None = option(
-        help="Steps between two computations of the scaling factor (TE).",
+        help="Steps between updates of the scaling factor (TE).",
         key="interval",
         low=1,
         launch_default=1,
@@ -54,7 +54,7 @@ class Fp8Section(Section):
         prompt="Which weight format should be used?",
     )
     amax_history_len: int | None = option(
-        help="Length of the history of maxima (TE).",
+        help="Length of the amax history (TE).",
         key="amax_history_len",
         keys=("amax_history_length",),
         low=1,
@@ -62,7 +62,7 @@ class Fp8Section(Section):
         prompt="What length of history should be used for the amax scaling factor computation?",
     )
     amax_compute_algo: str | None = option(
-        help="How a maximum is chosen from the history (TE).",
+        help="How amax is computed from the history (TE).",
         key="amax_compute_algo",
         keys=("amax_compute_algorithm",),
         choices=("max", "most_recent"),
@@ -70,7 +70,7 @@ class Fp8Section(Section):
         prompt="Which algorithm should be used for the amax scaling factor computation?",
     )
     override_linear_precision: tuple[bool, bool, bool] | None = option(
-        help="Compute forward, data gradient, weight gradient of linear layers in high precision (TE).",
+        help="Compute forward, data gradient, weight gradient of linear layers in higher precision (TE).",
         key="override_linear_precision",
         env=(
             "ACCELERATE_FP8_OVERRIDE_FPROP",
@@ -89,7 +89,7 @@ class Fp8Section(Section):
         prompt="What optimization level should be used?",
     )
     enable_fsdp_float8_all_gather: bool | None = option(
-        help="Gather sharded parameters in fp8 (AO with FSDP2).",
+        help="All-gather sharded parameters in fp8 (AO with FSDP2).",
         key="enable_fsdp_float8_all_gather",
         launch_default=True,
         prompt="Do you want to enable FSDP2 float8 all gather? This is recommended for better performance.",

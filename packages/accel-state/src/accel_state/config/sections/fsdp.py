@@ -10,12 +10,12 @@ from accel_state.config.option import Section, option
 __all__ = ["FSDP_SHARDING_STRATEGIES", "FsdpSection"]
 
 FSDP_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-"""In the order of ``torch.distributed.fsdp.ShardingStrategy``, whose values count from 1."""
+"""In the order of ``torch.distributed.fsdp.ShardingStrategy``, whose values start at 1."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class FsdpSection(Section):
-    """How parameters are sharded. Fields are named as in the plugin that is built from them."""
+    """Options of the FSDP plugin; fields are named as in the plugin."""
 
     file_key = "fsdp_config"
     prefix = "fsdp_"
@@ -38,7 +38,7 @@ class FsdpSection(Section):
         launch_default="FULL_SHARD",
     )
     reshard_after_forward: bool | str | None = option(
-        help="Version 2: free the gathered parameters after forward. Version 1: a sharding strategy.",
+        help="Version 2: free all-gathered parameters after forward. Version 1: a sharding strategy.",
         choices=FSDP_SHARDING_STRATEGIES,
         numbered=True,
         launch_default=True,
@@ -53,12 +53,12 @@ class FsdpSection(Section):
         prompt="Do you want to offload parameters and gradients to CPU?",
     )
     auto_wrap_policy: str | None = option(
-        help="How the modules that become units of sharding are chosen.",
+        help="How modules are grouped into sharding units.",
         choices=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"),
         prompt="What should be your auto wrap policy?",
     )
     transformer_cls_names_to_wrap: tuple[str, ...] | None = option(
-        help="Classes of the layers to shard, with commas between them, for TRANSFORMER_BASED_WRAP.",
+        help="Comma-separated classes of the layers to shard, for TRANSFORMER_BASED_WRAP.",
         name="fsdp_transformer_layer_cls_to_wrap",
         keys=("fsdp_transformer_cls_names_to_wrap",),
         env=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
@@ -66,50 +66,50 @@ class FsdpSection(Section):
         prompt="Specify the transformer layer class names to wrap, with commas between them:",
     )
     min_num_params: int | None = option(
-        help="Modules with at least so many parameters are sharded, for SIZE_BASED_WRAP.",
+        help="Minimum number of parameters of a sharded module, for SIZE_BASED_WRAP.",
         low=0,
         launch_default=100_000_000,
         prompt="What should be your FSDP's minimum number of parameters for size based wrapping?",
     )
     backward_prefetch: str | None = option(
-        help="When the next parameters are gathered in backward (version 1).",
+        help="When the next parameters are all-gathered in backward (version 1).",
         keys=("fsdp_backward_prefetch_policy",),
         flags=("--fsdp_backward_prefetch_policy",),
         choices=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
         prompt="What should be your FSDP's backward prefetch policy?",
     )
     state_dict_type: str | None = option(
-        help="How state dictionaries are laid out when they are saved.",
+        help="Layout of saved state dictionaries.",
         choices=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
         prompt="What should be your FSDP's state dict type?",
     )
     forward_prefetch: bool | None = option(
-        help="Gather the next parameters during forward.",
+        help="All-gather the next parameters during forward.",
         launch_default=False,
         prompt="Do you want to enable FSDP's forward prefetch policy?",
     )
     use_orig_params: bool | None = option(
-        help="Keep the original parameters visible (version 1).",
+        help="Expose the original parameters (version 1).",
         launch_default=True,
         prompt="Do you want to enable FSDP's use_orig_params feature?",
     )
     cpu_ram_efficient_loading: bool | None = option(
-        help="Load weights on the first process only and send them to the others.",
+        help="Load weights on rank 0 only and broadcast them.",
         launch_default=True,
         prompt="Do you want to load weights on the first process only?",
     )
     sync_module_states: bool | None = option(
-        help="Send the weights of rank 0 to all when modules are wrapped (version 1).",
+        help="Broadcast the weights of rank 0 when modules are wrapped (version 1).",
         launch_default=True,
         prompt="Do you want each wrapped module to receive the weights of rank 0?",
     )
     activation_checkpointing: bool | None = option(
-        help="Recompute activations in backward instead of keeping them.",
+        help="Recompute activations in backward instead of storing them (activation checkpointing).",
         launch_default=False,
         prompt="Do you want to enable activation checkpointing?",
     )
     activation_checkpointing_offload: bool | None = option(
-        help="Keep the activations that are checkpointed in host memory (version 2).",
+        help="Keep checkpointed activations in host memory (version 2).",
         launch_default=False,
     )
     ignored_modules: str | None = option(

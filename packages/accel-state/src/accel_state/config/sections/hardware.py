@@ -24,15 +24,15 @@ DEVICE_LIST_VARIABLES: Mapping[str, str] = MappingProxyType(
         "neuron": "NEURON_RT_VISIBLE_CORES",
     }
 )
-"""Device type to the variable by which ``gpu_ids`` reaches its driver."""
+"""Device type to the driver variable that is set from ``gpu_ids``."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class HardwareOptions(CommonOptions):
-    """Which processes run where."""
+    """Number and placement of the processes."""
 
     distributed_type: str | None = option(
-        help="How the processes work together; chosen from the hardware when it is not given.",
+        help="Kind of distributed run; by default chosen from the hardware.",
         env=("ACCELERATE_DISTRIBUTED_TYPE",),
         choices=tuple(member.value for member in DistributedType),
         synonyms={"tpu": "XLA"},
@@ -47,7 +47,7 @@ class HardwareOptions(CommonOptions):
     )
     use_parallelism_config: bool = option(
         False,
-        help="Use the sizes of the parallelism section; on by itself when a file has a parallelism_config.",
+        help="Use the sizes of the parallelism section; implied by a parallelism_config in a file.",
         env=("ACCELERATE_USE_PARALLELISM_CONFIG",),
         toggle=True,
         ours=True,
@@ -60,7 +60,7 @@ class HardwareOptions(CommonOptions):
     )
     machine_rank: int = option(
         0,
-        help="Number of this machine, from 0.",
+        help="Rank of this machine, from 0.",
         low=0,
         flags=("--node_rank",),
         prompt="What is the rank of this machine?",
@@ -71,7 +71,7 @@ class HardwareOptions(CommonOptions):
         prompt="What is the IP address of the machine that will host the main process?",
     )
     main_process_port: int | None = option(
-        help="Port on that machine; 0, and on one machine also no value, means a free one.",
+        help="Port on that machine; 0, or unset on one machine: a free port.",
         low=0,
         high=65535,
         flags=("--master_port",),
@@ -79,7 +79,7 @@ class HardwareOptions(CommonOptions):
     )
     same_network: bool = option(
         False,
-        help="All machines reach each other directly, so the address of rank 0 is used without a rendezvous.",
+        help="All machines are on one network, so the address of rank 0 is used without a rendezvous.",
         toggle=True,
         prompt="Are all the machines on the same local network?",
     )
@@ -89,7 +89,7 @@ class HardwareOptions(CommonOptions):
         prompt="What rendezvous backend will you use?",
     )
     rdzv_conf: str | None = option(
-        help="More settings of the rendezvous: key=value pairs with commas between them.",
+        help="Additional settings of the rendezvous: comma-separated key=value pairs.",
         ours=True,
     )
     num_cpu_threads_per_process: int | None = option(

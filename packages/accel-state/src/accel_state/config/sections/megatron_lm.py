@@ -11,7 +11,7 @@ __all__ = ["MegatronLMSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MegatronLMSection(Section):
-    """What the Megatron-LM plugin is built from; fields are named as in the plugin."""
+    """Options of the Megatron-LM plugin; fields are named as in the plugin."""
 
     file_key = "megatron_lm_config"
     prefix = "megatron_lm_"
@@ -36,7 +36,7 @@ class MegatronLMSection(Section):
     )
     no_load_optim: bool | None = option(help="Do not load the optimizer state.", launch_default=False)
     eod_mask_loss: bool | None = option(
-        help="Leave end-of-document tokens out of the loss.", launch_default=False
+        help="Exclude end-of-document tokens from the loss.", launch_default=False
     )
     no_save_optim: bool | None = option(help="Do not save the optimizer state.", launch_default=False)
     optimizer_cpu_offload: bool | None = option(
@@ -48,11 +48,11 @@ class MegatronLMSection(Section):
     decoder_last_pipeline_num_layers: int | None = option(
         help="Decoder layers in the last pipeline stage; by default all stages hold the same number.", low=0
     )
-    recompute_granularity: str | None = option(help="What is recomputed in backward: full or selective.")
+    recompute_granularity: str | None = option(help="Activation recomputation: full or selective.")
     recompute_method: str | None = option(help="How layers to recompute are grouped: uniform or block.")
-    recompute_num_layers: int | None = option(help="Layers per group that is recomputed.", low=0)
+    recompute_num_layers: int | None = option(help="Layers per recomputed group.", low=0)
     attention_backend: bool | None = option(help="Use the fused attention backend.")
-    expert_model_parallel_size: int | None = option(help="Ranks that experts are spread over.", low=1)
+    expert_model_parallel_size: int | None = option(help="Ranks of expert parallelism.", low=1)
     context_parallel_size: int | None = option(help="Ranks of context parallelism.", low=1)
     attention_dropout: float | None = option(help="Dropout after attention, from 0 to 1.", low=0, high=1)
     hidden_dropout: float | None = option(help="Dropout of hidden states, from 0 to 1.", low=0, high=1)
@@ -70,7 +70,7 @@ class MegatronLMSection(Section):
         prompt="What is the number of micro-batches?",
     )
     gradient_clipping: float | None = option(
-        help="Norm that gradients are clipped to; 0 switches clipping off.",
+        help="Maximum gradient norm; 0 disables clipping.",
         low=0,
         launch_default=1.0,
         prompt="What is the gradient clipping value based on global L2 Norm (0 to disable)?",

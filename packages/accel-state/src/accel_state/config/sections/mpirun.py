@@ -1,4 +1,4 @@
-"""MPI as launcher."""
+"""Launching with ``mpirun``."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class MpirunSection(Section):
     title = "MPI"
 
     hostfile: str | None = option(
-        help="Hostfile of mpirun; when it is given, mpirun starts the processes.",
+        help="Hostfile of mpirun; if set, mpirun starts the processes.",
         prompt="Please enter the path to the hostfile to use with mpirun",
     )

@@ -1,4 +1,4 @@
-"""Sizes of the dimensions of the device mesh."""
+"""Sizes of the device mesh dimensions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ParallelismSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ParallelismSection(Section):
-    """How ranks are divided among kinds of parallelism."""
+    """The device mesh: number of ranks per kind of parallelism."""
 
     file_key = "parallelism_config"
     prefix = "parallelism_config_"
@@ -26,7 +26,7 @@ class ParallelismSection(Section):
         prompt="What is the data parallelism replicate size?",
     )
     dp_shard_size: int | None = option(
-        help="Ranks that parameters are sharded over.",
+        help="Ranks that parameters are sharded across.",
         low=1,
         launch_default=1,
         prompt="What is the FSDP size?",
@@ -47,7 +47,7 @@ class ParallelismSection(Section):
         help="Implementation of context parallelism.", choices=("torch",), launch_default="torch"
     )
     cp_comm_strategy: str | None = option(
-        help="How keys and values travel in context parallelism.",
+        help="How keys and values are exchanged in context parallelism.",
         choices=("allgather", "alltoall"),
         launch_default="allgather",
         prompt="What is the context parallelism communication strategy?",
@@ -56,7 +56,7 @@ class ParallelismSection(Section):
     sp_backend: str | None = option(
         help="Implementation of sequence parallelism.", choices=("deepspeed",), launch_default="deepspeed"
     )
-    sp_seq_length: int | None = option(help="Length of sequences, when it is fixed.", unset=("none",), low=1)
+    sp_seq_length: int | None = option(help="Sequence length, if it is fixed.", unset=("none",), low=1)
     sp_seq_length_is_variable: bool | None = option(
         help="Sequences differ in length from batch to batch.", launch_default=True
     )
@@ -67,7 +67,7 @@ class ParallelismSection(Section):
     )
 
     def launch_defaults(self) -> dict[str, Any]:
-        """As declared; details of a dimension only where that dimension has several ranks."""
+        """As declared; details of a dimension only if it has several ranks."""
         found = super().launch_defaults()
         if (self.cp_size or 1) == 1:
             found.pop("cp_comm_strategy", None)

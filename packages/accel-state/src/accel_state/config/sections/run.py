@@ -1,4 +1,4 @@
-"""Options of one start of a program: what is started, how it is watched, where its output goes."""
+"""Options of one launch: target, supervision, output."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["RunOptions"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RunOptions(Section):
-    """How a program is started and watched."""
+    """How a program is launched and supervised."""
 
     module: bool = option(
         False,
-        help="The script is the name of a module (python -m).",
+        help="The script is a module name (python -m).",
         flags=("-m",),
         toggle=True,
         in_file=False,
     )
     no_python: bool = option(
-        False, help="The script is a program of its own, not Python.", toggle=True, in_file=False
+        False, help="The script is an executable, not Python.", toggle=True, in_file=False
     )
     quiet: bool = option(
         False,
@@ -32,30 +32,30 @@ class RunOptions(Section):
     )
     dry_run: bool = option(
         False,
-        help="Print the commands and the variables that would be set; start nothing.",
+        help="Print the commands and environment variables; start nothing.",
         toggle=True,
         in_file=False,
     )
     resume: bool = option(
         False,
-        help="Ask the program to continue from its newest complete checkpoint, and start it again when preempted.",
+        help="Make the program resume from its newest complete checkpoint, and restart it after a preemption.",
         env=("ACCELERATE_RESUME",),
         toggle=True,
         in_file=False,
     )
     tee: str | None = option(
-        help="Output that is both shown and logged: 0 none, 1 stdout, 2 stderr, 3 both; per rank 0:3,1:1.",
+        help="Streams written to log files: 0 none, 1 stdout, 2 stderr, 3 both; per rank 0:3,1:1.",
         flags=("-t",),
         ours=True,
     )
-    log_dir: str | None = option(help="Folder that gets one output file per rank.", ours=True)
+    log_dir: str | None = option(help="Folder for one log file per rank.", ours=True)
     role: str = option("default", help="Role of the processes in PyTorch's elastic launcher.", ours=True)
-    max_restarts: int = option(0, help="How often a failed run is started again.", low=0, ours=True)
+    max_restarts: int = option(0, help="Number of restarts of a failed run.", low=0, ours=True)
     monitor_interval: float = option(
-        0.1, help="Seconds between two looks at the state of the processes.", low=0, ours=True
+        0.1, help="Seconds between two checks of the processes.", low=0, ours=True
     )
     grace_period: float | None = option(
-        help="Seconds that processes get to end after a signal; by default 30, after Ctrl-C 5.",
+        help="Seconds that processes have to exit after a signal; by default 30, after Ctrl-C 5.",
         low=0,
         ours=True,
     )

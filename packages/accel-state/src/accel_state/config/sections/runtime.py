@@ -1,4 +1,4 @@
-"""Switches that only the environment carries. They change how a program behaves, not how it is started."""
+"""Options that only have environment variables. They affect a running program, not its launch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["RuntimeSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class RuntimeSection(Section):
-    """Settings of a running program that are given by variables alone."""
+    """Settings of a running program, set by environment variables only."""
 
     env_prefix = "ACCELERATE_"
     title = "Variables of a running program"
 
     torch_device: str | None = option(
-        help="Device to use instead of the one that would be chosen.", in_file=False, in_flags=False
+        help="Device to use instead of the default one.", in_file=False, in_flags=False
     )
     log_level: str | None = option(
-        help="Level of loggers that get_logger makes without a level of their own.",
+        help="Level of loggers from get_logger without an explicit level.",
         in_file=False,
         in_flags=False,
     )
@@ -39,7 +39,7 @@ class RuntimeSection(Section):
     enable_rich: bool = option(False, help="Show tracebacks with rich.", in_file=False, in_flags=False)
     bypass_device_map: bool = option(
         False,
-        help="Allow a model that is spread over several devices in a distributed run.",
+        help="Allow a model with a device map over several devices in a distributed run.",
         in_file=False,
         in_flags=False,
     )
@@ -48,7 +48,7 @@ class RuntimeSection(Section):
     )
     init_include_buffers: bool = option(
         False,
-        help="Create buffers on the meta device too, where init_empty_weights is not told otherwise.",
+        help="Default of include_buffers of init_empty_weights: create buffers on the meta device too.",
         in_file=False,
         in_flags=False,
     )

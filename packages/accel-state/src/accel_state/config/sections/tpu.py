@@ -11,7 +11,7 @@ __all__ = ["TpuSection"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TpuSection(Section):
-    """TPU machines and pods. In files these options stand at the top."""
+    """TPU machines and pods. In files these options are at the top level."""
 
     title = "TPU"
 
@@ -38,16 +38,16 @@ class TpuSection(Section):
         prompt="To run a python script in a TPU pod, should `sudo` be used?",
     )
     command_file: str | None = option(
-        help="File with commands that are run on every machine of the pod before the script.",
+        help="File with commands to run on every machine of the pod before the script.",
         prompt="What is the path to your bash script?",
     )
     commands: tuple[str, ...] | None = option(
-        help="Commands that are run on every machine of the pod before the script.",
+        help="Commands to run on every machine of the pod before the script.",
         flags=("--command",),
         prompt="What commands do you wish to run on startup in each pod?",
     )
     tpu_vm: tuple[str, ...] | None = option(
-        help="Names of the machines of the pod; by default all of them.",
+        help="Names of the machines of the pod; by default all.",
         flags=("--vm",),
         prompt="If not using an instance group, what are the names of the Compute VM instances to be used?",
     )
@@ -58,6 +58,6 @@ class TpuSection(Section):
     )
     main_training_function: str = option(
         "main",
-        help="Function of the script that each TPU process runs.",
+        help="Function of the script that each TPU process calls.",
         prompt="What is the name of the function in your script that each process should run?",
     )

@@ -1,4 +1,4 @@
-"""The kinds of cluster that can start a process, in the order in which they are asked."""
+"""The clusters that can start a process, in the order in which they are checked."""
 
 from accel_state.world.clusters.base import Cluster
 from accel_state.world.clusters.mpi import MPI
@@ -9,6 +9,5 @@ from accel_state.world.clusters.torchrun import Torchrun
 __all__ = ["CLUSTERS", "MPI", "Cluster", "SingleProcess", "Slurm", "Torchrun"]
 
 # torchrun's variables are the most specific: a launcher inside a Slurm or MPI job sets them for its own
-# processes. # mpirun inside a Slurm allocation comes before Slurm, whose variables then describe the batch
-# script.
+# processes. mpirun inside a Slurm allocation comes before Slurm, whose variables then describe the batch script.
 CLUSTERS: tuple[Cluster, ...] = (Torchrun(), MPI(), Slurm(), SingleProcess())

@@ -1,4 +1,4 @@
-"""What a process knows about its place in a world, and how a kind of cluster tells it."""
+"""The topology of a process, and the base class of the clusters that detect it from the environment."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """The place of this process among the processes of one run.
+    """Ranks, nodes and addresses of this process within one run.
 
     Attributes:
-        rank: number of this process in the world, from 0.
+        rank: global rank of this process, from 0.
         world_size: number of processes in the world.
-        local_rank: number of this process on its node, from 0.
+        local_rank: rank of this process on its node, from 0.
         local_world_size: number of processes on this node.
-        node_rank: number of this node, from 0.
+        node_rank: index of this node, from 0.
         num_nodes: number of nodes.
         master_addr: host on which rank 0 listens; None when it is not known.
         master_port: TCP port on which rank 0 listens; None when it is not known.
-        launcher: name of the cluster class that answered: ``torchrun``, ``mpi``, ``slurm`` or ``single``.
+        launcher: name of the cluster that started the process: ``torchrun``, ``mpi``, ``slurm`` or ``single``.
     """
 
     rank: int = 0
@@ -50,7 +50,7 @@ class Topology:
 
 
 class Cluster(ABC):
-    """A way in which processes are started. A subclass recognises it by the variables that it sets."""
+    """A launcher or scheduler that starts processes; a subclass recognises it by the variables that it sets."""
 
     name: ClassVar[str]
 
@@ -59,23 +59,23 @@ class Cluster(ABC):
         """The topology that ``environ`` describes, or None if this cluster did not start the process.
 
         Raises:
-            ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
+            ConfigError: it started the process, but a variable is missing or wrong; the message names it and its value.
         """
 
 
 def read_int(
     environ: Mapping[str, str], name: str, *, minimum: int = 0, below: tuple[str, int] | None = None
 ) -> int | None:
-    """The whole number in variable ``name``; None if it is unset, empty or the old mark for "unset", -1.
+    """The whole number in variable ``name``; None if it is unset, empty, or -1, an older convention for "unset".
 
     Args:
         environ: the variables.
-        name: the one to read.
+        name: the variable to read.
         minimum: smallest number allowed.
-        below: name and value of a number that it must stay below.
+        below: name and value of an upper bound (exclusive).
 
     Raises:
-        ConfigError: it is no whole number, or out of range.
+        ConfigError: it is not an integer, or out of range.
     """
     text = environ.get(name, "").strip()
     if text in ("", "-1"):
@@ -84,7 +84,7 @@ def read_int(
         number = int(text)
     except ValueError:
         raise ConfigError(
-            f"environment variable {name} is {text!r}; a whole number is needed. Correct or unset it."
+            f"environment variable {name} is {text!r}; expected an integer. Correct or unset it."
         ) from None
     if number < minimum:
         raise ConfigError(f"environment variable {name} is {number}; it must be at least {minimum}")
@@ -109,24 +109,24 @@ def read_port(environ: Mapping[str, str]) -> int | None:
     """MASTER_PORT, or None if it is not set."""
     port = read_int(environ, "MASTER_PORT", minimum=1)
     if port is not None and port > 65535:
-        raise ConfigError(f"environment variable MASTER_PORT is {port}; ports end at 65535")
+        raise ConfigError(f"environment variable MASTER_PORT is {port}; the largest port is 65535")
     return port
 
 
 def is_loopback(host: str | None) -> bool:
-    """Whether ``host`` can only be this machine."""
+    """Whether ``host`` is a loopback address."""
     return host is not None and (host in ("localhost", "::1") or host.startswith("127."))
 
 
 def node_placement(rank: int, world_size: int, local_world_size: int) -> tuple[int, int]:
-    """Node rank and number of nodes when ranks fill one node after the other."""
+    """Node rank and number of nodes when consecutive ranks share a node."""
     return rank // local_world_size, -(-world_size // local_world_size)
 
 
 def stable_port(job: str) -> int:
-    """A port that every process of a job computes alike, and two jobs rarely share.
+    """A port derived from the job name: equal in every process of a job, and rarely shared by two jobs.
 
-    The range 15000 to 31383 is above the registered services in common use and below Linux's ephemeral ports,
-    which begin at 32768.
+    The range 15000 to 31383 is above the commonly used registered services and below Linux's ephemeral ports,
+    which start at 32768.
     """
     return 15000 + zlib.crc32(job.encode()) % 16384

@@ -48,7 +48,7 @@ _JOB_NAMES = (
     "PBS_JOBID",
     "LSB_JOBID",
 )
-_DEFAULT_PORT = 29500  # torch.distributed's own
+_DEFAULT_PORT = 29500  # the default of torch.distributed
 
 
 class MPI(Cluster):
@@ -57,7 +57,7 @@ class MPI(Cluster):
     name = "mpi"
 
     def detect(self, environ: Mapping[str, str]) -> Topology | None:
-        """See the base class. On one node rank 0 is met at 127.0.0.1, at a port made from the job's name."""
+        """See the base class. On one node the address of rank 0 is 127.0.0.1, with a port derived from the job name."""
         for names in _IMPLEMENTATIONS:
             world_size = read_int(environ, names.size, minimum=1)
             if world_size is not None and world_size > 1:
@@ -73,7 +73,7 @@ class MPI(Cluster):
             )
         local_world_size = read_int(environ, names.local_size, minimum=1)
         local_rank = read_int(environ, names.local_rank)
-        if local_rank is None:  # a process manager that does not say: then ranks must be on one node
+        if local_rank is None:  # the process manager does not set it: assume that all ranks are on one node
             local_rank, local_world_size = rank, local_world_size or world_size
         local_world_size = local_world_size or local_rank + 1
         if local_rank >= local_world_size:

@@ -11,12 +11,12 @@ __all__ = ["SingleProcess"]
 
 
 class SingleProcess(Cluster):
-    """Nobody else answered. Variables that promise more processes than this one are errors, not ignored."""
+    """No other cluster matched. Variables that announce more processes than this one raise instead of being ignored."""
 
     name = "single"
 
     def detect(self, environ: Mapping[str, str]) -> Topology | None:
-        """See the base class; always answers.
+        """See the base class; always returns a topology.
 
         Raises:
             ConfigError: WORLD_SIZE is above 1 without a RANK, or a rank is above 0 without a WORLD_SIZE.
@@ -24,18 +24,15 @@ class SingleProcess(Cluster):
         world_size = read_int(environ, "WORLD_SIZE", minimum=1)
         if world_size is not None and world_size > 1:
             raise ConfigError(
-                f"environment variable WORLD_SIZE is {world_size}, but RANK is not set, so this process "
-                "does not "
-                "know its place; start the script with a launcher (accel launch, torchrun, srun, mpirun), "
-                "set RANK "
-                "as well, or unset WORLD_SIZE"
+                f"environment variable WORLD_SIZE is {world_size}, but RANK is not set, so the rank of this "
+                "process is unknown; start the script with a launcher (accel launch, torchrun, srun, mpirun), set "
+                "RANK as well, or unset WORLD_SIZE"
             )
         for name in ("RANK", "LOCAL_RANK"):
             rank = read_int(environ, name)
             if rank is not None and rank > 0 and world_size is None:
                 raise ConfigError(
-                    f"environment variable {name} is {rank}, but WORLD_SIZE is not set, so the size of the "
-                    "world is "
-                    f"not known; set WORLD_SIZE as well, or unset {name}"
+                    f"environment variable {name} is {rank}, but WORLD_SIZE is not set, so the number of "
+                    f"processes is unknown; set WORLD_SIZE as well, or unset {name}"
                 )
         return Topology(launcher=self.name)

@@ -22,14 +22,14 @@ __all__ = ["Slurm", "first_host", "tasks_per_node"]
 class Slurm(Cluster):
     """The process is a task of a job step with several tasks.
 
-    The script of ``sbatch`` itself also sees SLURM_PROCID and SLURM_NTASKS; it is one process, and is told
-    from a task by having ENVIRONMENT=BATCH and no SLURM_STEP_ID.
+    The ``sbatch`` script itself also has SLURM_PROCID and SLURM_NTASKS; it is one process, recognised by
+    ENVIRONMENT=BATCH without SLURM_STEP_ID.
     """
 
     name = "slurm"
 
     def detect(self, environ: Mapping[str, str]) -> Topology | None:
-        """See the base class; rank 0 is met on the step's first node, at a port from the job's number."""
+        """See the base class; rank 0 is on the first node of the step, with a port derived from the job id."""
         if "SLURM_PROCID" not in environ:
             return None
         if "SLURM_STEP_ID" not in environ and environ.get("ENVIRONMENT") == "BATCH":
@@ -78,13 +78,13 @@ def tasks_per_node(text: str) -> list[int]:
     """The number of tasks of each node, from Slurm's short form: ``2(x3),1`` is 2, 2, 2, 1.
 
     Raises:
-        ConfigError: the text has another form.
+        ConfigError: the text does not have this form.
     """
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise ConfigError(f"{text!r} does not list tasks per node the way Slurm does, as in '2(x3),1'")
+            raise ConfigError(f"{text!r} is not a Slurm list of tasks per node, such as '2(x3),1'")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

@@ -1,4 +1,4 @@
-"""torchrun, and every launcher that sets the same variables."""
+"""torchrun, and all launchers that set the same variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Torchrun(Cluster):
     name = "torchrun"
 
     def detect(self, environ: Mapping[str, str]) -> Topology | None:
-        """See the base class; needs RANK and WORLD_SIZE, and fills in missing local ones."""
+        """See the base class; requires RANK and WORLD_SIZE, and infers missing local variables."""
         world_size = read_int(environ, "WORLD_SIZE", minimum=1)
         if world_size is None:
             return None
@@ -44,20 +44,19 @@ class Torchrun(Cluster):
             )
         if local_rank >= local_world_size:
             raise ConfigError(
-                f"environment variable LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is "
-                f"{local_world_size}; "
+                f"environment variable LOCAL_RANK is {local_rank}, but LOCAL_WORLD_SIZE is {local_world_size}; "
                 f"it must be between 0 and {local_world_size - 1}"
             )
         node_rank, num_nodes = node_placement(rank, world_size, local_world_size)
-        told_rank = read_first(environ, ("GROUP_RANK", "NODE_RANK"))
-        told_nodes = read_first(environ, ("GROUP_WORLD_SIZE", "NNODES"), minimum=1)
+        given_rank = read_first(environ, ("GROUP_RANK", "NODE_RANK"))
+        given_nodes = read_first(environ, ("GROUP_WORLD_SIZE", "NNODES"), minimum=1)
         return Topology(
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
             local_world_size=local_world_size,
-            node_rank=node_rank if told_rank is None else told_rank,
-            num_nodes=num_nodes if told_nodes is None else told_nodes,
+            node_rank=node_rank if given_rank is None else given_rank,
+            num_nodes=num_nodes if given_nodes is None else given_nodes,
             master_addr=addr,
             master_port=port,
             launcher=self.name,
@@ -74,4 +73,4 @@ def _local_world_size(
         return max(world_size // nodes, local_rank + 1)
     if is_loopback(addr):
         return world_size
-    return local_rank + 1  # all that is known: so many processes are here
+    return local_rank + 1  # at least this many processes are on this node
