@@ -543,9 +543,9 @@ def twice():
     from accel_bigmodel import PipelineError, prepare_pippy
 
     model = prepare_pippy(net(), example_args=(ids(2),))
-    with pytest.raises(PipelineError, match="cut into stages already"):
+    with pytest.raises(PipelineError, match="split into stages already"):
         prepare_pippy(model, example_args=(ids(2),))
-    with pytest.raises(PipelineError, match="cannot be cut evenly"):
+    with pytest.raises(PipelineError, match="cannot be split evenly"):
         model.pippy_stage.step(ids(3))
     meta = net().to("meta")
     with pytest.raises(PipelineError, match="no values yet"):

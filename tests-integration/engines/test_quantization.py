@@ -327,8 +327,8 @@ def test_cells_of_the_accelerator(saved, tied, format):
     ("config", "sizes", "reason"),
     [
         (CONFIGS["bitsandbytes nf4"], (5, 7), "has an odd number of weights"),
-        (CONFIGS["torchao int4"], (48, 32), "has 48 inputs, which groups of 32 do not divide"),
-        (CONFIGS["torchao int4"], (64, 20), "has 20 outputs, which the kernel's 16 do not divide"),
+        (CONFIGS["torchao int4"], (48, 32), "has 48 inputs, not a multiple of the group size 32"),
+        (CONFIGS["torchao int4"], (64, 20), "has 20 outputs, not a multiple of the CPU kernel's 16"),
     ],
 )
 def test_layers_of_sizes_that_do_not_fit(config, sizes, reason):
@@ -374,7 +374,7 @@ def test_packed_for_the_cpu():
     with torch.no_grad():
         assert torch.equal(model[0](x), bnb_layer(plain[0], config).to("cpu")(x))
         model(x)
-    with pytest.raises(QuantizationError, match="save it before, or load it without"):
+    with pytest.raises(QuantizationError, match="save the model before its first forward, or load it without"):
         model.state_dict()
 
 

@@ -27,7 +27,7 @@ def test_default_writes_our_own_file_once(home, capsys):
     assert load(file).mixed_precision == "bf16"
     before = file.read_bytes()
     assert main(["config", "default"]) == 0
-    assert "is left as it is; remove it, or name another with --config_file" in capsys.readouterr().out
+    assert "is not changed; remove it, or give another path with --config_file" in capsys.readouterr().out
     assert file.read_bytes() == before
 
 
@@ -75,7 +75,7 @@ def test_accelerates_file_is_never_written(home, command, capsys):
         (["config", "update", "--config_file", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["config", "default", "--mixed_precision", "fp17"], "expected one of no, fp16, bf16"),
         (["config", "defualt"], "default"),
-        (["config", "--config_file", "x.yaml", "update"], "belongs behind the subcommand"),
+        (["config", "--config_file", "x.yaml", "update"], "must come after the subcommand"),
     ],
 )
 def test_mistakes(home, words, message, capsys):

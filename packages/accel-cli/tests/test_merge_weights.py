@@ -52,10 +52,10 @@ def test_a_state_for_accelerate(tmp_path, capsys):
     save_training_state(tmp_path / "state", models=[WEIGHTS], shared={"loader_0": loader}, per_rank={})
     assert merge(tmp_path / "state", tmp_path / "out", "--accelerate_state") == 0
     out = capsys.readouterr().out
-    assert "left out: the position of loader 0" in out
+    assert "omitted: the position of loader 0" in out
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert merge(tmp_path / "state", tmp_path / "other", "--accelerate_state", "--max_shard_size", "1GB") == 2
-    assert "goes with none of the other options" in capsys.readouterr().err
+    assert "cannot be combined with the other options" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

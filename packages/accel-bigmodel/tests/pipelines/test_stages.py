@@ -85,7 +85,7 @@ def test_memory_limits():
     with pytest.raises(PipelineError, match=r"max_memory\[1\]: 'much' is not a size"):
         generate_device_map(model, 2, max_memory={0: 60, 1: "much"})
     assert set(generate_device_map(model, 2, max_memory={0: float("inf"), 1: 60}).values()) == {0, 1}
-    with pytest.raises(PipelineError, match="says nothing of process 1"):
+    with pytest.raises(PipelineError, match="has no entry for process 1"):
         generate_device_map(model, 2, max_memory={0: 60})
 
 

@@ -23,9 +23,9 @@ _LATER = " (not available yet)"
 _INTRODUCTION = """\
 usage: accel launch [flags] script.py [the script's own arguments]
 
-Start a script on one or many processes. Flags stand before the script; what stands after it belongs to
-the script. In flags, dashes and underscores are the same. A flag is stronger than its environment variable,
-which is stronger than the configuration file.
+Start a script on one or many processes. Flags come before the script; everything after it is passed to
+the script. In flags, dashes and underscores are equivalent. A flag takes precedence over its environment
+variable, which takes precedence over the configuration file.
 
 examples:
   accel launch train.py                                 all accelerators of this machine, or its CPU
@@ -55,7 +55,7 @@ def _topics() -> Iterator[tuple[str, list[tuple[str, str]]]]:
     general = [("-h, --help", "Show this help."), ("--config_file FILE", "Configuration file to read.")]
     root = [bound for bound in known.options if not bound.section and bound.flags]
     started = [bound for bound in root if bound.attribute in RunOptions.__annotations__]
-    yield "Starting and watching", general + [_described(bound) for bound in started]
+    yield "Starting and supervising", general + [_described(bound) for bound in started]
     where = {**CommonOptions.__annotations__, **HardwareOptions.__annotations__}
     switches = [
         (flag, f"The same as --distributed_type {value}.{_later(value)}")

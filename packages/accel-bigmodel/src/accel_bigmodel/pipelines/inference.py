@@ -173,9 +173,7 @@ class Pipeline:
                     "pippy_forward does"
                 )
             inputs = Inputs.of(args, kwargs, rows, self.num_chunks)
-            if (
-                state.process_index == 0
-            ):  # inside the collective step, so that no rank waits if memory for them is short
+            if state.process_index == 0:  # inside the collective step: a failure is seen by all
                 args, kwargs = _map_tensors(lambda tensor: tensor.to(state.device), (args, kwargs))
             return inputs
 

@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 @dataclass(frozen=True)
 class _Shape:
-    """A tensor without values. If ``cut``, its first dimension is the batch, and ``shape`` that of a micro-batch."""
+    """A tensor without its values. If ``cut``, the first dimension is the batch, and ``shape`` a micro-batch's."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -80,7 +80,7 @@ class Inputs:
 
     @property
     def key(self) -> str:
-        """Text that is equal for equal shapes and constants, with the types of constants: ``1`` is not ``True``."""
+        """Text that is equal for equal shapes and constants, including types: ``1`` is not ``True``."""
         return repr(self.tree)
 
     def flatten(self) -> tuple[list[Any], pytree.TreeSpec]:

@@ -59,7 +59,7 @@ _AO_INT4 = {
     "cpu": (True, "inputs must be a multiple of group_size, outputs of 16"),
     "cuda": (
         True,
-        "requires compute capability 8.0, torch_dtype='bf16', and inputs that are a multiple of group_size",
+        "requires compute capability 8.0 or later, torch_dtype='bf16', and inputs that are a multiple of group_size",
     ),
 }
 

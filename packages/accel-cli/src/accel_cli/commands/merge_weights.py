@@ -27,8 +27,8 @@ def merge_weights(
     checkpoint_directory: Annotated[
         Path,
         typer.Argument(
-            help="What to merge: a distributed checkpoint of torch or the folder around it, an FSDP checkpoint of "
-            "Accelerate, shards with an index, a training state."
+            help="Checkpoint to merge: a distributed checkpoint of torch or its parent folder, an FSDP checkpoint of "
+            "Accelerate, shards with an index, or a training state."
         ),
     ],
     output_path: Annotated[Path, typer.Argument(help="Folder for the result; made if it does not exist.")],
@@ -61,8 +61,8 @@ def merge_weights(
         typer.Option(
             "--accelerate_state",
             "--accelerate-state",
-            help="Write a training state of this library as one that Accelerate's load_state reads: not only the "
-            "weights, and in new files.",
+            help="Write a complete training state of this library, in new files, in the format that Accelerate's "
+            "load_state reads.",
         ),
     ] = False,
 ) -> None:
