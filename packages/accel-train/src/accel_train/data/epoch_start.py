@@ -110,17 +110,15 @@ def _open_indexes(
     """Open a map-style dataset; whether the iteration begins at the saved position."""
     resume = restored if loader.use_stateful_dataloader else None
     in_flight = loader.num_workers * (loader.prefetch_factor or 0)
-    if restored is None:
-        opening = Opening(sharing=loader.sharing, in_flight=in_flight, skip=loader.skip_batches)
-    else:
-        opening = Opening(
-            recorded=restored.draw,
-            position=None if resume is None else resume.position,
-            reached=restored.position,
-            sharing=loader.sharing,
-            in_flight=in_flight,
-            skip=loader.skip_batches,
-        )
+    opening = Opening(
+        recorded=None if restored is None else restored.draw,
+        position=None if resume is None else resume.position,
+        reached=None if restored is None else restored.position,
+        sharing=loader.sharing,
+        in_flight=in_flight,
+        skip=loader.skip_batches,
+        draws_alike=loader.ranks.size == 1 and loader.ranks.repeats,
+    )
     reading = iteration.reading
     with reading or _AS_IT_IS:
         stream = plan.open(opening)
