@@ -74,11 +74,12 @@ def test_the_number_is_exact(kind, n, size, ranks, split, even, drop_last, skip)
     split = split and kind != "no batching"
     for rank in range(ranks):
         loader = prepare(builds[kind](), ranks, rank, split_batches=split, even_batches=even)
-        said, true = counted(skip_first_batches(loader, skip))
-        assert said == true
-        said, true = counted(loader)
-        assert said == true
-        assert loader.batches_left == 0
+        for current in (skip_first_batches(loader, skip), loader):
+            said, true = counted(current)
+            if kind == "custom batches" and ranks > 1 and split and not even and not drop_last:
+                true = [None] * len(true)  # whether the last batch has a part for each rank is not known
+            assert said == true
+            assert current.batches_left == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

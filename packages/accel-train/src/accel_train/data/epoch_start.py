@@ -66,7 +66,7 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         for sampler, saved in zip(samplers, (start or {}).get("samplers", ()), strict=False):
             sampler.load_state_dict(saved)
         rng = randomness.tree(randomness.now())
-        rng["samplers"] = [sampler.state_dict() for sampler in samplers]
+        rng["samplers"] = [sampler.state_dict() for sampler in samplers] if samplers else []
         rng["workers_run"] = running = loader.persistent_workers and loader.keeps_workers
         # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
         ran = loader.workers_ran if start is None else start.get("workers_run", False)

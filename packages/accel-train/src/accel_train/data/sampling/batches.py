@@ -165,8 +165,13 @@ class ShardedBatchSampler(BatchSampler):
             record=record,
             skip_base=first,
             in_flight=opening.in_flight,
-            length=lambda: length_of(self),
+            length=self._known_length,
         )
+
+    def _known_length(self) -> int | None:
+        if self.split_batches and not self.even_batches and not self.drop_last:
+            return None  # the last batch may be too small to give every rank a part
+        return length_of(self)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return open_stream(self, Opening())
