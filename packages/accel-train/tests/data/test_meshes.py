@@ -156,10 +156,9 @@ def everything(degrees):
 
 
 def one_process_order(kind):
-    """The samples of each epoch by plain torch, from rank 0's generators."""
+    """The samples of the first epoch by plain torch, from rank 0's generators; what is read moves the second."""
     torch.manual_seed(7)
-    loader = KINDS[kind]()
-    return [[int(row[0]) for batch in loader for row in batch.view(-1, 5)] for _ in range(2)]
+    return [int(row[0]) for batch in KINDS[kind]() for row in batch.view(-1, 5)]
 
 
 @pytest.fixture(
@@ -191,8 +190,8 @@ def test_ranks_of_one_index_read_the_same_and_all_indexes_everything(kind, mesh)
             for row in ([part[1]] if part[1] and not isinstance(part[1][0], list) else part[1])
         ]
         assert sorted(int(row[0]) for row in rows) == list(range(SIZE))
-        if kind in ("map", "map, workers", "dispatched map") or "stream" in kind:
-            assert [int(row[0]) for row in rows] == one_process_order(kind)[epoch]
+        if epoch == 0 and ("stream" in kind or kind in ("map", "map, workers", "dispatched map")):
+            assert [int(row[0]) for row in rows] == one_process_order(kind)
         noise = [tuple(row[1:4]) for row in rows]
         assert len(set(noise)) == SIZE  # between samples, and so between indexes, augmentation differs
 

@@ -66,7 +66,7 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         for sampler, saved in zip(samplers, (start or {}).get("samplers", ()), strict=False):
             sampler.load_state_dict(saved)
         rng = randomness.tree(randomness.now())
-        rng["samplers"] = [sampler.state_dict() for sampler in samplers]
+        rng["samplers"] = [sampler.state_dict() for sampler in samplers] if samplers else []
         rng["workers_run"] = running = loader.persistent_workers and loader.keeps_workers
         # Torch draws a base seed when it starts workers; where they ran already, the interrupted run drew none.
         ran = loader.workers_ran if start is None else start.get("workers_run", False)
@@ -110,17 +110,15 @@ def _open_indexes(
     """Open a map-style dataset; whether the iteration begins at the saved position."""
     resume = restored if loader.use_stateful_dataloader else None
     in_flight = loader.num_workers * (loader.prefetch_factor or 0)
-    if restored is None:
-        opening = Opening(sharing=loader.sharing, in_flight=in_flight, skip=loader.skip_batches)
-    else:
-        opening = Opening(
-            recorded=restored.draw,
-            position=None if resume is None else resume.position,
-            reached=restored.position,
-            sharing=loader.sharing,
-            in_flight=in_flight,
-            skip=loader.skip_batches,
-        )
+    opening = Opening(
+        recorded=None if restored is None else restored.draw,
+        position=None if resume is None else resume.position,
+        reached=None if restored is None else restored.position,
+        sharing=loader.sharing,
+        in_flight=in_flight,
+        skip=loader.skip_batches,
+        draws_alike=loader.ranks.size == 1 and loader.ranks.repeats,
+    )
     reading = iteration.reading
     with reading or _AS_IT_IS:
         stream = plan.open(opening)

@@ -52,6 +52,7 @@ class Opening:
         sharing: makes draws the same on all ranks.
         in_flight: batches that workers may hold.
         skip: batches to leave out.
+        draws_alike: whether ranks that draw for themselves read the same samples.
     """
 
     recorded: Record | None = None
@@ -60,6 +61,7 @@ class Opening:
     sharing: Sharing = Alone()  # noqa: RUF009 - stateless
     in_flight: int = 0
     skip: int = 0
+    draws_alike: bool = False
 
 
 class ShardedBatchSampler(BatchSampler):
@@ -150,7 +152,7 @@ class ShardedBatchSampler(BatchSampler):
             record = _share_sampler(self.batch_sampler, opening)
             items = iter(self.batch_sampler)
         else:
-            items = self._drawing_items(self._drawing, opening, record)
+            items = _seeded_items(self.batch_sampler, self._drawing, opening, record)
         first = max(_position(position, "base_batches"), skip * per_round)
         return RoundStream(
             _reader(items, opening, first, 3 * self.num_processes),
@@ -163,20 +165,13 @@ class ShardedBatchSampler(BatchSampler):
             record=record,
             skip_base=first,
             in_flight=opening.in_flight,
-            length=lambda: length_of(self),
+            length=self._known_length,
         )
 
-    def _drawing_items(self, sampler: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
-        """The batches, drawn alike on all ranks; `record` gets what they were drawn from.
-
-        With the first batch, when torch's sampler would draw its seed; and the generator is what it makes of it.
-        """
-        seed = (opening.recorded or {}).get("seed")
-        if seed is None:
-            seed = opening.sharing.integer(int(torch.empty((), dtype=torch.int64).random_().item()))
-        record["seed"] = seed
-        sampler.generator = torch.Generator().manual_seed(seed)
-        yield from self.batch_sampler
+    def _known_length(self) -> int | None:
+        if self.split_batches and not self.even_batches and not self.drop_last:
+            return None  # the last batch may be too small to give every rank a part
+        return length_of(self)
 
     def __iter__(self) -> Iterator[list[Any]]:
         return open_stream(self, Opening())
@@ -270,13 +265,19 @@ class Plan:
             )
             return ArithmeticStream(layout, source, opening.sharing, opening.recorded)
         first = max(_position(position, "base_batches"), skip)
-        return SingleStream(
-            _reader(iter(sampler), opening, first, 3),
+        record: Record = {}
+        seeded = opening.draws_alike or (opening.recorded is not None and "seed" in opening.recorded)
+        drawing = _drawing_sampler(sampler) if seeded else None
+        items = iter(sampler) if drawing is None else _seeded_items(sampler, drawing, opening, record)
+        stream = SingleStream(
+            _reader(items, opening, first, 3),
             skip=first,
             real_rows=padded_rows(sampler),
             in_flight=opening.in_flight,
             length=lambda: length_of(sampler),
         )
+        stream.record = record
+        return stream
 
 
 def plan_of(sampler: Any) -> Plan:
@@ -331,6 +332,22 @@ def _drawing_sampler(sampler: Any) -> RandomSampler | None:
             return None if own else sampler
         sampler = getattr(sampler, "sampler", None)
     return None
+
+
+def _seeded_items(sampler: Any, drawing: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
+    """The items of `sampler`, drawn alike on all ranks; `record` gets what they were drawn from.
+
+    With the first item, when torch's sampler would draw its seed; and the generator is what it makes of it.
+    """
+    seed = (opening.recorded or {}).get("seed")
+    if seed is None:
+        seed = opening.sharing.integer(int(torch.empty((), dtype=torch.int64).random_().item()))
+    record["seed"] = seed
+    drawing.generator = torch.Generator().manual_seed(seed)
+    try:
+        yield from sampler
+    finally:
+        drawing.generator = None
 
 
 def _share_sampler(sampler: Any, opening: Opening) -> Record:
