@@ -6,6 +6,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -314,3 +319,21 @@ def test_save_model(tmp_path, name, ranks):
     saved = load_file(folder / "model.safetensors")
     for here in weights:
         torch.testing.assert_close(saved, here, rtol=0, atol=0)
+
+
+@smallest
+def test_an_error_on_one_rank_ends_all(name, ranks):
+    """The others are inside a collective by then; nobody waits for a time-out."""
+    tools = Path(__file__).parents[2] / "tools"
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", str(ranks)]
+    began = time.monotonic()
+    done = subprocess.run(
+        [*command, str(tools / "testkit" / "failing.py"), name, str(ranks - 1)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tools), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode not in (0, 75)
+    assert f"ValueError: rank {ranks - 1} fails on purpose" in done.stdout + done.stderr
+    assert time.monotonic() - began < 90

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -489,3 +490,35 @@ def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():
     with overridden_even_batches([single, skipping], False):
         assert [len(list(loader)) for loader in (single, skipping)] == [2, 0]
     assert [len(list(loader)) for loader in (single, skipping)] == [3, 1]
+
+
+def test_gradients_dropped_by_the_model_are_not_dropped_again_inside_the_next_window():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for number in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            if number == 1:
+                model.zero_grad()  # of which the optimizer does not know
+            if number == 2:
+                optimizer.zero_grad()  # inside an unfinished window
+    assert model.weight.grad.item() == 0.5
+
+
+def test_training_on_several_ranks_without_a_prepared_model_is_reported_once():
+    from testkit import worlds
+
+    def train():
+        accelerator = Accelerator()
+        weight = torch.ones(1, requires_grad=True)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                accelerator.backward(weight.sum())
+        return [str(item.message) for item in caught]
+
+    for [message] in worlds.run(train, 2):
+        assert "no model is prepared" in message
+        assert "Pass the model to accelerator.prepare()" in message

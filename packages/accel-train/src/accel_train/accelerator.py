@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -222,7 +223,7 @@ class Accelerator(ProcessView):
             prepared_models=models,
             optimizers=optimizers,
         )
-        self._folder_is_checked = not self.project_configuration.automatic_checkpoint_naming
+        self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None
 
@@ -587,9 +588,8 @@ class Accelerator(ProcessView):
             AccumulationError: `num_items` is given for a part of a window only.
             OptionError: automatic checkpoints of another run are in the project's folder, and were not loaded.
         """
-        if not self._folder_is_checked:
-            self._folder_is_checked = True
-            checkpoint.refuse_used_folder(self._prepared)
+        if not self._has_begun:
+            self._begin_training()
         try:
             self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):
@@ -599,6 +599,19 @@ class Accelerator(ProcessView):
                     "not its .item() or the model's whole output."
                 ) from None
             raise
+
+    def _begin_training(self) -> None:
+        """Find out before the first backward what would show only hours later."""
+        self._has_begun = True
+        if self.project_configuration.automatic_checkpoint_naming:
+            checkpoint.refuse_used_folder(self._prepared)
+        ranks = self._plan.strategy.loss.size
+        if ranks > 1 and not self._prepared.prepared_models:
+            warnings.warn(
+                f"backward() on {ranks} ranks, and no model is prepared: each rank trains on its own gradients, which "
+                "are not averaged. Pass the model to accelerator.prepare() and train what it returns.",
+                stacklevel=3,
+            )
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Bring gradients to their true size under fp16; of one or several optimizers, or of all.

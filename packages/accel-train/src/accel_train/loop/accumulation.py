@@ -113,7 +113,6 @@ class Accumulator:
         self.manual = Window()  # for backward() outside accumulate()
         self._held_back = 0  # depth of no_sync() contexts
         self._may_count = True  # false where a rank may be out of data and could not take part
-        self._warned = False
 
     # Windows
 

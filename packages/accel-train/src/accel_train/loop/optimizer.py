@@ -57,6 +57,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_accelerate_prepared = False
         self._skipped = False
         self._spent = False  # stepped, and its gradients not yet dropped
+        self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
         if device_placement:
             move_state_to_parameters(optimizer)
 
@@ -114,7 +115,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         In a loop, `zero_grad()` may come first or last: gradients that were stepped with are dropped, those of an
         unfinished window are kept.
         """
-        if self._spent or self._accumulator.may_drop_gradients():
+        if self._accumulator.may_drop_gradients() or (self._spent and self._mark == _mark_of(self.optimizer)):
             self._spent = False
             self._strategy.zero_grad(self.optimizer, set_to_none is not False)
 
@@ -125,6 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._spent = True
         stepped, result = self._strategy.step(self.optimizer, closure)
         self._skipped = not stepped
+        self._mark = _mark_of(self.optimizer)
         boundaries = self._accumulator.boundaries
         if boundaries is not None:
             boundaries.passed += 1
@@ -143,6 +145,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def restore_flags(self, skipped: bool, spent: bool) -> None:
         """Be where a saved run was between its steps."""
         self._skipped, self._spent = skipped, spent
+        self._mark = _mark_of(self.optimizer)
 
     def train(self) -> None:
         """Tell a schedule-free optimizer that training begins; others have no such mode."""
@@ -184,6 +187,18 @@ def _alone() -> Strategy:
     """What an optimizer steps with that no `Accelerator` prepared."""
     options = StrategyOptions(torch.device("cpu"), Mesh.of_world(1, 0), Precision(PrecisionOptions()))
     return Strategy(options)
+
+
+def _mark_of(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
+    """Identity and version of the first gradient: both stay until another backward adds to it or makes a new one.
+
+    Scripts may drop gradients by `model.zero_grad()`, of which the optimizer does not know.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return id(parameter.grad), parameter.grad._version
+    return None
 
 
 def _delegate(name: str) -> Callable[..., Any]:

@@ -73,10 +73,9 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
-    if given.strategy is None:
-        refuse_engines(launched)
     name = strategy_name(given.strategy, process.num_processes)
     strategy_class = STRATEGIES.get(name)
+    refuse_engines(launched, strategy_class)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -128,8 +127,8 @@ def mixed_precision_name(argument: object | None, launched: LaunchConfig) -> str
     return name
 
 
-def refuse_engines(launched: LaunchConfig) -> None:
-    """Refuse an engine that the launcher asks for.
+def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
+    """Refuse an engine that the launcher asks for, unless it is that of the strategy which the script gave.
 
     Raises:
         NotAvailableError: rather than train another way than was asked for.
@@ -137,6 +136,9 @@ def refuse_engines(launched: LaunchConfig) -> None:
     for engine in missing_engines(launched):
         if engine.option == "mixed_precision":
             continue  # the script may have chosen another
+        own = strategy.distributed_type
+        if engine.option == "distributed_type" and own is not None and own.value == engine.value:
+            continue
         variable = variable_of(engine)
         raise NotAvailableError(
             f"The environment asks for {engine.name} ({variable} is set), which is not available yet in this version. "
