@@ -90,8 +90,11 @@ class Accelerator(ProcessView):
         kwargs_handlers: options of the objects created here, at most one of each kind.
         dynamo_backend: backend of `torch.compile` for prepared models.
         dynamo_plugin: instead of `dynamo_backend`, with more options.
-        scale_scheduler: a prepared scheduler takes one step per process for each optimizer step (unless batches are
-            split), which suits a schedule planned on the length of the unprepared loader. False: one step for each.
+        strategy: how ranks cooperate: the name of a registered strategy, or a `StrategyPlugin`, whose type names one;
+            None: what another argument's plugin selects, else "ddp" for several processes and "single" for one.
+        scale_scheduler: for each optimizer step a prepared scheduler takes one step per rank that reads different
+            samples (unless batches are split), which suits a schedule planned on the length of the unprepared loader.
+            False: one step for each.
         preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
             same step. A `PreemptionConfig` says which signals.
 
