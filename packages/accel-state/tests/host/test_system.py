@@ -79,7 +79,7 @@ def test_a_process_runs_next_to_its_gpu(gpus, capsys):
     _, set_to = gpus
     system.override_numa_affinity(1, verbose=True)
     assert set_to == [{0, 1, 2, 3, 8}]
-    assert "processors [0, 1, 2, 3, 8], next to 0000:1b:00.0" in capsys.readouterr().out
+    assert "CPU cores [0, 1, 2, 3, 8], near GPU 0000:1b:00.0" in capsys.readouterr().out
 
 
 def test_a_process_is_pinned_once(gpus, capsys):
@@ -101,7 +101,7 @@ def test_nothing_near_is_nothing_done(gpus):
 
 
 def test_a_gpu_that_is_not_there(gpus):
-    with pytest.raises(ConfigError, match="no GPU 2, only 2"):
+    with pytest.raises(ConfigError, match="local process 2 has no GPU, because there are 2"):
         system.override_numa_affinity(2)
 
 
