@@ -1,19 +1,16 @@
-"""What is installed, which devices are here, and versions."""
+"""Availability of packages and devices."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import subprocess
 import sys
 
 import pytest
 import torch
-from packaging.version import Version
 
 import accel_state.host.available as available
 from accel_state.environment import patch_environment
 from accel_state.errors import ConfigError, MissingDependencyError
-from accel_state.host.versions import compare_versions, is_torch_version, torch_version
 
 QUESTIONS = [name for name in available.__all__ if name.startswith("is_")]
 
@@ -140,33 +137,3 @@ def test_asking_about_packages_loads_neither_torch_nor_them():
     with patch_environment(pythonpath=":".join(sys.path)):
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("operation", "version", "answer"),
-    [
-        (">", "1.9", True),
-        (">=", "1.10", True),
-        ("==", "1.10", True),
-        ("!=", "1.10", False),
-        ("<=", "1.9", False),
-        ("<", "1.11", True),
-    ],
-)
-def test_comparing_versions(operation, version, answer):
-    assert compare_versions(Version("1.10"), operation, version) is answer
-
-
-def test_installed_versions_are_compared():
-    installed = importlib.metadata.version("torch")
-    assert compare_versions("torch", "==", installed)
-    assert is_torch_version("==", installed)
-    assert is_torch_version(">=", "2.8.0")
-    assert torch_version.public == Version(torch.__version__).public  # builds differ in their local part
-
-
-def test_wrong_comparisons_are_named():
-    with pytest.raises(ConfigError, match=r"'=>' is not a version comparison; use one of \['>', '>='"):
-        compare_versions("torch", "=>", "2.0")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        compare_versions("no-such-package-here", ">", "2.0")

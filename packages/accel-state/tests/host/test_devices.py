@@ -142,3 +142,11 @@ def test_device_of_this_machine():
     assert device.type == torch.accelerator.current_accelerator().type
     assert torch.accelerator.current_device_index() == (device.index or 0)
     devices.empty_cache()
+
+
+def test_current_device_type_is_that_of_cuda_without_an_accelerator():
+    kind, world = devices.get_current_device_type()
+    if not torch.accelerator.is_available():
+        assert (kind, world) == ("cuda", "MULTI_GPU")
+    else:
+        assert kind == torch.accelerator.current_accelerator().type

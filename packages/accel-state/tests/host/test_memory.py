@@ -80,7 +80,7 @@ def test_a_backoff_that_does_not_reduce_is_named(returned):
     def train(batch_size):
         raise RuntimeError(OUT_OF_MEMORY)
 
-    with pytest.raises(ConfigError, match=f"returned {returned} after 80 did not fit; .*below 80"):
+    with pytest.raises(ConfigError, match=f"returned {returned} after 80 ran out of memory; .*below 80"):
         train()
 
 
@@ -116,7 +116,7 @@ def test_passing_the_batch_size_is_an_error_that_shows_the_call(args, kwargs):
     def train(batch_size, arg1, arg2):
         raise AssertionError("must not run")
 
-    with pytest.raises(TypeError, match=r"train\(\) is given its batch size") as caught:
+    with pytest.raises(TypeError, match=r"train\(\) gets its batch size") as caught:
         train(*args, **kwargs)
     if args:
         assert "train(arg1='hello', arg2='world')" in str(caught.value)

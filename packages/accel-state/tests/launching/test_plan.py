@@ -11,15 +11,16 @@ from accel_state.config.codec import decode, launcher_only_fields
 from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
-from accel_state.config.schema import schema_of
-from accel_state.errors import ConfigError, DeviceError, NotAvailableError
-from accel_state.launching.engines import MISSING_SECTIONS, check_available
+from accel_state.errors import ConfigError, DeviceError
+from accel_state.launching.engines import MISSING_SECTIONS
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
 from accel_state.launching.target import Target
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")
+
+
 TARGET = Target("train.py", ("--lr", "0.1"))
 
 
@@ -149,13 +150,6 @@ def test_who_restarts_preempted_ranks():
         assert policy_of(configured(*flags)).resumable is ("--resume" in flags)
 
 
-def test_the_agent_passes_on_the_signal_of_slurm():
-    argv = first(
-        "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "--main_process_port", "1"
-    ).argv
-    assert "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1" in argv
-
-
 def test_threads_are_shared_between_processes_of_a_machine():
     assert planned("--cpu", "--num_processes", "4").processes[0].env["OMP_NUM_THREADS"] == "2"
     assert planned("--cpu", "--num_processes", "9").processes[0].env["OMP_NUM_THREADS"] == "1"
@@ -239,45 +233,6 @@ ELASTIC = ("--num_machines", "2", "--num_processes", "4", "--cpu", "--main_proce
            "--main_process_port", "29501", "--machine_rank", "1")  # fmt: skip
 
 
-def test_several_machines_are_started_by_an_agent():
-    made = planned(*ELASTIC)
-    assert made.style == "agent"
-    argv = made.processes[0].argv
-    assert argv[:3] == ("python", "-m", "accel_state.launching.elastic")
-    assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2"} <= {*argv}
-    assert {"--master-addr=10.0.0.1", "--master-port=29501"} <= {*argv}
-    assert argv[-3:] == ("train.py", "--lr", "0.1")
-
-
-def test_other_rendezvous_backends_number_the_machines_themselves():
-    argv = planned(*ELASTIC, "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=60").processes[0].argv
-    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29501", "--rdzv-conf=join_timeout=60"} <= {*argv}
-    assert not any(word.startswith("--node-rank") for word in argv)
-
-
-def test_several_machines_need_an_address():
-    with pytest.raises(ConfigError, match="--main_process_ip and --main_process_port"):
-        planned("--cpu", "--num_machines", "2", "--num_processes", "2")
-
-
-@pytest.mark.parametrize(
-    ("open_mpi", "head"),
-    [
-        (True, ["mpirun", "--hostfile", "hosts", "--npernode", "2", "-n", "4", "--bind-to", "socket", "-x"]),
-        (False, ["mpirun", "-f", "hosts", "-ppn", "2", "-n", "4", "python", "train.py", "--lr", "0.1"]),
-    ],
-)
-def test_mpi_commands(open_mpi, head):
-    host = dataclasses.replace(CPU, open_mpi=open_mpi)
-    made = planned(*ELASTIC, "--mpirun_hostfile", "hosts", host=host)
-    argv = list(made.processes[0].argv)
-    assert argv[: len(head)] == head
-    if open_mpi:
-        exported = {argv[index + 1] for index, word in enumerate(argv) if word == "-x"}
-        assert {"MASTER_ADDR", "MASTER_PORT", "ACCELERATE_USE_CPU"} <= exported
-    assert made.processes[0].env["MASTER_ADDR"] == "10.0.0.1"
-
-
 # For every option that no variable carries: flags that set it, and how the launch shows that it was heard.
 REACHES = {
     "module": lambda: first("-m", target=Target("a.b", kind="module")).argv == ("python", "-m", "a.b"),
@@ -304,10 +259,8 @@ REACHES = {
     "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
 }
 
+
 READY = [path for path in launcher_only_fields() if path.partition(".")[0] not in MISSING_SECTIONS]
-MISSING = [
-    bound for bound in schema_of(LaunchConfig).options if bound.section in MISSING_SECTIONS and bound.flags
-]
 
 
 @pytest.mark.parametrize("path", READY)
@@ -317,58 +270,6 @@ def test_t15_options_that_no_variable_carries_reach_the_command(path):
 
 def test_the_table_above_is_complete():
     assert set(REACHES) == set(READY)
-
-
-@pytest.mark.parametrize("bound", MISSING, ids=lambda bound: bound.path)
-def test_no_flag_of_a_missing_engine_is_ignored(bound):
-    words = [*bound.about.choices, "2", "7", "0.25", "true", "false", "true,true,false"]
-    for word in words:
-        try:
-            value = bound.parse(word, "")
-        except ConfigError:
-            continue
-        if value not in (None, bound.default):
-            break
-    resolved = resolve(environ={}, flags={bound.path: value}, use_default_file=False)
-    with pytest.raises(NotAvailableError, match=bound.label):
-        check_available(resolved)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--use_fsdp"], ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
-        ["--fsdp_version", "2"], ["--downcast_bf16"], ["--use_fsdp", "--use_parallelism_config"],
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_options_of_missing_engines_are_refused(flags):
-    resolved = resolve(environ={}, flags=parse_flags(flags), use_default_file=False)
-    with pytest.raises(NotAvailableError, match=f"^{flags[0]}.*not available in this version"):
-        check_available(resolved)
-
-
-def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
-    with pytest.raises(NotAvailableError, match=r"distributed_type: FSDP in .*config\.yaml"):
-        check_available(resolve(file, environ={}))
-
-
-def test_sagemaker_files_are_refused(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\n"
-        "iam_role_name: role\nmixed_precision: 'no'\n"
-    )
-    with pytest.raises(NotAvailableError, match="SageMaker"):
-        check_available(resolve(file, environ={}))
-
-
-def test_flags_of_a_section_that_says_the_default_are_no_problem():
-    flags = parse_flags(["--main_training_function", "main"])
-    resolved = resolve(environ={}, flags=flags, use_default_file=False)
-    assert check_available(resolved).mixed_precision == "no"
 
 
 @pytest.mark.parametrize("text", ["4", "0:5", "x:1", "7:3", "0"])

@@ -106,7 +106,7 @@ def find_executable_batch_size(
             names = list(parameters)
             rest = ", ".join([*(f"{n}={a!r}" for n, a in zip(names[1:], args[1:], strict=False))])
             raise TypeError(
-                f"{run.__name__}() is given its batch size by find_executable_batch_size; leave it out of the call: "
+                f"{run.__name__}() gets its batch size from find_executable_batch_size; omit it from the call: "
                 f"{run.__name__}({rest})"
             )
         clear_device_cache(garbage_collection=True)
@@ -116,7 +116,7 @@ def find_executable_batch_size(
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside of the except block: the exception's traceback would keep the tensors of its frames.
+            # Outside the except block, where the traceback would keep the tensors of its frames alive.
             clear_device_cache(garbage_collection=True)
             batch_size = _checked(reduce(batch_size), batch_size)
         raise NoExecutableBatchSizeError("No executable batch size found, reached zero.")
@@ -137,14 +137,14 @@ def _with_size(reduce: Backoff | None) -> Callable[[int], int]:
 def _checked(new: int, old: int) -> int:
     if isinstance(new, bool) or not isinstance(new, int) or new >= old:
         raise ConfigError(
-            f"reduce_batch_size_fn returned {new!r} after {old} did not fit; a whole number below {old} is "
-            "needed"
+            f"reduce_batch_size_fn returned {new!r} after {old} ran out of memory; it must return an integer "
+            f"below {old}"
         )
     return new
 
 
 def _passes_batch_size(parameters: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call has a value for the first parameter, or one argument more than there is room for."""
+    """Whether the call passes a value for the first parameter, or one positional argument too many."""
     positional = [p for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if positional and positional[0].name in kwargs:
         return True

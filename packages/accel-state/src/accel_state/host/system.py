@@ -90,21 +90,21 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     if local_process_index >= torch.cuda.device_count():
         raise ConfigError(
-            f"there is no GPU {local_process_index}, only {torch.cuda.device_count()}; the processors next to it "
-            "are not known"
+            f"local process {local_process_index} has no GPU, because there are {torch.cuda.device_count()}; start at "
+            "most one process per GPU, or disable the CPU affinity"
         )
     properties: Any = torch.cuda.get_device_properties(local_process_index)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     near = _PCI_DEVICES / address / "local_cpulist"
     if not near.is_file():
         return
-    processors = _cpu_list(near.read_text()) & os.sched_getaffinity(0)
-    if not processors:
+    cores = _cpu_list(near.read_text()) & os.sched_getaffinity(0)
+    if not cores:
         return
-    os.sched_setaffinity(0, processors)
+    os.sched_setaffinity(0, cores)
     if environment.parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
         print(
-            f"process {local_process_index} of this node runs on processors {sorted(processors)}, next to "
+            f"process {local_process_index} of this node is bound to CPU cores {sorted(cores)}, near GPU "
             f"{address}"
         )
 
@@ -117,9 +117,9 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def _cpu_list(text: str) -> set[int]:
     """The cores in Linux's list format: ``0-3,8`` is 0, 1, 2, 3, 8."""
-    processors: set[int] = set()
+    cores: set[int] = set()
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")
-            processors.update(range(int(first), int(last or first) + 1))
-    return processors
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores

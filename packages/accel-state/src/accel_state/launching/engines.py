@@ -90,7 +90,7 @@ def variable_of(engine: MissingEngine) -> str:
 
 
 def check_available(resolved: Resolved) -> LaunchConfig:
-    """The configuration, if this version can run what it asks for.
+    """The configuration, if every requested feature is available in this version.
 
     Raises:
         NotAvailableError: it needs an engine that is not available; the message names the option.

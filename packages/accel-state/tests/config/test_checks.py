@@ -1,0 +1,100 @@
+"""Options that contradict or require each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_state.config import Origin, parse_flags, resolve
+from accel_state.errors import ConfigError
+
+
+def merged(flags="", environ=None, file=None, **more):
+    parsed = parse_flags(flags.split())
+    return resolve(file, environ or {"HF_HOME": "/nowhere"}, parsed, **more)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_file(text, name="f.yaml"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def test_a_parallelism_section_brings_fsdp_2():
+    config = merged("--use_fsdp --use_parallelism_config --parallelism_config_tp_size 2").config
+    assert config.fsdp.fsdp_version == 2
+    assert (config.parallelism.tp_size, config.parallelism.cp_size) == (2, 1)
+    assert config.parallelism.cp_comm_strategy is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--multi_gpu --use_fsdp", r"--multi_gpu and --use_fsdp exclude each other"),
+        ("--use_deepspeed --use_fsdp", r"--use_deepspeed and --use_fsdp exclude each other"),
+        ("--cpu --multi_gpu", r"--cpu contradicts --multi_gpu; .*keep one of them"),
+        ("--cpu --tpu", r"--cpu contradicts --tpu"),
+        (
+            "--multi_gpu --num_processes 1",
+            r"--multi_gpu contradicts --num_processes 1; request at least 2 processes",
+        ),
+        ("--multi_gpu --gpu_ids 3", r"--multi_gpu contradicts --gpu_ids 3; name at least 2 ids"),
+        ("--use_parallelism_config", r"--use_parallelism_config needs FSDP.*add --use_fsdp"),
+        (
+            "--use_parallelism_config --use_fsdp --fsdp_version 1",
+            r"--use_parallelism_config needs FSDP version 2, but --fsdp_version 1 was given",
+        ),
+        ("--module --no_python", r"--module and --no_python exclude each other"),
+        (
+            "--use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
+            r"--fsdp_cpu_ram_efficient_loading loads weights on one .* but --fsdp_sync_module_states False",
+        ),
+        (
+            "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2 --gradient_accumulation_steps 2",
+            r"--gradient_accumulation_steps 2, --zero_stage 2: set in DeepSpeed's own configuration",
+        ),
+    ],
+)
+def test_contradictions_name_both_and_what_to_do(flags, message):
+    with pytest.raises(ConfigError, match=message):
+        merged(flags)
+
+
+def test_contradictions_inside_a_file_name_the_file(write):
+    file = write("distributed_type: MULTI_GPU\nuse_cpu: true\n")
+    with pytest.raises(
+        ConfigError, match=rf"use_cpu: True in {file} contradicts distributed_type: MULTI_GPU in {file}"
+    ):
+        merged(file=file)
+
+
+def test_the_stronger_origin_wins_a_contradiction_and_it_is_said(write):
+    file = write("distributed_type: MULTI_GPU\nnum_processes: 4\n")
+    resolved = merged("--cpu", file=file)
+    assert (resolved.config.use_cpu, resolved.config.distributed_type) == (True, None)
+    assert "distributed_type: MULTI_GPU in" in resolved.notes[0]
+    assert "is overridden by --cpu" in resolved.notes[0]
+    resolved = merged("--num_processes 1", file=file)
+    assert (resolved.config.num_processes, resolved.config.distributed_type) == (1, "NO")
+    file = write("use_cpu: true\n")
+    resolved = merged("--multi_gpu", file=file)
+    assert (resolved.config.use_cpu, resolved.config.distributed_type) == (False, "MULTI_GPU")
+    assert resolved.origin("use_cpu") is Origin.FLAG
+
+
+def test_fsdp_and_deepspeed_may_run_on_the_cpu():
+    for flag in ("--use_fsdp", "--use_deepspeed"):
+        assert merged(f"--cpu {flag} --num_processes 2").config.use_cpu
+
+
+def test_several_machines_may_have_one_accelerator_each():
+    assert merged("--multi_gpu --num_machines 2 --gpu_ids 0 --num_processes 2").config.multi_accelerator
+
+
+def test_loading_on_one_process_is_off_where_weights_are_not_sent():
+    section = merged("--use_fsdp --fsdp_sync_module_states false").config.fsdp
+    assert section.cpu_ram_efficient_loading is False
