@@ -72,7 +72,7 @@ def save(folder, mesh_shape):
 
 def fill(folder, mesh_shape):
     """Load into a model that is divided otherwise; compare with the reference on every rank."""
-    from accel_ckpt import open_training_state, optimizer_state_by_name
+    from accel_ckpt import load_weights_into, open_training_state, optimizer_state_by_name
 
     model, optimizer = sharded(*reference(), mesh_shape)
     with torch.no_grad():
@@ -93,6 +93,15 @@ def fill(folder, mesh_shape):
     for name, state in states.items():
         assert torch.equal(whole(tree["state"][name]["exp_avg"]), state["exp_avg"]), name
     restore_optimizers(checkpoint, model, optimizer, states)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    before = list(model.parameters())
+    model(torch.arange(8))  # may leave whole weights in place of the parts
+    load_weights_into(model, checkpoint.weights(0))
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value), expected[name]), name
 
 
 def restore_optimizers(checkpoint, model, live, expected):

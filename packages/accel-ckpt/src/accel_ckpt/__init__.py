@@ -6,7 +6,7 @@ from accel_state._lazy import attach
 __getattr__, __dir__, __all__ = attach(
     __name__,
     {
-        "accel_ckpt.saving.background": ["BackgroundSaver", "SaveHandle"],
+        "accel_ckpt.saving.background": ["BackgroundSaver", "BeforeStep", "SaveHandle", "before_torch_steps"],
         "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
         "accel_ckpt.saving.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.convert.accelerate": [
@@ -68,7 +68,9 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.saving.draft": ["Tree"],
         "accel_ckpt.saving.save_state": ["save_training_state"],
         "accel_ckpt.loading.load_state": ["SavedWeights", "TrainingCheckpoint", "open_training_state"],
+        "accel_ckpt.loading.load_module": ["check_weights", "load_weights_into"],
         "accel_ckpt.loading.saved_tensors": ["SavedTensor"],
+        "accel_ckpt.loading.tree_fill": ["check_tree", "fill_tree"],
         "accel_ckpt.tensor_storage": ["clean_state_dict_for_safetensors", "id_tensor_storage"],
         "accel_ckpt.loading.weights": ["WeightSource", "open_weights"],
     },

@@ -38,10 +38,14 @@ from accel_ckpt.hub import push_to_hub as push_to_hub
 from accel_ckpt.loading.load_model import LoadReport as LoadReport
 from accel_ckpt.loading.load_model import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_ckpt.loading.load_model import load_state_dict as load_state_dict
+from accel_ckpt.loading.load_module import check_weights as check_weights
+from accel_ckpt.loading.load_module import load_weights_into as load_weights_into
 from accel_ckpt.loading.load_state import SavedWeights as SavedWeights
 from accel_ckpt.loading.load_state import TrainingCheckpoint as TrainingCheckpoint
 from accel_ckpt.loading.load_state import open_training_state as open_training_state
 from accel_ckpt.loading.saved_tensors import SavedTensor as SavedTensor
+from accel_ckpt.loading.tree_fill import check_tree as check_tree
+from accel_ckpt.loading.tree_fill import fill_tree as fill_tree
 from accel_ckpt.loading.weights import WeightSource as WeightSource
 from accel_ckpt.loading.weights import open_weights as open_weights
 from accel_ckpt.modules.names import canonical_name as canonical_name
@@ -63,7 +67,9 @@ from accel_ckpt.optimizers import load_optimizer_state as load_optimizer_state
 from accel_ckpt.optimizers import optimizer_state_by_name as optimizer_state_by_name
 from accel_ckpt.parts import Part as Part
 from accel_ckpt.saving.background import BackgroundSaver as BackgroundSaver
+from accel_ckpt.saving.background import BeforeStep as BeforeStep
 from accel_ckpt.saving.background import SaveHandle as SaveHandle
+from accel_ckpt.saving.background import before_torch_steps as before_torch_steps
 from accel_ckpt.saving.commit import checkpoints_from as checkpoints_from
 from accel_ckpt.saving.commit import complete_checkpoints as complete_checkpoints
 from accel_ckpt.saving.commit import prune_checkpoints as prune_checkpoints

@@ -12,15 +12,18 @@ import textwrap
 import threading
 import time
 import weakref
+from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt import (
     BackgroundSaver,
     CheckpointSaveError,
+    Part,
     SaveInProgressError,
     UnsupportedValueError,
     open_training_state,
@@ -166,6 +169,74 @@ def test_other_hooks_of_an_optimizer_are_called_as_before(tmp_path):
     assert hooks(optimizer) == 2
     step(model, optimizer)
     assert called[-2:] == ["before", "after"]
+
+
+class Engine:
+    """Steps flat copies of parameters by itself, as ZeRO does, and has no hooks of torch."""
+
+    def __init__(self, model):
+        self.flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+        self.param_groups = [{"params": [self.flat]}]
+        self.state = {self.flat: {"momentum": self.flat * 2}}
+        self.before = OrderedDict()
+
+    def before_step(self, callback):
+        handle = RemovableHandle(self.before)
+        self.before[handle.id] = callback
+        return handle
+
+    def step(self):
+        for callback in [*self.before.values()]:
+            callback()
+        self.flat += 1
+        self.state[self.flat]["momentum"] += 1
+
+    def parts(self):
+        return {
+            "flat": Part.of_flat(self.flat, 0, self.flat.shape),
+            "momentum": self.state[self.flat]["momentum"],
+        }
+
+
+def test_an_engine_says_when_it_steps(tmp_path, monkeypatch):
+    engine = Engine(build()[0])
+    expected, momentum = engine.flat.clone(), engine.state[engine.flat]["momentum"].clone()
+    gate = threading.Event()
+    real = np.copyto
+
+    def slow(target, source):
+        if threading.current_thread().name == "accel-save":
+            assert gate.wait(20)
+        real(target, source)
+
+    monkeypatch.setattr(np, "copyto", slow)
+    saver = BackgroundSaver()
+    content = {"models": [], "shared": {"engine": engine.parts()}, "per_rank": {}}
+    handle = saver.save(tmp_path / "c", **content, optimizers=[engine], before_step=engine.before_step)
+    assert not handle.staged()
+    threading.Timer(0.3, gate.set).start()
+    began = time.monotonic()
+    engine.step()
+    assert time.monotonic() - began > 0.2
+    handle.result()
+    assert len(engine.before) == 1
+    saver.drain()
+    assert not engine.before
+    found = open_training_state(tmp_path / "c").shared["engine"]
+    assert torch.equal(found["flat"], expected)
+    assert torch.equal(found["momentum"], momentum)
+
+
+def test_a_registration_that_fails_leaves_nothing_behind(tmp_path):
+    def refuse(callback):
+        raise RuntimeError("no steps today")
+
+    saver = BackgroundSaver()
+    model, optimizer = build()
+    with pytest.raises(RuntimeError, match="no steps today"):
+        save(saver, tmp_path / "c", model, optimizer, before_step=refuse)
+    assert not list(tmp_path.iterdir())
+    save(saver, tmp_path / "c", model, optimizer).result()
 
 
 def test_a_second_save_is_refused_or_waits(tmp_path):

@@ -247,6 +247,7 @@ class SavedWeights:
         self.extra = extra
         """Entries of the state dict that are not tensors (``get_extra_state``)."""
         self._pairs = tensors.pairs
+        self._verify = tensors.verify
 
     @property
     def names(self) -> list[str]:
@@ -267,6 +268,14 @@ class SavedWeights:
     def about(self) -> dict[str, Any]:
         """Everything in the state dict by name; tensors as what is known of them without reading them."""
         return {**self.tensors, **self.extra}
+
+    def verify(self) -> None:
+        """Check the content of all files of the model.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        self._verify()
 
     def check(self, targets: Mapping[str, Leaf]) -> None:
         """Check that :meth:`fill` can fill these, and the content of the files that this rank reads for it.

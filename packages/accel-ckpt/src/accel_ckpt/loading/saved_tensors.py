@@ -150,7 +150,8 @@ class SavedTensors(Mapping[str, SavedTensor]):
         self._check = check or FileChecks()
         self._found: dict[str, list[tuple[Place, _Saved]]] = {}
         self.aliases: dict[str, str] = {}
-        for path in files:
+        self._files = list(files)
+        for path in self._files:
             if path.suffix == ".safetensors":
                 self._add_safetensors(path)
             else:
@@ -202,6 +203,14 @@ class SavedTensors(Mapping[str, SavedTensor]):
 
     def __len__(self) -> int:
         return len(self._tensors)
+
+    def verify(self) -> None:
+        """Check the content of all files.
+
+        Raises:
+            CorruptCheckpointError: a file is not what was written.
+        """
+        self._check(self._files)
 
     def pairs(self, targets: Mapping[str, Leaf]) -> list[tuple[SavedTensor, Leaf]]:
         """The saved tensor of every target.

@@ -16,6 +16,7 @@ __all__ = [
     "canonical_names",
     "canonical_state_dict",
     "listed",
+    "loads_by_itself",
     "misfits",
     "prefixed_modules",
     "refuse_collisions",
@@ -112,26 +113,35 @@ def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) 
 
     Args:
         module: wrapped or not.
-        weights: by canonical name.
+        weights: by canonical name: tensors, or what else has their shape.
         strict: names must be the same, too; but a module that loads its weights by itself may know other names.
     """
     own = canonical_state_dict(module.state_dict(), module)
     shapes = [
-        f"{name} is {list(weights[name].shape)} there and {list(tensor.shape)} here"
+        f"{name} is {list(saved)} there and {list(tensor.shape)} here"
         for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor) and isinstance(weights.get(name), torch.Tensor)
-        if not is_lazy(tensor) and weights[name].shape != tensor.shape
+        if isinstance(tensor, torch.Tensor) and not is_lazy(tensor)
+        if (saved := getattr(weights.get(name), "shape", None)) is not None and saved != tensor.shape
     ]
     problems = [listed(shapes)] if shapes else []
-    if strict and not any(_loads_by_itself(child) for child in module.modules()):
+    if strict and not any(loads_by_itself(child) for child in module.modules()):
         for where, names in (("there", own.keys() - weights.keys()), ("here", weights.keys() - own.keys())):
             problems += [f"not {where}: {listed(sorted(names))}"] if names else []
     return problems
 
 
-def _loads_by_itself(module: nn.Module) -> bool:
-    method = type(module)._load_from_state_dict
-    return bool(module._load_state_dict_pre_hooks) or not method.__module__.startswith("torch.")
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether a module, not counting its children, loads a state dict otherwise than torch's modules do."""
+    own = (type(module)._load_from_state_dict, type(module).load_state_dict)
+    if not all(method.__module__.startswith("torch.") for method in own):
+        return True
+    hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+    # FSDP's hook only gives up whole weights that a forward has left.
+    return not all(_module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
+
+
+def _module_of(hook: Any) -> str:
+    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
 def under_own_names(module: nn.Module, weights: Mapping[str, T]) -> dict[str, T]:

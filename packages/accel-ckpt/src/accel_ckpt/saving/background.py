@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
@@ -19,13 +19,24 @@ from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.save_state import StateContent, begin_save
-from accel_ckpt.saving.staging import Staging
+from accel_ckpt.saving.staging import Staging, Stepping
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
 
-__all__ = ["BackgroundSaver", "SaveHandle", "WhenBusy"]
+__all__ = ["BackgroundSaver", "BeforeStep", "Removable", "SaveHandle", "WhenBusy", "before_torch_steps"]
 
 WhenBusy = Literal["wait", "refuse"]
+
+
+class Removable(Protocol):
+    """A registration that can be taken back, such as torch's ``RemovableHandle``."""
+
+    def remove(self) -> None:
+        """Take it back; more than once does no harm."""
+
+
+BeforeStep: TypeAlias = Callable[[Callable[[], None]], Removable]
+"""Registers a function that is called before every step of the optimizers, until the registration is taken back."""
 
 
 class SaveHandle:
@@ -162,7 +173,7 @@ class BackgroundSaver:
     def _begin(self) -> None:
         self._buffers = HostBuffers()
         self._current: SaveHandle | None = None
-        self._hooks: list[_StepHook] = []
+        self._held_back: Removable | None = None
         self._process = os.getpid()
 
     def save(
@@ -172,7 +183,8 @@ class BackgroundSaver:
         models: Sequence[Mapping[str, Any]],
         shared: Mapping[str, Tree],
         per_rank: Mapping[str, Tree],
-        optimizers: Sequence[torch.optim.Optimizer] = (),
+        optimizers: Sequence[Stepping] = (),
+        before_step: BeforeStep | None = None,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
         **options: Any,
@@ -186,6 +198,8 @@ class BackgroundSaver:
             per_rank: name → tree.
             optimizers: what they step, and their states, is copied while training goes on, and they wait before
                 their step until it is. Everything else is copied before this method returns.
+            before_step: registers the function in which they wait. By default :func:`before_torch_steps`, which is
+                for optimizers of torch; whoever steps others, as engines do, calls the function before each step.
             when_busy: what to do while an earlier save goes on: ``"wait"`` for its end, or ``"refuse"``.
             after: called on every rank, in the background, once the checkpoint is complete.
             options: further ones of :func:`accel_ckpt.save_training_state`.
@@ -199,17 +213,25 @@ class BackgroundSaver:
         ranks = default_coordinator()
         content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
         transaction, plan = begin_save(directory, content, ranks, self._disk)
-        staged: list[SaveHandle] = []
+        register = before_torch_steps(optimizers) if before_step is None else before_step
+        staged: list[tuple[SaveHandle, Removable]] = []
 
         def stage() -> None:
             plan.check()
             staging = Staging(plan, optimizers, self._buffers)
-            staged.append(SaveHandle(transaction, staging, after))
-            transaction.coordinator = _apart(ranks, transaction.token, staged[0]._why_stopped)
+            save = SaveHandle(transaction, staging, after)
+            staged.append((save, register(staging.hold_back)))
+            transaction.coordinator = _apart(ranks, transaction.token, save._why_stopped)
 
-        transaction.together(stage)
-        self._current = save = staged[0]
-        self._hooks = [_StepHook(optimizer, save._staging) for optimizer in optimizers]
+        try:
+            transaction.together(stage)
+        except BaseException:
+            for save, held_back in staged:  # another rank could not
+                held_back.remove()
+                save._staging.release()
+            raise
+        save, self._held_back = staged[0]
+        self._current = save
         atexit.register(save._at_exit)
         save._start()
         return save
@@ -248,9 +270,9 @@ class BackgroundSaver:
         if save is None:
             return
         self._current = None
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        if self._held_back is not None:
+            self._held_back.remove()
+            self._held_back = None
         try:
             save._settle()
         finally:
@@ -270,15 +292,33 @@ class BackgroundSaver:
         self._begin()
 
 
-class _StepHook:
-    """Lets an optimizer wait before its step until its tensors are copied; then it goes."""
+def before_torch_steps(optimizers: Sequence[Any]) -> BeforeStep:
+    """For ``BackgroundSaver.save``: what is called before the steps of torch's optimizers, by their step hooks."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, staging: Staging) -> None:
-        self._staging = staging
+    def register(callback: Callable[[], None]) -> Removable:
+        return _StepHooks([_StepHook(optimizer, callback) for optimizer in optimizers])
+
+    return register
+
+
+class _StepHooks:
+    def __init__(self, hooks: Sequence[_StepHook]) -> None:
+        self._hooks = hooks
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _StepHook:
+    """Calls a function before the next step of an optimizer; once."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, callback: Callable[[], None]) -> None:
+        self._callback = callback
         self._handle = optimizer.register_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._staging.hold_back()
+        self._callback()
         # The optimizer is going through its hooks: while it does, only the last one can be taken out. Otherwise this
         # one stays, and does next to nothing, until the next save.
         hooks = self._handle.hooks_dict_ref()

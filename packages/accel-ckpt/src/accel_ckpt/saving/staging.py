@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -35,7 +35,19 @@ from accel_ckpt.saving.writer import (
 )
 from accel_ckpt.tensor_storage import compact, flat_bytes, id_tensor_storage
 
-__all__ = ["Staging"]
+__all__ = ["Staging", "Stepping"]
+
+
+class Stepping(Protocol):
+    """What an optimizer is, of torch or of an engine: it changes these in its step, and not otherwise."""
+
+    @property
+    def param_groups(self) -> Any:
+        """Dictionaries whose ``params`` are the tensors that it steps."""
+
+    @property
+    def state(self) -> Any:
+        """Tree of the tensors that belong to the parameters."""
 
 
 class Staging:
@@ -48,9 +60,7 @@ class Staging:
         buffers: where the memory comes from.
     """
 
-    def __init__(
-        self, plan: StatePlan, optimizers: Sequence[torch.optim.Optimizer], buffers: HostBuffers
-    ) -> None:
+    def __init__(self, plan: StatePlan, optimizers: Sequence[Stepping], buffers: HostBuffers) -> None:
         self._plan = plan
         self._buffers = buffers
         self._images: dict[str, tuple[FileImage, Layout]] = {}
@@ -168,10 +178,10 @@ def _copy_on_host(tensor: torch.Tensor, image: FileImage, begin: int) -> None:
         source = source[len(span) :]
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def _stepped(optimizer: Stepping) -> Iterator[torch.Tensor]:
     """The parameters of an optimizer, and the tensors of their states."""
     yield from _tensors([group["params"] for group in optimizer.param_groups])
-    yield from _tensors(list(optimizer.state.values()))
+    yield from _tensors(optimizer.state)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
