@@ -43,7 +43,7 @@ class ActiveLoaders:
             entry.last_yield = known.last_yield
 
     def yielded(self, loader: object) -> None:
-        """`loader` hands out a batch now."""
+        """`loader` returns a batch now."""
         self._clock = clock = self._clock + 1
         entry = self._entries.get(id(loader))
         if entry is not None:

@@ -50,7 +50,7 @@ def cut_round(
     A full round hands one whole batch to each rank, so batches may be ragged. The tail of an epoch is
     shared out evenly, and completed with the first samples to a multiple of the number of ranks; if its
     batches cannot be cut and joined, because their shapes differ or they hold more than one row per sample,
-    they are handed out whole, and ranks without one repeat the first batch as padding.
+    they are not cut, and ranks without one repeat the first batch as padding.
 
     Args:
         batches: what was read, at most one batch per rank (exactly one batch when `split`).
@@ -84,7 +84,7 @@ def cut_round(
 
 
 class _RaggedError(Exception):
-    """Batches cannot be cut and joined by rows; the message says why."""
+    """Batches cannot be cut and joined by rows; the message gives the reason."""
 
 
 def pieces_of(rows: Sequence[int], ranks: int, first_rows: int) -> list[list[tuple[int, int, int]]]:
@@ -193,7 +193,7 @@ def _completed(batches: Sequence[Any], rows: Sequence[int], first: Callable[[], 
     except _RaggedError as error:
         raise DispatchError(
             f"slice_fn_for_dispatch cuts the joined batches of a step, and these cannot be joined: {error}. Pad them "
-            "to one shape, or leave out slice_fn_for_dispatch."
+            "to one shape, or omit slice_fn_for_dispatch."
         ) from None
 
 

@@ -103,7 +103,7 @@ def unpack_error(packed: bytes) -> Exception:
     original, message, text = pickle.loads(packed)
     error: Exception = DispatchError(f"rank 0 could not read a batch: {message}")
     if original is not None:
-        # A class that exists on rank 0 only cannot be told but in words.
+        # A class that exists only on rank 0 can only be described in text.
         with contextlib.suppress(ImportError, AttributeError):
             error = pickle.loads(original)
     error.add_note(f"Raised on rank 0:\n{text}")

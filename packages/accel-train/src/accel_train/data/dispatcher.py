@@ -34,12 +34,12 @@ class DispatchIteration(Iteration):
     def __init__(self, randomness: Randomness, rng_at_start: dict[str, Any]) -> None:
         super().__init__(randomness, rng_at_start)
         self.part: Envelope | None = None
-        """What rank 0 sent with the batch handed out last, without the batch."""
+        """What rank 0 sent with the last returned batch, without the batch."""
         self.several = False
         """Whether other ranks take part, so that each batch comes with whether it is the last."""
 
     def known_to_end(self) -> bool:
-        """Whether the batch handed out last is known to be the last one, without reading ahead."""
+        """Whether the last returned batch is known to be the last one, without reading ahead."""
         if self.several:
             return self.part is not None and self.part.last
         return super().known_to_end()
@@ -58,7 +58,7 @@ class DataLoaderDispatcher(PreparedLoader):
     Args:
         dataset: the dataset; only rank 0's is read.
         split_batches: each batch is cut into one part per rank; otherwise a step takes one batch per rank.
-        skip_batches: steps left out at the start of every iteration.
+        skip_batches: steps to skip at the start of every iteration.
         use_stateful_dataloader: as for `PreparedLoader`.
         _drop_last: whether an incomplete last round is dropped.
         _non_blocking: as for `PreparedLoader`.
@@ -131,18 +131,18 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batch_rows(self) -> int | None:
-        """Rows that this rank received in the batch handed out last; None when that is not known."""
+        """Rows that this rank received in the last returned batch; None when that is not known."""
         part = self._part()
         return None if part is None else part.rows
 
     def valid_rows(self) -> tuple[int, ...] | None:
-        """Per rank, how many leading rows of the batch handed out last are real; None when all are."""
+        """Per rank, how many leading rows of the last returned batch are real; None when all are."""
         part = self._part()
         return None if part is None else part.valid
 
     @property
     def remainder(self) -> int:
-        """Real rows in the last global batch, once it is handed out; -1 before."""
+        """Real rows in the last global batch, once it was returned; -1 before."""
         part = self._part()
         if part is None or not self.end_of_dataloader or part.real is None:
             return -1
@@ -154,7 +154,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches follow the batch handed out last in the running iteration; see `PreparedLoader`.
+        """How many batches follow the last returned batch in the running iteration; see `PreparedLoader`.
 
         Rank 0 counts, and sends the number with each batch.
         """
@@ -196,7 +196,7 @@ class DataLoaderDispatcher(PreparedLoader):
     # Beginning an iteration
 
     def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
-        """Open what rank 0 reads, or what comes from there."""
+        """Open what rank 0 reads, or the connection to rank 0."""
         assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
         iteration.several = self.ranks.world_size > 1
         resume = restored if self.use_stateful_dataloader else None
@@ -218,7 +218,7 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration.source = _Follower(Scatterer(), iteration, source)
 
     def _count_skipped(self, iteration: Iteration, resume: Restored | None) -> None:
-        """Set how many batches of the underlying loader, and how many steps, are left out."""
+        """Set how many batches of the underlying loader, and how many steps, are skipped."""
         each = self.sampler_batches_per_step
         base = self.skip_batches * each
         if resume is not None:
@@ -256,7 +256,7 @@ class DataLoaderDispatcher(PreparedLoader):
         return reader
 
     def _read_again(self, reader: _Reader, restored: Restored) -> None:
-        """Draw and read as far ahead as the interrupted run had."""
+        """Draw and read ahead as far as the interrupted run had."""
         iteration = reader.iteration
         base = iteration.first_base
         iteration.first_rng = restored.ahead.get("first_rng")
@@ -280,10 +280,10 @@ class DataLoaderDispatcher(PreparedLoader):
 
 
 class _Follower:
-    """Another rank than 0: takes what comes.
+    """Any rank but 0: receives its part.
 
     Args:
-        scatterer: brings it.
+        scatterer: receives messages.
         iteration: the iteration.
         source: the order that rank 0 draws, where its random draws are to be repeated so that generators stay in step.
     """
@@ -343,7 +343,7 @@ class _Reader:
         self.reading = randomness if randomness.everything else Randomness(randomness.own, True)
         # Reading ahead draws from this process's generators only when this process reads.
         self._reads_here = loader.num_workers == 0
-        # For padding, the first batch cannot be read again as it was by workers, or once the dataset went on.
+        # For padding, the first batch cannot be read again identically by workers, or after the dataset advanced.
         self._keeps_first = loader.may_pad and (iteration.source_state is not None or not self._reads_here)
         self._per_step = loader.sampler_batches_per_step
         self._split = loader.split_batches

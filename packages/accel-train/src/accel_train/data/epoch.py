@@ -115,7 +115,7 @@ class Epoch:
         Args:
             ranks: those that read different samples.
             options: see `Restored.options`.
-            finished: whether the batch handed out last was the last of its epoch.
+            finished: whether the last returned batch was the last of its epoch.
         """
         waiting, running = self.restored, self.running
         state = self.between(ranks) | {"options": options}
@@ -123,8 +123,8 @@ class Epoch:
             return state | {"finished": waiting.epoch < self.iteration} | waiting.tree()
         if running is None or running.ended:
             return state
-        # An epoch whose last batch is out is over, whether or not the loop has asked for more. Where it was is kept
-        # nevertheless, for a script that goes back to it and skips all its batches.
+        # An epoch whose last batch was returned is over, whether or not the loop has asked for more. Its position is
+        # kept nevertheless, for a script that returns to it and skips all its batches.
         batches, position = running.place()
         return state | {
             "epoch": self.iteration + (1 if finished else 0),

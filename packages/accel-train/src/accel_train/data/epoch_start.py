@@ -243,7 +243,7 @@ def _torch_iterator(
 
 
 def skip_batches(source: Iterator[Any], batches: int, first: list[Any] | None = None) -> int:
-    """Read and leave out up to `batches` batches; the first goes to `first`. Returns how many there were."""
+    """Read and drop up to `batches` batches; the first goes to `first`. Returns how many there were."""
     for done in range(batches):
         try:
             batch = next(source)

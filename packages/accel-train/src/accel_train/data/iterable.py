@@ -56,7 +56,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         """Real samples in the global batch that the sample yielded last belongs to."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and tell the dataset if it wants to know."""
+        """Choose the epoch, and call the dataset's ``set_epoch`` if it has one."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
@@ -110,7 +110,7 @@ class Tagged(NamedTuple):
 
 
 class TaggingCollate:
-    """A collate function that says how many samples of the global batch are real.
+    """A collate function that adds how many samples of the global batch are real.
 
     It runs where the shard is read, possibly in a worker process, since only there it is known.
     """
@@ -129,8 +129,8 @@ def valid_rows_of_round(shard: IterableDatasetShard, real: int, batches: bool) -
 
     Args:
         shard: the shard.
-        real: as a `Tagged` batch says.
-        batches: whether each sample of the dataset is a batch of its own.
+        real: the number that a `Tagged` batch carries.
+        batches: whether each sample of the dataset is a whole batch.
     """
     if real == shard.global_batch:
         return None
@@ -152,7 +152,7 @@ def native_shard(dataset: Any, num_processes: int, process_index: int) -> Any | 
 
 
 def parts_of(dataset: Any) -> int | None:
-    """The number of parts of which a dataset says that it yields one; None if it says nothing.
+    """The number of parts of which a dataset declares that it yields one; None if it declares nothing.
 
     Datasets of `split_dataset_by_node`, and the classes like `IterableDatasetShard` of other libraries, do.
     """

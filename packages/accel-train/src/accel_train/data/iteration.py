@@ -16,7 +16,7 @@ from accel_train.data.workers import WorkerStates
 __all__ = ["NOT_COUNTED", "Iteration"]
 
 NOT_COUNTED = -1
-"""In place of a number of batches: nobody has asked yet."""
+"""Placeholder for a number of batches that was not counted yet."""
 
 
 class Iteration:
@@ -75,7 +75,7 @@ class Iteration:
         self.yielded = 0
         """Batches handed to the user."""
         self.skipped = 0
-        """Batches left out before the first one, where the stream does not count them."""
+        """Batches skipped before the first one, where the stream does not count them."""
         self.first_base = 0
         """The same in batches of the user's loader, where one batch here takes several."""
         self.per_batch: int | None = None
@@ -93,13 +93,13 @@ class Iteration:
         self.looked_ahead: tuple[Any, int] | None = None
         """The generators before batches were read ahead in this process, and how many batches these are."""
         self.found_end = False
-        """Reading ahead found nothing after the batch handed out last."""
+        """Reading ahead found nothing after the last returned batch."""
         self.ended = False
         """Exhausted: the iterator has raised `StopIteration`."""
         self.closed = False
         """Over, for whatever reason."""
         self.real: int | None = None
-        """Real samples in the global batch handed out last, where the batch itself brought the number."""
+        """Real samples in the last returned global batch, where the batch itself carries the number."""
         self.first_rng: dict[str, Any] | None = None
         """The generators before the epoch's first batch was read, where it may be read again for padding."""
         self.first_batch: Any = None
@@ -108,7 +108,7 @@ class Iteration:
         """Whether this rank made the draws of the order that another rank iterates."""
 
     def at_end(self) -> bool:
-        """Whether nothing follows the batch handed out last. Reads ahead where the end cannot be counted."""
+        """Whether nothing follows the last returned batch. Reads ahead where the end cannot be counted."""
         if self.ended or not self.yielded:
             return self.ended
         if self.closed:
@@ -126,7 +126,7 @@ class Iteration:
             return self.stream.ends_at(self.yielded)
 
     def known_to_end(self) -> bool:
-        """Whether the batch handed out last is known to be the last one, without reading ahead."""
+        """Whether the last returned batch is known to be the last one, without reading ahead."""
         return self.found_end or (self.stream is not None and self.stream.known_to_end(self.yielded))
 
     def look_ahead(self) -> bool:
@@ -170,7 +170,8 @@ class Iteration:
         """The iteration is over; what it read from is released."""
         self.closed = True
         self.ended = self.ended or exhausted
-        self.source = None
+        self.source = self.failure = None
+        self.held.clear()
 
     # What is saved
 
@@ -193,13 +194,13 @@ class Iteration:
         """What was drawn for the order, and how far.
 
         Args:
-            finished: whether the batch handed out last was the last of its epoch.
+            finished: whether the last returned batch was the last of its epoch.
         """
         if self.drew_along:
             return {"along": True}
         draw: Record = {} if self.stream is None else dict(self.stream.drawn())
         if finished and "exhausted" in draw:
-            draw["exhausted"] = True  # the generators are saved as they are after the end
+            draw["exhausted"] = True  # the generators are saved in their states after the end
         return draw
 
     def ahead(self) -> dict[str, Any]:
@@ -223,7 +224,7 @@ class Iteration:
         return self.source_before or self.source_state()
 
     def states_of_workers(self) -> dict[str, Any] | None:
-        """The generators of worker processes after the batch handed out last."""
+        """The generators of worker processes after the last returned batch."""
         return None if self.workers is None else self.workers.dump(self.yielded * (self.per_batch or 1))
 
 

@@ -85,13 +85,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         device: where batches are moved; None leaves them.
         rng_types: generators made equal on all ranks at each epoch: "torch", "cuda", "generator", …
         synchronized_generator: the generator meant by "generator".
-        skip_batches: batches to leave out at the start of every iteration.
+        skip_batches: batches to skip at the start of every iteration.
         use_stateful_dataloader: whether a loaded state continues inside the epoch.
         _drop_last: whether the original loader dropped an incomplete last batch.
         _non_blocking: whether the move to the device overlaps with the host.
         torch_device_mesh: kept for reference.
         iteration: epochs that were iterated before.
-        ledger: where to report; by default one of its own.
+        ledger: the active loaders to report to; by default a new record.
         ranks: the ranks that read different samples; by default this one alone.
         **kwargs: as for `torch.utils.data.DataLoader`.
     """
@@ -168,11 +168,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         indexes = self.__dict__.get("indexes")
         return super()._index_sampler if indexes is None else indexes
 
-    # Answers about the batch handed out last
+    # Answers about the last returned batch
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch handed out last is the last one.
+        """Whether the last returned batch is the last one.
 
         For an iterable dataset the next batch is fetched to find out, and kept for the next step.
         """
@@ -181,7 +181,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
 
     @property
     def batches_left(self) -> int | None:
-        """How many batches of this rank follow the batch handed out last in the running iteration.
+        """How many batches of this rank follow the last returned batch in the running iteration.
 
         Counted by arithmetic: nothing is fetched early. The same on all ranks unless `may_be_uneven`. None when nothing
         is iterated, and when the number is not known: streams and samplers without a length, and streams that several
@@ -216,7 +216,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
 
     @property
     def ends_on_any_rank(self) -> bool | None:
-        """Whether the batch handed out last is the last one of some rank; None when that is not known."""
+        """Whether the last returned batch is the last one of some rank; None when that is not known."""
         if not self.may_be_uneven:
             return self.end_of_dataloader
         current = self.current
@@ -226,14 +226,14 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
 
     @property
     def batch_rows(self) -> int | None:
-        """Rows that this rank received in the batch handed out last; None when that is not known."""
+        """Rows that this rank received in the last returned batch; None when that is not known."""
         current = self.current
         if current is None or current.stream is None or not current.yielded or not self._auto_collation:
             return None
         return current.stream.rows(current.yielded - 1)
 
     def valid_rows(self) -> tuple[int, ...] | None:
-        """Per rank, how many leading rows of the batch handed out last are real; None when all are.
+        """Per rank, how many leading rows of the last returned batch are real; None when all are.
 
         A number above the number of rows means all of them.
         """
@@ -337,7 +337,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is: epoch, the epoch's draw, and position, as plain data and tensors.
 
-        The state counts the batches that were handed out. An epoch whose last batch is known to be out counts as over.
+        The state counts the batches that were returned. An epoch whose last batch is known to have been returned
+        counts as over.
         Asking changes nothing: the loader continues as if it had not been asked.
         """
         running = self.epoch_state.running  # which may be that of a loader that skips
@@ -367,7 +368,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
             "ranks": ranks,
             "finished": not batches,
             "batches_yielded": batches,
-            # Whichever way this loader reads its data, it uses the entry of its own.
+            # A loader uses the entry in the unit that it counts.
             "position": {
                 "samples": batches * (self.sampler_batch_size or 1) * rounds,
                 "base_batches": batches * rounds,
@@ -409,7 +410,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         otherwise it starts at the first batch, and `skip_first_batches` leads to the position.
 
         `iteration` is then the number of the epoch to continue with: the next one, if the last batch of the saved epoch
-        was known to be out. ``set_epoch(saved)`` returns to that epoch, which then yields no batches.
+        was known to have been returned. ``set_epoch(saved)`` returns to that epoch, which then yields no batches.
 
         Raises:
             DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.

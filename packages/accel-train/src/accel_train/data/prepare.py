@@ -41,7 +41,7 @@ class _Sharded(Enum):
     """What a loader already yields."""
 
     NO = "all of the data"
-    PRE_SHARDED_EVEN = "one rank's part, as many batches as on any other rank"
+    PRE_SHARDED_EVEN = "one rank's part, with the same number of batches on every rank"
     PRE_SHARDED_UNEVEN = "one rank's part"
 
 
@@ -81,7 +81,7 @@ def prepare_data_loader(
     """Make a loader yield one rank's part of the data, on its device.
 
     Args:
-        dataloader: a loader; one that is prepared already is returned as it is.
+        dataloader: a loader; one that is prepared already is returned unchanged.
         device: where batches go, if `put_on_device`.
         num_processes: number of ranks; by default that of `PartialState`.
         process_index: this rank; likewise.
@@ -157,7 +157,7 @@ def prepare_for_ranks(
     """Make a loader yield the part of the data of one batch index, on its device; see `prepare_data_loader`.
 
     Args:
-        dataloader: a loader; one that is prepared already is returned as it is.
+        dataloader: a loader; one that is prepared already is returned unchanged.
         ranks: the ranks that read different samples. Ranks with the same index read exactly the same.
         config: the options.
         device: where batches are moved; None leaves them where they are.
@@ -217,12 +217,11 @@ def prepare_for_ranks(
 
 
 def _keeps_order(loader: DataLoader[Any], ranks: Ranks, stateful: bool) -> bool:
-    """Whether workers hand out batches in order: as the loader says, unless a batch's place has a meaning."""
+    """Whether workers return batches in order: by the loader's option, unless a batch's place has a meaning."""
     if loader.in_order or not loader.num_workers or (ranks.world_size == 1 and not stateful):
         return loader.in_order
     warnings.warn(
-        "in_order=False was changed to True: the batches of one step must be of one round on all "
-        "processes, and a "
+        "in_order=False was changed to True: the batches of one step must be of one round on all processes, and a "
         "position inside the epoch must mean the same when it is loaded.",
         stacklevel=4,
     )
@@ -230,7 +229,7 @@ def _keeps_order(loader: DataLoader[Any], ranks: Ranks, stateful: bool) -> bool:
 
 
 def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | None) -> _Sharded:
-    """Whether the loader yields one rank's part only, by declaration or because it says so."""
+    """Whether the loader yields one rank's part only, by declaration or by what it contains."""
     if declared is False or ranks.size == 1:
         return _Sharded.NO
     for owner, parts, kind in _parts(loader):
@@ -240,7 +239,7 @@ def _sharded_already(loader: DataLoader[Any], ranks: Ranks, declared: bool | Non
             warnings.warn(
                 f"{type(owner).__name__} yields one of {parts} parts, and that part is shared out again among "
                 f"{ranks.size} ranks: samples are lost unless all ranks hold the same part. Make {ranks.size} parts, "
-                "or only one; pre_sharded=False says that it is meant.",
+                "or only one; pre_sharded=False declares that this is intended.",
                 stacklevel=4,
             )
     return _Sharded.PRE_SHARDED_UNEVEN if declared else _Sharded.NO
@@ -267,7 +266,7 @@ def _check_kind(loader: DataLoader[Any], ranks: Ranks) -> None:
     if isinstance(loader, SkipDataLoader):
         if loader.skip_batches and ranks.size > 1:
             raise DataError(
-                f"This loader leaves out {loader.skip_batches} batches of what {ranks.size} ranks are to share. "
+                f"This loader skips {loader.skip_batches} batches of what {ranks.size} ranks are to share. "
                 "Prepare the whole loader first, and then skip: skip_first_batches(prepared, num_batches)."
             )
         return
@@ -329,7 +328,7 @@ def _with_seedable_sampler(loader: DataLoader[Any], data_seed: int | None) -> tu
 
 
 def _place(batch_sampler: Any, sampler: Any) -> dict[str, Any]:
-    """The arguments that say which samples a loader of a map-style dataset yields."""
+    """The arguments that determine which samples a loader of a map-style dataset yields."""
     if batch_sampler is None:
         return {"sampler": sampler, "batch_size": None}
     return {"batch_sampler": batch_sampler}
@@ -366,7 +365,7 @@ def _iterable_shard(request: _Request) -> PreparedLoader:
         and dataset.local_batch != (batch_size or 1)
     ):
         raise DataError(
-            f"The dataset is an IterableDatasetShard that deals out {dataset.local_batch} samples to a rank at a time, "
+            f"The dataset is an IterableDatasetShard that gives a rank {dataset.local_batch} samples at a time, "
             f"but the loader's batch_size is {batch_size}. Use batch_size={dataset.local_batch}."
         )
     if request.ranks.size > 1 and request.sharded is _Sharded.NO:

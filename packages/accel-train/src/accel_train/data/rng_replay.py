@@ -23,7 +23,7 @@ class Randomness:
 
     Args:
         own: generators that belong to the loader, its samplers or its stream.
-        everything: reading runs other people's code here (a sampler of one's own, a stream), which may draw from
+        everything: reading runs other people's code here (a user's sampler, a stream), which may draw from
             Python's and NumPy's global generators, too. Torch's own code draws from torch's alone.
     """
 
@@ -69,7 +69,7 @@ class Randomness:
         """
         if len(trees) != len(self.own):
             raise DataError(
-                f"The saved loader had {len(trees)} random generators of its own (torch.Generator, random.Random or "
+                f"The saved loader had {len(trees)} own random generators (torch.Generator, random.Random or "
                 f"NumPy generators in the loader, its samplers or its stream), this one has {len(self.own)}. Build "
                 "the loader as it was built when its state was saved."
             )

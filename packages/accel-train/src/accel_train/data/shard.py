@@ -48,14 +48,14 @@ class DataLoaderShard(PreparedLoader):
 
     @property
     def batch_rows(self) -> int | None:
-        """Rows that this rank received in the batch handed out last; None when that is not known."""
+        """Rows that this rank received in the last returned batch; None when that is not known."""
         current, shard = self.current, self._shard
         if shard is None:
             return super().batch_rows
         return shard.local_batch if current is not None and current.yielded and self._auto_collation else None
 
     def valid_rows(self) -> tuple[int, ...] | None:
-        """Per rank, how many leading rows of the batch handed out last are real; None when all are.
+        """Per rank, how many leading rows of the last returned batch are real; None when all are.
 
         A number above the number of rows means all of them.
         """

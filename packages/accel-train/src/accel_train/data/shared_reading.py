@@ -1,8 +1,8 @@
 """Equal random numbers for ranks that read the same samples.
 
 Ranks that differ only in tensor, pipeline, context or sequence parallelism have one batch index and must augment alike,
-while the model's own draws (dropout) stay theirs. So reading draws from states of its own, which follow from one seed
-of the epoch and the batch index, and which are exchanged for the process's states while something is read.
+while the model's own draws (dropout) stay independent. So reading uses separate random states, which follow from one
+seed of the epoch and the batch index. They replace the process's states while something is read.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def begin_shared_reading(
     Args:
         randomness: the loader's own generators.
         generator: the loader's `generator`.
-        sharing: makes draws the same on all ranks.
+        sharing: makes random draws equal on all ranks.
         ranks: the ranks that read different samples.
     """
     if randomness.own:

@@ -23,7 +23,7 @@ class SkipDataLoader(DataLoader[Any]):
 
     Args:
         dataset: the dataset.
-        skip_batches: how many batches are read and left out, at every iteration.
+        skip_batches: how many batches are read and dropped at every iteration.
         use_stateful_dataloader: kept for scripts written for Accelerate; a plain loader has no position to
             restore.
         **kwargs: as for `torch.utils.data.DataLoader`.
@@ -51,16 +51,16 @@ _END = object()
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-    """A loader like `dataloader` that leaves out the first `num_batches` batches of every iteration.
+    """A loader like `dataloader` that skips the first `num_batches` batches of every iteration.
 
-    Of a map-style dataset nothing is read for the batches left out. A prepared loader keeps everything
+    Of a map-style dataset nothing is read for the skipped batches. A prepared loader keeps everything
     that it was
     prepared with, and shares its epoch with the new one: when the new loader has finished the epoch, the
-    old one goes on with the next.
+    old one continues with the next.
 
     Args:
         dataloader: a prepared or a plain loader.
-        num_batches: batches of this rank to leave out.
+        num_batches: batches of this rank to skip.
 
     Raises:
         ArgumentTypeError: `num_batches` is no whole number.
@@ -113,10 +113,10 @@ def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
     if restored.ranks != loader.ranks.size and steps not in (None, num_batches):
         raise DataError(
             f"The state was saved after {num_batches} batches on each of {restored.ranks} ranks; for "
-            f"{loader.ranks.size} ranks that is after {steps:g}. Skip as many, or let the loader do it: "
+            f"{loader.ranks.size} ranks that is after {steps:g}. Skip that number, or let the loader do it: "
             "DataLoaderConfiguration(use_stateful_dataloader=True)."
         )
-    # Nobody skips a whole epoch that was not begun: what is meant is the saved one, of which nothing is left.
+    # A script does not skip a whole epoch that was not begun, so it means the saved one, which yields nothing more.
     loader.epoch_state.iteration = restored.epoch
 
 

@@ -13,7 +13,7 @@ __all__ = ["DirectTransfer", "StreamTransfer", "Transfer", "choose_transfer"]
 
 
 class Transfer(Protocol):
-    """Two halves of a move: what can be started early, and what must happen when the batch is handed out."""
+    """Two halves of a move: what can be started early, and what must happen when the batch is returned."""
 
     ahead: bool
     """Whether starting early gains anything."""
@@ -26,11 +26,11 @@ class Transfer(Protocol):
 
 
 class DirectTransfer:
-    """Move when the batch is handed out.
+    """Move when the batch is returned.
 
     Args:
         device: where to.
-        non_blocking: let the copy overlap with the host; wants pinned memory.
+        non_blocking: copy asynchronously; requires pinned memory.
     """
 
     ahead = False
@@ -49,7 +49,7 @@ class DirectTransfer:
 
 
 class StreamTransfer:
-    """Copy on a stream of its own, from pinned memory; the computing stream waits for the copy, the host
+    """Copy on a separate stream, from pinned memory; the computing stream waits for the copy, the host
     does not.
 
     Args:

@@ -33,7 +33,7 @@ Ending: TypeAlias = "weakref.finalize[[Any, int], Any]"
 
 
 class _States:
-    """The generators of a worker; a class of its own, so that torch's pinning does not look inside."""
+    """The generators of a worker; a separate class, so that torch's pinning does not look inside."""
 
     __slots__ = ("numpy", "python", "torch")
 
@@ -88,7 +88,7 @@ class WorkerStates:
 
     Args:
         count: number of workers.
-        ahead: how many batches can be read and not yet handed out.
+        ahead: how many batches can be read and not yet returned.
         turn: which worker's turn it is; workers count as in the run that was never interrupted.
         states: the states of workers that are known already.
     """
@@ -194,7 +194,7 @@ def end_workers_with(loader: Any, iterator: Any, last: Ending | None) -> Ending 
     if not getattr(iterator, "_workers", None):
         return None
     ending: Ending = weakref.finalize(loader, _end_workers, iterator, os.getpid())
-    ending.atexit = False  # torch has an end of its own for the end of the program
+    ending.atexit = False  # torch itself ends workers when the program ends
     return ending
 
 

@@ -43,7 +43,7 @@ def gather_for_metrics(
     if loader is not None and not isinstance(loader, PreparedLoader):
         raise ArgumentTypeError(
             f"gather_for_metrics(dataloader=…) wants the loader that prepare() returned, got {type(loader).__name__}, "
-            "which knows nothing of padding. Pass the prepared loader that yielded the batch."
+            "which does not record padding. Pass the prepared loader that yielded the batch."
         )
     source, alone = (loader, True) if loader is not None else _source(ledger)
     if source is None:

@@ -46,12 +46,12 @@ class Opening:
 
     Args:
         recorded: an earlier draw of the order, to be used again.
-        position: where to continue, as `IndexStream.consumed` said it; counted from the beginning of the epoch, so
+        position: where to continue, as `IndexStream.consumed` returned it; counted from the beginning of the epoch, so
             what is skipped anyway is part of it.
         reached: where an interrupted run was, in the same terms, whether or not to continue there.
-        sharing: makes draws the same on all ranks.
+        sharing: makes random draws equal on all ranks.
         in_flight: batches that workers may hold.
-        skip: batches to leave out.
+        skip: batches to skip.
         draws_alike: whether ranks that draw for themselves read the same samples.
     """
 
@@ -76,8 +76,8 @@ class ShardedBatchSampler(BatchSampler):
         process_index: this rank.
         split_batches: False: each rank takes one whole batch of a round. True: each rank takes a slice of
             every batch.
-        even_batches: complete the last round with the first samples, so that all ranks have as many
-            batches of the same size. May be changed between epochs.
+        even_batches: complete the last round with the first samples, so that all ranks have the same
+            number of batches of the same size. May be changed between epochs.
 
     Raises:
         DataError: `split_batches` with a batch size that is missing or not a multiple of `num_processes`.
@@ -91,7 +91,7 @@ class ShardedBatchSampler(BatchSampler):
         split_batches: bool = False,
         even_batches: bool = True,
     ) -> None:
-        # BatchSampler.__init__ would demand a sampler of its own; this class only shares its type.
+        # BatchSampler.__init__ would require a sampler; this class only shares its type.
         self.batch_sampler = batch_sampler
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
@@ -199,7 +199,7 @@ class SkipBatchSampler(BatchSampler):
 
     Args:
         batch_sampler: any batch sampler.
-        skip_batches: how many batches to leave out, at every iteration.
+        skip_batches: how many batches to skip at every iteration.
     """
 
     def __init__(self, batch_sampler: Any, skip_batches: int = 0) -> None:
@@ -337,7 +337,7 @@ def _drawing_sampler(sampler: Any) -> RandomSampler | None:
 def _seeded_items(sampler: Any, drawing: RandomSampler, opening: Opening, record: Record) -> Iterator[Any]:
     """The items of `sampler`, drawn alike on all ranks; `record` gets what they were drawn from.
 
-    With the first item, when torch's sampler would draw its seed; and the generator is what it makes of it.
+    The seed is drawn with the first item, when torch's sampler would draw it, and is used as torch's sampler uses it.
     """
     seed = (opening.recorded or {}).get("seed")
     if seed is None:
@@ -361,7 +361,7 @@ def _share_sampler(sampler: Any, opening: Opening) -> Record:
 
 
 def _reader(items: Iterator[Any], opening: Opening, first: int, keep: int) -> SamplerReader:
-    """A user's sampler, read from its beginning; `first` is the first item that will be handed out."""
+    """A user's sampler, read from its beginning; `first` is the first item that will be returned."""
     reached = opening.reached or {}
     here = reached.get("base_batches") == first
     return SamplerReader(

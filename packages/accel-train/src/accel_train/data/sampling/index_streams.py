@@ -57,7 +57,7 @@ class IndexStream(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Make the draws that come before the first batch, which is asked for next."""
+        """Draw the epoch's random numbers now; the caller requests the first batch next."""
 
     @abstractmethod
     def __next__(self) -> Any:
@@ -77,7 +77,7 @@ class IndexStream(ABC):
 
     @abstractmethod
     def rows(self, batch_index: int) -> int | None:
-        """Rows of a batch that was handed out already; None when not known any more."""
+        """Rows of a batch that was returned already; None when no longer known."""
 
     @abstractmethod
     def valid_rows(self, batch_index: int) -> tuple[int, ...] | None:
@@ -88,7 +88,7 @@ class IndexStream(ABC):
         return None
 
     def prime(self) -> None:
-        """Make the draws that come before the first batch now, and not when it is asked for."""
+        """Repeat the random draws that precede the first batch now, and not when it is requested."""
         return
 
     @abstractmethod
@@ -103,7 +103,7 @@ class IndexStream(ABC):
         return False
 
     def finish(self) -> None:
-        """Make the draws that come with the end, on a copy: this stream stays as it is."""
+        """Make the random draws of the epoch's end, on a copy: this stream does not change."""
         return
 
 
@@ -175,7 +175,7 @@ class ArithmeticStream(IndexStream):
     def drawn(self) -> Record:
         """What was drawn so far."""
         if self._order is None or "generator" not in self.record:
-            return self.record  # a seed says it all
+            return self.record  # a seed determines everything
         return self.record | self._order.progress()
 
     def known_to_end(self, yielded: int) -> bool:
@@ -183,7 +183,7 @@ class ArithmeticStream(IndexStream):
         return self.ends_at(yielded)
 
     def finish(self) -> None:
-        """Make the draws that come with the end, on a copy: this stream stays as it is."""
+        """Make the random draws of the epoch's end, on a copy: this stream does not change."""
         if self._order is not None:
             copy.copy(self._order).exhaust()
 
@@ -231,11 +231,11 @@ class SamplerReader(Iterator[Any]):
 
     Args:
         iterator: the iterator.
-        position: how many items an interrupted run had handed out.
+        position: how many items an interrupted run had returned.
         ahead: the items that it had read beyond; they take the place of what the sampler yields now, since a sampler
             that draws while it is read cannot draw them again.
         pulled: how many items it had read in all; None when that is not known.
-        keep: how many items can be read and not yet handed out.
+        keep: how many items can be read and not yet returned.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ _UNKNOWN: _Facts = (None, None)
 
 
 class SingleIndexStream(ArithmeticStream):
-    """An order handed out by single indices, for loaders that do not batch: each sample is a batch."""
+    """An order yielded by single indices, for loaders that do not batch: each sample is a batch."""
 
     def __next__(self) -> Any:
         return super().__next__()[0]
@@ -308,7 +308,7 @@ class SingleIndexStream(ArithmeticStream):
 
 
 class _Iterated(IndexStream):
-    """A stream over an iterated sampler that keeps what it must say about recent batches.
+    """A stream over an iterated sampler that remembers the facts about recent batches.
 
     Args:
         base: the sampler.
@@ -380,7 +380,7 @@ class _Iterated(IndexStream):
 
     @abstractmethod
     def _pass_over(self) -> None:
-        """Read what was handed out before."""
+        """Read what was returned before."""
 
     def rows(self, batch_index: int) -> int | None:
         """Rows of a batch."""
@@ -392,11 +392,11 @@ class _Iterated(IndexStream):
 
 
 class SingleStream(_Iterated):
-    """The user's sampler as it is: one rank, or a sampler that is sharded already.
+    """The user's sampler unchanged: one rank, or a sampler that is sharded already.
 
     Args:
         base: the sampler.
-        skip: batches to leave out first.
+        skip: batches to skip first.
         real_rows: ``real_rows(batch_index)`` for a sharded sampler that is known to pad.
         in_flight: as in `_Iterated`.
         length: as in `_Iterated`.
@@ -453,7 +453,7 @@ class RoundStream(_Iterated):
         drop_last: an incomplete last round (or, when split, an incomplete last batch) is dropped.
         even: it is completed with the first samples or batches; otherwise ranks may get less, or nothing.
         record: what was drawn for the base batch sampler.
-        skip_base: base batches to leave out before the first round; the first of them still provide the
+        skip_base: base batches to skip before the first round; the first of them still provide the
             padding.
         in_flight: as in `_Iterated`.
         length: as in `_Iterated`.
@@ -515,7 +515,7 @@ class RoundStream(_Iterated):
         return self._batch_size is None or _size(batch) == self._batch_size
 
     def _oversized(self, batch: Any) -> bool:
-        """Whether a batch has more samples than the batch sampler's `batch_size` says."""
+        """Whether a batch has more samples than the batch sampler's `batch_size`."""
         size = _size(batch)
         return size is not None and self._batch_size is not None and size > self._batch_size
 

@@ -2,7 +2,7 @@
 
 An epoch is cut into rounds. In each round every rank gets `batch` consecutive samples, rank 0 the first
 ones. What is left after the last full round, the tail, is dropped, completed with the first samples of the
-epoch so that all ranks get a full batch, or handed out as far as it goes.
+epoch so that all ranks get a full batch, or given to ranks as far as it reaches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["Layout", "clip_rows"]
 
 
 def clip_rows(real: int, batch: int, ranks: int) -> tuple[int, ...]:
-    """How many of `real` rows, handed out in order, `batch` to a rank, each of `ranks` ranks gets."""
+    """How many of `real` rows, distributed in order, `batch` to a rank, each of `ranks` ranks gets."""
     return tuple(min(max(real - rank * batch, 0), batch) for rank in range(ranks))
 
 
@@ -26,7 +26,7 @@ class Layout:
         batch: samples in one rank's batch.
         ranks: number of ranks.
         rank: the rank asked about.
-        start: position in the order where this iteration begins; what lies before was consumed earlier.
+        start: position in the order where this iteration begins; earlier positions were consumed before.
         drop_last: an incomplete tail is dropped.
         even: an incomplete tail is completed; otherwise ranks may get less, or nothing.
     """
@@ -51,7 +51,7 @@ class Layout:
 
     @property
     def tail(self) -> int:
-        """Real samples in the round that is handed out after the full ones; 0 when there is none."""
+        """Real samples in the round after the full ones; 0 when there is none."""
         return 0 if self.drop_last else max(self.total - self.start, 0) % self.stride
 
     @property

@@ -1,6 +1,6 @@
 """The order of an epoch, drawn exactly as torch's own samplers draw it.
 
-torch's samplers are Python generators that hand out one index at a time. For the samplers that torch
+torch's samplers are Python generators that yield one index at a time. For the samplers that torch
 ships, the same order can be had as a tensor, with the same draws from the same generators in the same
 sequence, so that any rank's batch is a slice of it. ``order_source`` answers None for every other sampler,
 which is then iterated.

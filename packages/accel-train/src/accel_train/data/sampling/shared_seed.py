@@ -73,8 +73,8 @@ class FromMain:
 
     def of_index(self, value: Any, ranks: Ranks) -> Any:
         """The value of the first rank of the index."""
-        told = collectives.gather_object([value if ranks.is_first else None])
-        return told[ranks.index_of.index(ranks.index)]
+        values = collectives.gather_object([value if ranks.is_first else None])
+        return values[ranks.index_of.index(ranks.index)]
 
 
 def communication_device() -> torch.device:
