@@ -338,7 +338,7 @@ class Accelerator(ProcessView):
 
     @property
     def even_batches(self) -> bool:
-        """Whether every rank gets as many batches."""
+        """Whether every rank gets the same number of batches."""
         return self.dataloader_config.even_batches
 
     @even_batches.setter
@@ -910,7 +910,7 @@ class Accelerator(ProcessView):
         Args:
             input_dir: the folder.
             load_kwargs: must be empty; kept for scripts that pass it.
-            allow_missing_rng: go on with the random state as it is when this rank's is missing in the checkpoint. (A
+            allow_missing_rng: keep the current random state when this rank's is missing in the checkpoint. (A
                 rank that is new in a larger world needs no permission: it derives a state from a saved one.)
             trust_custom_objects: unpickle objects that were registered as `trusted` and saved as pickles. Only for
                 checkpoints of people you trust: a pickle can run any code.

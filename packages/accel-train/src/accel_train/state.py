@@ -256,7 +256,7 @@ class GradientState:
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders being iterated, the one that began first first."""
+        """The loaders being iterated, oldest first."""
         return self._ledger.live
 
     @property

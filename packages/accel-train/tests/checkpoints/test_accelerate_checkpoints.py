@@ -85,7 +85,7 @@ def test_a_position_of_more_ranks_counts_all_of_them():
 def test_an_order_that_was_not_saved_is_said():
     _, note = accelerate_checkpoints._loader_state(plain(2), loader(shuffle=True), 1)
     assert "continues after 2 batches" in note
-    assert "order is drawn anew" in note
+    assert "order is drawn again" in note
     assert accelerate_checkpoints._loader_state(plain(2), loader(shuffle=True, seedable=True), 1)[1] == ""
 
 

@@ -6,9 +6,9 @@ import weakref
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from accel_train.data import ActiveLoaders, DataLoaderShard, prepare_data_loader
+from accel_train.data import ActiveLoaders, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accel_train.data.sampling.batches import ShardedBatchSampler
 from accel_train.errors import DataError
 
@@ -417,3 +417,11 @@ def test_a_dataset_that_raises_stop_iteration_on_one_of_several_ranks():
     assert seen(1) == plain == [[0], [1], [2]]
     with pytest.raises(DataError, match=r"Reading batch 1 .* raised StopIteration"):
         seen(2)
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_strategy_cuts_its_part_out_of_every_batch(skip):
+    loader = prepare_data_loader(DataLoader(TensorDataset(torch.arange(12).view(4, 3)), batch_size=2))
+    loader.shard_batch = lambda batch: [tensor[:, 1:] for tensor in batch]
+    seen = [batch.tolist() for (batch,) in skip_first_batches(loader, skip)]
+    assert seen == [[[1, 2], [4, 5]], [[7, 8], [10, 11]]][skip:]

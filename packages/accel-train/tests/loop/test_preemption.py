@@ -326,7 +326,10 @@ def test_an_end_that_hides_the_preemption_is_told(caplog):
     assert accelerator.should_stop
     with caplog.at_level(logging.WARNING):
         accelerator.end_training()
-    assert "told to stop (SIGTERM on rank 0) and ends without accelerator.exit_preempted()" in caplog.text
+    assert (
+        "received a stop signal (SIGTERM on rank 0) and ends without accelerator.exit_preempted()"
+        in caplog.text
+    )
 
 
 def test_an_end_in_time_is_not(caplog):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def all_checkpoints(folder: Path) -> list[Path]:
-    """Automatic checkpoints to go on from, oldest first: complete ones of ours, and Accelerate's.
+    """Automatic checkpoints that can be loaded, oldest first: complete ones of ours, and Accelerate's.
 
     Args:
         folder: with folders ``checkpoint_<number>``.
@@ -124,7 +124,7 @@ def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint) -> None:
 def _rank_file(
     here: Prepared, checkpoint: AccelerateCheckpoint, allow_missing_rng: bool, notes: list[str]
 ) -> RankFile | None:
-    advice = "Pass allow_missing_rng=True to go on with the random state as it is."
+    advice = "Pass allow_missing_rng=True to keep the current random state."
     try:
         own = checkpoint.rank(here.process.process_index)
         fit_devices(own.rng, here.plan.device, here.process.num_processes > 1)
@@ -180,7 +180,7 @@ def _loader_state(saved: Any, loader: Any, ranks: int) -> tuple[dict[str, Any], 
     sampler = loader.get_sampler()
     if not begun or sampler is None or isinstance(sampler, SeedableRandomSampler | SequentialSampler):
         return state, ""
-    drawn = "drawn anew" if isinstance(sampler, RandomSampler) else "what its sampler gives now"
+    drawn = "drawn again" if isinstance(sampler, RandomSampler) else "what its sampler gives now"
     return state, (
         f"it continues after {batches} batches of each rank, but the order of the interrupted epoch was not saved, so "
         f"the order is {drawn}"
@@ -197,5 +197,5 @@ def _batches(saved: Any) -> tuple[int, bool]:
     except (KeyError, TypeError, ValueError) as error:
         raise OptionError(
             f"The saved state of a loader is not one of torchdata's: {error!r} in {saved!r:.200}. Load without "
-            "use_stateful_dataloader, and go on with skip_first_batches."
+            "use_stateful_dataloader, and use skip_first_batches."
         ) from error

@@ -295,7 +295,7 @@ def _check_models(here: int, saved: int, directory: Path) -> None:
 
 
 def _check_trust(here: Prepared, shared: Mapping[str, Any], trusted: bool, directory: Path) -> None:
-    """Refuse to unpickle, unless it was said twice that this object's pickle is to be trusted."""
+    """Refuse to unpickle unless this object was registered as trusted and the caller allows it."""
     for index, registered in enumerate(here.registered):
         if f"pickled_{index}" not in shared or (registered.trusted and trusted):
             continue
@@ -304,7 +304,7 @@ def _check_trust(here: Prepared, shared: Mapping[str, Any], trusted: bool, direc
         missing += [] if trusted else ["load_state(…, trust_custom_objects=True)"]
         raise OptionError(
             f"{directory} holds the registered object {index} ({kind}) as a pickle, which can run any code when it is "
-            f"loaded. If you trust whoever wrote the checkpoint, say so: {' and '.join(missing)}."
+            f"loaded. If you trust the authors of the checkpoint, pass {' and '.join(missing)}."
         )
 
 

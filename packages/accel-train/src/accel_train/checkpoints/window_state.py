@@ -1,4 +1,4 @@
-"""Accumulation windows that are not finished when a state is saved: their gradients and counts, and going on with them.
+"""Accumulation windows that are unfinished when a state is saved: their gradients and counts, saved and restored.
 
 Every rank saves its own, because ranks hold different gradients until a window ends. The same number of ranks takes
 these up again, bit for bit. Another number of ranks takes up the mean over the ranks that saved (of gradients of sums
@@ -122,7 +122,7 @@ def _engine(strategy: Strategy) -> str | None:
 
 
 def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
-    """Gradients that the training goes on with: not those that were stepped with and wait to be dropped."""
+    """Gradients still to be used; excludes those that `optimizer.step()` has used and `zero_grad()` will drop."""
     spent = {
         id(parameter)
         for optimizer in trained.optimizers
@@ -269,7 +269,7 @@ def for_other_ranks(trees: Sequence[Mapping[str, Any]], ranks: int, rank: int) -
     if any(count != counts[0] for count in counts):
         raise AccumulationError(
             f"The state was saved inside an accumulation window, of which the ranks held {counts} micro-batches. "
-            f"{ranks} ranks cannot go on with that: continue with {len(trees)}, or save when the window has ended."
+            f"{ranks} ranks cannot continue there: continue with {len(trees)}, or save when the window has ended."
         )
     windows = [
         {**window, "items": sum(tree["windows"][place]["items"] for tree in trees) if rank == 0 else 0}

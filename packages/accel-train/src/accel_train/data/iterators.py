@@ -37,9 +37,7 @@ class LoaderIterator:
         self._live = False
         self._loader = loader
         self._ledger = loader.ledger
-        self._finish: Callable[[Any], Any] | None = None
-        if loader.transfer is not None:
-            self._finish = loader.transfer.finish
+        self._finish = _finishing(loader)
         self._tagged = loader.tagged
         self._around = loader.current
         self._iteration: Iteration | None = None
@@ -109,6 +107,15 @@ class LoaderIterator:
     def __del__(self) -> None:
         if self._live:
             self._close(exhausted=False)
+
+
+def _finishing(loader: PreparedLoader) -> Callable[[Any], Any] | None:
+    """What is done with a batch before it is returned; None: nothing."""
+    move = None if loader.transfer is None else loader.transfer.finish
+    cut = loader.shard_batch
+    if move is None or cut is None:
+        return cut if move is None else move
+    return lambda ticket: cut(move(ticket))
 
 
 def early_end(stream: IndexStream | None, yielded: int, ranks: int) -> DataError | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +145,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         """The iteration that yielded last, or that began last if that was later."""
         self.sharing: Sharing = sharing_for(self.ranks)
         self.transfer = self._make_transfer()
+        self.shard_batch: Callable[[Any], Any] | None = None
+        """Cuts this rank's part out of a batch that several ranks read, on its way to the script."""
         is_map_style = self._dataset_kind == 0
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
         self._find_generators()

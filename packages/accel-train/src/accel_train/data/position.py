@@ -7,14 +7,12 @@ batch size or another number of worker processes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from accel_state.errors import NotAvailableError
 from accel_train.data.epoch import Restored
 from accel_train.errors import DataError
-
-if TYPE_CHECKING:
-    from accel_train.data.loader import PreparedLoader
+from accel_train.ranks import Ranks
 
 __all__ = ["batches_of_stream", "check_fits", "check_workers", "steps_to"]
 
@@ -23,7 +21,28 @@ _ADVICE = (
 )
 
 
-def check_fits(loader: PreparedLoader, restored: Restored) -> None:
+class _Loader(Protocol):
+    """What is asked of a prepared loader."""
+
+    drop_last: bool
+    indexes: Any
+    num_workers: int
+    asks_dataset: bool
+    ranks: Ranks
+
+    @property
+    def position_unit(self) -> str: ...
+    @property
+    def stream_stride(self) -> int | None: ...
+    @property
+    def sampler_batch_size(self) -> int | None: ...
+    @property
+    def total_batch_size(self) -> int | None: ...
+    @property
+    def sampler_batches_per_step(self) -> int: ...
+
+
+def check_fits(loader: _Loader, restored: Restored) -> None:
     """Whether the batches of `loader` lead to a saved position.
 
     Raises:
@@ -51,7 +70,7 @@ def _units(position: dict[str, Any]) -> list[str]:
     return [unit for unit in ("samples", "base_batches", "local_batches") if unit in position]
 
 
-def check_workers(loader: PreparedLoader, restored: Restored) -> None:
+def check_workers(loader: _Loader, restored: Restored) -> None:
     """Whether the same number of workers read a stream: each has a part or a copy, and they return batches in turn.
 
     Raises:
@@ -74,7 +93,7 @@ def check_workers(loader: PreparedLoader, restored: Restored) -> None:
         )
 
 
-def _check_batch_size(loader: PreparedLoader, restored: Restored) -> None:
+def _check_batch_size(loader: _Loader, restored: Restored) -> None:
     before, now = restored.options.get("batch_size"), loader.sampler_batch_size
     if "batch_size" in restored.options and before != now:
         raise NotAvailableError(
@@ -83,7 +102,7 @@ def _check_batch_size(loader: PreparedLoader, restored: Restored) -> None:
         )
 
 
-def batches_of_stream(loader: PreparedLoader, restored: Restored) -> int:
+def batches_of_stream(loader: _Loader, restored: Restored) -> int:
     """How many batches of each rank of a stream lead to a saved position.
 
     Raises:
@@ -112,7 +131,7 @@ def batches_of_stream(loader: PreparedLoader, restored: Restored) -> int:
     return steps
 
 
-def steps_to(loader: PreparedLoader, position: dict[str, Any]) -> float | None:
+def steps_to(loader: _Loader, position: dict[str, Any]) -> float | None:
     """How many batches of this rank lead to a saved position; None where that cannot be computed."""
     if "samples" in position:
         return None if loader.total_batch_size is None else position["samples"] / loader.total_batch_size

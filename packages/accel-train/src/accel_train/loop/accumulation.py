@@ -162,7 +162,7 @@ class Accumulator:
         self.sync_gradients = True
 
     def forget_model(self, model: nn.Module) -> None:
-        """Drop the windows of a model that is prepared anew."""
+        """Drop the windows of a model that is prepared again."""
         for models in [key for key in self._windows if any(item is model for item in key)]:
             del self._windows[models]
 

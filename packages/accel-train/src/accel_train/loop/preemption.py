@@ -1,4 +1,4 @@
-"""Stopping early, on all ranks at the same step, when the system takes the machine back; and going on later."""
+"""Stopping early, on all ranks at the same step, when a scheduler sends a signal."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Preemption:
 
     @property
     def reason(self) -> str | None:
-        """The signal that stops training and the rank that it came to; None while there is none."""
+        """Name of the stop signal and of the rank that received it; None if there was none."""
         verdict = self._consensus.decision
         return verdict.reason if verdict is not None and verdict.stop_after is not None else None
 
@@ -120,14 +120,14 @@ class Preemption:
         self.boundaries.passed = int(collectives.reduce(passed, reduction="max").item())
 
     def protect_workers(self, loader: DataLoader[Any]) -> None:
-        """Let a loader's workers live when Slurm sends the signal to every process of the job.
+        """Keep a loader's workers running when Slurm sends the signal to every process of the job.
 
         Their death would make the loader fail before the ranks have saved. They obey their rank alone.
         """
         loader.worker_init_fn = _Protected(self.signals, loader.worker_init_fn)
 
     def finish(self) -> None:
-        """Take note that the script ends because it was told to; from now on the signals are ignored.
+        """Note that the script ends because of the signal; from now on the signals are ignored.
 
         A repeated one must not change the exit code while the process ends.
         """
@@ -136,15 +136,15 @@ class Preemption:
             signal.signal(number, signal.SIG_IGN)
 
     def close(self) -> None:
-        """Listen no more: signals have the effect again that they had before."""
+        """Stop listening: signals have their previous effect again."""
         atexit.unregister(self.close)
         self._listener.close()
         self._consensus.close()
         if self._seen and not self._heeded and self._rank == 0:
             self._heeded = True
             _logger.warning(
-                "accel: training was told to stop (%s) and ends without accelerator.exit_preempted(). Unless its exit "
-                "code is 75, whoever started it takes it for finished.",
+                "accel: training received a stop signal (%s) and ends without accelerator.exit_preempted(). Unless it "
+                "exits with code 75, the launcher treats the run as finished.",
                 self.reason,
             )
 

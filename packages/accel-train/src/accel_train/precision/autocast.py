@@ -96,7 +96,7 @@ def restore_forward(model: nn.Module) -> None:
     original = model.__dict__.pop("_original_forward", None)
     if original is None:
         return
-    # A plain method comes back through the class; an instance attribute that stood there before is put back.
+    # A plain method comes back through the class; an earlier instance attribute is restored.
     if getattr(original, "__self__", None) is model and original.__func__ is type(model).forward:
         model.__dict__.pop("forward", None)
     else:

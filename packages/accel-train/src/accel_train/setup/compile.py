@@ -33,7 +33,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     """Compile the repeated blocks of a model in place.
 
     The blocks of a `ModuleList` of one class share their code, so the compiler translates each kind once however often
-    it is repeated; what stands around them stays eager. Names in the state dict do not change. A model without
+    it is repeated; the modules around them stay eager. Names in the state dict do not change. A model without
     repeated blocks is compiled whole, in place.
 
     Args:

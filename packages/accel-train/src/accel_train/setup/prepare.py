@@ -236,6 +236,9 @@ def prepare_loader(
         ledger=here.ledger,
     )
     mark_prepared(prepared)
+    strategy = here.plan.strategy
+    if type(strategy).shard_batch is not Strategy.shard_batch:
+        prepared.shard_batch = strategy.shard_batch
     if here.preemption is not None:
         here.preemption.protect_workers(prepared)
     here.loaders.append(prepared)

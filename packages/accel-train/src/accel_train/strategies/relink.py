@@ -32,7 +32,7 @@ class Replaced:
         self._found[key] = weakref.ref(old, lambda _: self._found.pop(key, None)), weakref.ref(new)
 
     def successor(self, parameter: Tensor) -> Tensor | None:
-        """What is in the place of `parameter` now; None if it was never replaced, or nothing is left of its model."""
+        """What is in the place of `parameter` now; None if it was never replaced, or its model no longer exists."""
         found = self._found.get(id(parameter))
         if found is None or found[0]() is not parameter:
             return None
