@@ -85,7 +85,7 @@ def test_gradients_of_the_weights_are_refused_until_forgotten(streamed):
     layer, group, saving, _ = streamed
     layer.weight.requires_grad_(True)
     saving.refuse_gradients(group)
-    with pytest.raises(OffloadError, match="'weight' is trainable.*requires_grad_"):
+    with pytest.raises(OffloadError, match=r"'weight' is trainable.*requires_grad_"):
         layer(torch.ones(1, 3)).sum().backward()
     saving.forget()
     layer(torch.ones(1, 3)).sum().backward()
