@@ -374,7 +374,9 @@ def test_packed_for_the_cpu():
     with torch.no_grad():
         assert torch.equal(model[0](x), bnb_layer(plain[0], config).to("cpu")(x))
         model(x)
-    with pytest.raises(QuantizationError, match="save the model before its first forward, or load it without"):
+    with pytest.raises(
+        QuantizationError, match="save the model before its first forward, or load it without"
+    ):
         model.state_dict()
 
 
