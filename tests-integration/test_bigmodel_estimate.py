@@ -138,7 +138,7 @@ def test_layers_of_other_kinds_are_refused():
         estimate_kv_cache(config, 1, 1)
     with pytest.raises(EstimateError, match="batch_size is -1"):
         estimate_kv_cache(transformers.LlamaConfig(**TINY), -1, 1)
-    with pytest.raises(EstimateError, match="does not say the number of layers"):
+    with pytest.raises(EstimateError, match="does not have the number of layers"):
         estimate_kv_cache(object(), 1, 1)
 
 

@@ -309,11 +309,11 @@ REFUSED = [
     (net, {"example_args": (ids(2),), "split_points": ["blocks.7"]}, "'blocks.7'"),
     (net, {"example_args": (ids(2),), "split_points": ["blocks.1", "blocks.2"]}, "make 3 stages"),
     (net, {"example_args": (ids(2),), "split_points": "scale"}, "'scale'"),
-    (net, {"example_args": (ids(2),), "num_chunks": 0}, "num_chunks must be 1 or more"),
-    (net, {"example_args": (ids(2),), "num_chunks": 2.0}, "num_chunks must be 1 or more and whole, got 2.0"),
+    (net, {"example_args": (ids(2),), "num_chunks": 0}, "num_chunks must be a whole number of 1 or more"),
+    (net, {"example_args": (ids(2),), "num_chunks": 2.0}, "num_chunks must be a whole number of 1 or more, got 2.0"),
     (net, {"example_args": (ids(2),), "split_points": None}, "'auto' or names of modules in order, got None"),
-    (net, {"example_args": ids(2)}, "example_args must be a tuple of inputs, such as (x,), got one of type Tensor"),
-    (net, {}, "no batch to cut"),
+    (net, {"example_args": ids(2)}, "example_args must be a tuple of inputs, such as (x,), got a Tensor"),
+    (net, {}, "no batch to split"),
     (net, {"example_args": (ids(2),), "example_kwargs": {"typo": 1}}, "typo"),
     (net, {"example_args": (object(),), "example_kwargs": {"ids": ids(2)}}, "[0][0] is of type object"),
     (net, {"example_args": (ids(2),), "example_kwargs": {"kind": "loss"}}, "['loss']"),
@@ -324,8 +324,8 @@ REFUSED = [
     (
         lambda: InDataclass().eval(),
         {"example_args": (X,)},
-        "output of InDataclass is of type Answer, which cannot be put together from micro-batches: let torch look into "
-        "it, by torch.export.register_dataclass(Answer)",
+        "output of InDataclass is of type Answer, which cannot be merged from micro-batches: register it "
+        "with torch.export.register_dataclass(Answer)",
     ),
     (another_model_on_rank_1, {"example_args": (X,)}, "1.weight is (4, 4) of torch.float32 on rank 0 and (5, 4)"),
     (net, lambda rank: {"example_args": (ids(2 + rank),)}, "different inputs"),
@@ -337,7 +337,7 @@ REFUSED = [
     ),
 ]  # fmt: skip
 REFUSED_CALLS = [
-    (lambda rank: ((), {}, False), "rank 0 must give the model's inputs"),
+    (lambda rank: ((), {}, False), "rank 0 must pass the model's inputs"),
     (lambda rank: ((torch.ones(2 + rank, 4),), {}, False), "different inputs"),
     (lambda rank: ((torch.ones(0, 4),), {}, False), "no rows"),
     (lambda rank: ((X.to_sparse(),), {}, False), "the input [0][0] is sparse"),

@@ -1,4 +1,4 @@
-"""Run PyTorch models that do not fit the device, from the checkpoint files as they are."""
+"""Run PyTorch models larger than device or host memory, straight from their checkpoint files."""
 
 from accel_bigmodel.__about__ import __version__ as __version__
 from accel_state._lazy import attach

@@ -1,4 +1,4 @@
-"""Dispatching a model: placing its parts as a device map says, so that it runs from there."""
+"""Dispatching a model: placing its parts according to a device map, so that it runs from there."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from accel_bigmodel.hooks.base import (
     SequentialHook,
     add_hook_to_module,
     hook_of,
-    take_hook_off,
+    remove_one_hook,
 )
 from accel_bigmodel.offload_cache import OffloadCache, check_folder
 from accel_bigmodel.offload_files import OffloadedWeightsLoader
@@ -96,7 +96,7 @@ def dispatch_model(
     host_memory: int | str | None = None,
     transfer: Transfer | None = None,
 ) -> Model:
-    """Place the parts of a model as a device map says.
+    """Place the parts of a model according to a device map.
 
     Modules on an accelerator are moved there. Modules on ``"cpu"`` and ``"disk"`` compute on the main device: their
     weights are copied to it just ahead of their use, and are on the host or on disk between forwards. If the main
@@ -265,10 +265,10 @@ def undispatch(model: Model) -> Model:
         return model
     if dispatch.mover is not None:
         dispatch.mover.detach()
-    carrier = _carrier(model)
+    carrier = _attribute_owner(model)
     del carrier.__dict__["_accel_dispatch"]
     for module, hook in dispatch.hooks:
-        take_hook_off(module, hook)
+        remove_one_hook(module, hook)
     for module in (model, carrier):
         for name in MOVES:
             if isinstance(vars(module).get(name), _Refusal):
@@ -295,13 +295,13 @@ def offload_stats(model: nn.Module) -> StreamStats | None:
     return None if dispatch.mover is None else dispatch.mover.stats()
 
 
-def _carrier(model: nn.Module) -> nn.Module:
+def _attribute_owner(model: nn.Module) -> nn.Module:
     """The module that holds the attributes set on a model; ``torch.compile`` wrappers pass them on to it."""
     return getattr(model, "_orig_mod", model)
 
 
 def _dispatch_of(model: nn.Module) -> Dispatch | None:
-    return _carrier(model).__dict__.get("_accel_dispatch")
+    return _attribute_owner(model).__dict__.get("_accel_dispatch")
 
 
 def _device(place: Device) -> torch.device | str:
@@ -418,9 +418,11 @@ class _Plan:
                     self._add(prefix + leaf, parameter, places.get(prefix + leaf, around))
             for leaf, buffer in module._buffers.items():
                 if buffer is not None:
-                    waits = buffers and leaf not in module._non_persistent_buffers_set
+                    is_offloaded = buffers and leaf not in module._non_persistent_buffers_set
                     place = places.get(prefix + leaf, around)
-                    self._add(prefix + leaf, buffer, place if waits or place not in ("disk", CPU) else main)
+                    self._add(
+                        prefix + leaf, buffer, place if is_offloaded or place not in ("disk", CPU) else main
+                    )
 
     def _add(self, name: str, tensor: torch.Tensor, place: torch.device | str) -> None:
         key = id(tensor)
@@ -642,7 +644,7 @@ def _encoder_hook(model: nn.Module) -> Iterator[tuple[nn.Module, ModelHook]]:
 
 def _guard(model: nn.Module) -> None:
     """Make methods raise that would move a model, alone or with a module that contains it."""
-    for module in (model, _carrier(model)):
+    for module in (model, _attribute_owner(model)):
         for name in MOVES:
             if hasattr(type(module), name):
                 vars(module)[name] = _RefusalInside(module) if name == "_apply" else _Refusal(name)

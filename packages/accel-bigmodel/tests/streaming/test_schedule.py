@@ -9,7 +9,7 @@ def run(schedule, order, key="model", *, complete=True, ahead=2):
     expected = []
     for group in order:
         expected.append(schedule.upcoming(ahead))
-        schedule.saw(group)
+        schedule.record(group)
     schedule.end(complete)
     return expected
 
@@ -74,11 +74,11 @@ def test_the_same_forward_again():
     schedule = Schedule([0, 1, 2])
     assert schedule.upcoming(5, again=True) == [0, 1, 2]
     schedule.begin("model")
-    schedule.saw(0)
-    schedule.saw(1)
+    schedule.record(0)
+    schedule.record(1)
     assert schedule.upcoming(5, again=True) == [2, 0, 1]
     assert schedule.upcoming(2, again=True) == [2, 0]
-    schedule.saw(2)
+    schedule.record(2)
     assert schedule.upcoming(2, again=True) == [0, 1]
     assert schedule.upcoming(2) == []
 
@@ -91,14 +91,14 @@ def test_an_assumed_order_that_was_wrong_has_to_prove_itself():
         assert schedule.upcoming(2) == [0, 1]
         found = []
         for group in (0, 4, 5, 6, 7, 2):
-            schedule.saw(group)
+            schedule.record(group)
             found.append(schedule.upcoming(2))
         assert found == [[1, 2], [], [], [7], [8, 9], []]
         schedule.end(complete=False)
     schedule.begin("model")
     for group in (0, 4, 2):
-        schedule.saw(group)
+        schedule.record(group)
     schedule.end(complete=True)
     schedule.begin("model")
-    schedule.saw(4)
+    schedule.record(4)
     assert schedule.upcoming(2) == [2]  # one that was seen is believed

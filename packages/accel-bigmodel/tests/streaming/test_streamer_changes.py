@@ -351,7 +351,7 @@ def test_an_exception_in_a_forward_brings_all_home(attach, error):
         (SlotPool, "take"),
         (SlotPool, "give_back"),
         (HostTransfer, "copy"),
-        (Schedule, "saw"),
+        (Schedule, "record"),
         (StreamedGroup, "point"),
         (StreamedGroup, "restore"),
         (Streamer, "enter"),

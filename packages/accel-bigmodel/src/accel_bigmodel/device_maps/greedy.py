@@ -162,7 +162,7 @@ class _Greedy:
         if found is None or its_part is None:
             return False
         divided = home_of(found, self.queue)
-        assert divided is not None, "what was found lies in a part of the queue"
+        assert divided is not None, "the part that was found is inside a part of the queue"
         self.queue = OrderedDict([(found, its_part), (name, part), *rest])
         pieces = [
             piece

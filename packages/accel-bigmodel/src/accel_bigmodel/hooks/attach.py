@@ -13,7 +13,7 @@ from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module, hook_of, pu
 from accel_bigmodel.hooks.devices import concrete_device
 from accel_bigmodel.hooks.offloaded_tensors import tensor_locations
 from accel_bigmodel.offload_files import PrefixedDataset
-from accel_bigmodel.streaming.groups import never_called
+from accel_bigmodel.streaming.groups import is_container
 
 __all__ = ["attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook"]
 
@@ -165,8 +165,8 @@ def _placing(
     offloaded: bool,
 ) -> Iterator[_Addition]:
     # Offloaded tensors of a module without a hook are loaded by the module that contains it.
-    brought = offloaded and tensor_locations(module, recurse=False)
-    if hook_of(module) is None and _has_state(module) and not brought:
+    loaded_by_parent = offloaded and tensor_locations(module, recurse=False)
+    if hook_of(module) is None and _has_state(module) and not loaded_by_parent:
         yield module, AlignDevicesHook(device, **common), False
     whole = _offloads_whole if offloaded else _is_one_of
     if not whole(module, preload_module_classes):
@@ -198,7 +198,7 @@ def _aligning(
 def _called_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The children of a module; containers, whose hooks would never run, are replaced by their children."""
     for name, child in module.named_children():
-        if never_called(child):
+        if is_container(child):
             yield from _called_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

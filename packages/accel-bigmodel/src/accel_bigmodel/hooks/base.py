@@ -27,7 +27,7 @@ __all__ = [
     "put_hook",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
-    "take_hook_off",
+    "remove_one_hook",
 ]
 
 P = ParamSpec("P")
@@ -146,7 +146,7 @@ class SequentialHook(ModelHook):
             try:
                 args, kwargs = hook.pre_forward(module, *args, **kwargs)
             except BaseException:
-                _tell_of_failure(self.hooks[:position], module)
+                _notify_failure(self.hooks[:position], module)
                 raise
         return args, kwargs
 
@@ -157,14 +157,14 @@ class SequentialHook(ModelHook):
             try:
                 output = hook.post_forward(module, output)
             except BaseException:
-                _tell_of_failure(self.hooks[position + 1 :], module)
+                _notify_failure(self.hooks[position + 1 :], module)
                 raise
         return output
 
     @outside_graphs
     def forward_failed(self, module: nn.Module) -> None:
         """Call it on each hook."""
-        _tell_of_failure(self.hooks, module)
+        _notify_failure(self.hooks, module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Detach each hook, the last one first, because it saw the module as the others had changed it."""
@@ -173,7 +173,7 @@ class SequentialHook(ModelHook):
         return module
 
 
-def _tell_of_failure(hooks: tuple[ModelHook, ...], module: nn.Module) -> None:
+def _notify_failure(hooks: tuple[ModelHook, ...], module: nn.Module) -> None:
     for hook in hooks:
         hook.forward_failed(module)
 
@@ -284,7 +284,7 @@ def _is_wrapped(module: nn.Module) -> bool:
     return any(isinstance(each, functools.partial) and each.func is _hooked_forward for each in outer)
 
 
-def take_hook_off(module: nn.Module, hook: ModelHook) -> None:
+def remove_one_hook(module: nn.Module, hook: ModelHook) -> None:
     """Remove one hook from a module, if it is there, and keep the others."""
     present = hook_of(module)
     left = _all_but(hook, present)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import OffloadError
-from accel_bigmodel.streaming.groups import never_called
+from accel_bigmodel.streaming.groups import is_container
 from accel_ckpt.modules.tensors import rewrap
 
 __all__ = ["BORROW_LOCK", "Borrowed", "OffloadedTensor", "TensorLocation", "tensor_locations", "wrapped_like"]
@@ -74,7 +74,7 @@ def tensor_locations(module: nn.Module, recurse: bool) -> list[TensorLocation]:
 def _with_lists(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     yield name, module
     for leaf, child in module.named_children():
-        if never_called(child):
+        if is_container(child):
             yield from _with_lists(f"{name}.{leaf}" if name else leaf, child)
 
 

@@ -224,7 +224,7 @@ class _Paging:
         with self._alone():
             if threading.get_ident() not in self._open:  # called on its own
                 self._schedule.begin(None)
-            self._schedule.saw(index)
+            self._schedule.record(index)
             self._active[index] += 1
             self._follow(self._next_plan(), {})
             goals = {extent: self._plan[extent] for extent in self.extents[index]}

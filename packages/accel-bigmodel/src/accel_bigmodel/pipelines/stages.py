@@ -12,7 +12,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from accel_bigmodel.device_maps.budget import Sizes, size_in_bytes
 from accel_bigmodel.device_maps.model_outline import class_names
 from accel_bigmodel.errors import DeviceMapError, PipelineError
-from accel_bigmodel.streaming.groups import never_called
+from accel_bigmodel.streaming.groups import is_container
 
 __all__ = ["check_split_points", "choose_split_points", "generate_device_map"]
 
@@ -125,7 +125,7 @@ def _walk(
             or (blocks_stay_whole and isinstance(module, nn.ModuleList))
         )
         if stays:
-            is_step = not (never_called(child) or isinstance(child, ParametrizationList))
+            is_step = not (is_container(child) or isinstance(child, ParametrizationList))
             yield _Entry(f"{prefix}{name}", _size(child), is_step)
         else:
             yield from _walk(child, f"{prefix}{name}.", whole, blocks_stay_whole, seen)

@@ -143,7 +143,7 @@ class BitsAndBytesEngine:
             expected |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
         seen = {key: found.get(key) for key in expected} if isinstance(found, dict) else found
         if seen != expected or found.get("dtype") not in ("float32", "float16", "bfloat16"):
-            raise QuantizationError(f"{self._description} says {found}, but {expected} is expected")
+            raise QuantizationError(f"{self._description} is {found}, expected {expected}")
 
     def _without_weight(self, layer: nn.Linear) -> Any:
         sizes = layer.in_features, layer.out_features

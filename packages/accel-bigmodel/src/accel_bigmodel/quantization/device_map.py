@@ -56,8 +56,8 @@ class PartDevices:
     def kind(self, name: str) -> str:
         """The device of a module as the support table names it: its type, or ``"offloaded"``."""
         device = self._find(name)
-        waits = device is None or (device == CPU and self.main != CPU)
-        return OFFLOADED if waits or device is None else device.type
+        is_offloaded = device is None or (device == CPU and self.main != CPU)
+        return OFFLOADED if is_offloaded or device is None else device.type
 
     def _find(self, name: str) -> torch.device | None:
         fitting = [key for key in self._devices if key == "" or name == key or name.startswith(f"{key}.")]

@@ -14,7 +14,7 @@ from accel_ckpt.loading.weights import About, Pair, TensorInfo, WeightSource
 __all__ = ["PackedWeights"]
 
 # The most layers that a message lists.
-_TOLD = 8
+_LISTED = 8
 
 # Of bitsandbytes in 8 bits; the names of all others begin with the name of the weight.
 _BESIDE = frozenset({"SCB", "weight_format"})
@@ -66,10 +66,10 @@ class PackedWeights:
                 if (problem := _difference(found, expected.get(piece))) is not None:
                     wrong.setdefault(name, []).append(f"{name}.{piece} {problem}")
         if wrong:
-            told = [problem for name in sorted(wrong)[:_TOLD] for problem in wrong[name]]
-            told += [f"and {len(wrong) - _TOLD} more layers"] if len(wrong) > _TOLD else []
+            problems = [problem for name in sorted(wrong)[:_LISTED] for problem in wrong[name]]
+            problems += [f"and {len(wrong) - _LISTED} more layers"] if len(wrong) > _LISTED else []
             raise QuantizationError(
-                f"the checkpoint holds weights that were quantised with another configuration: {'; '.join(told)}. "
+                f"the checkpoint holds weights that were quantised with another configuration: {'; '.join(problems)}. "
                 "Load it with the configuration that it was saved with, on the same type of device; nothing was "
                 "changed"
             )

@@ -14,7 +14,7 @@ from accel_bigmodel.device_maps.model_outline import class_names
 from accel_bigmodel.errors import DeviceMapError
 from accel_ckpt.modules.tensors import get_non_persistent_buffers
 
-__all__ = ["Group", "never_called", "plan_groups"]
+__all__ = ["Group", "is_container", "plan_groups"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ def _covered(name: str, entries: frozenset[str]) -> bool:
     return name in entries
 
 
-def never_called(module: nn.Module) -> bool:
+def is_container(module: nn.Module) -> bool:
     """Whether it is only a container: its parent uses its tensors and children."""
     # Classes of torch.jit have no ``forward`` attribute.
     return not isinstance(module, torch.jit.ScriptModule) and type(module).forward is nn.Module.forward
@@ -103,7 +103,7 @@ def _repeated_children(container: nn.Module) -> Iterator[nn.Module]:
     counts = Counter(type(child) for child in children)
     for child in children:
         several = counts[type(child)] > 1 or len(children) == 1
-        if several and not never_called(child) and not isinstance(child, ParametrizationList):
+        if several and not is_container(child) and not isinstance(child, ParametrizationList):
             yield child
 
 
@@ -121,7 +121,7 @@ class _Planner:
             if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
                 self._repeated.update(_repeated_children(module))
         groups = list(self._walk(model, "", inside=False))
-        if never_called(model) and (own := self._own(model, "")):
+        if is_container(model) and (own := self._own(model, "")):
             groups.insert(0, Group("", model, own))
         return groups
 
@@ -133,7 +133,7 @@ class _Planner:
         tensors = self._all(module, name)
         if not tensors:
             return
-        if not never_called(module):
+        if not is_container(module):
             if self._moves_whole(module, name, tensors, inside):
                 self._seen.update(module.modules())
                 yield Group(name, module, tensors)
@@ -180,7 +180,7 @@ class _Planner:
             ],
         )
         for leaf, child in module.named_children():
-            if never_called(child):
+            if is_container(child):
                 found |= self._own(child, f"{name}.{leaf}" if name else leaf)
         return found
 

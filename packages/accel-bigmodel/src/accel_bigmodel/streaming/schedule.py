@@ -42,7 +42,7 @@ class Schedule:
         self._next = 0
         self._run = len(self._expected)
 
-    def saw(self, group: int) -> None:
+    def record(self, group: int) -> None:
         """A group is used."""
         self._seen.append(group)
         expected = self._expected

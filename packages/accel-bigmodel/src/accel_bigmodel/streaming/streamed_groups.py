@@ -112,7 +112,7 @@ class StreamedGroup:
                     f"{item.name!r} has no values (meta device), so it cannot be streamed; load it first"
                 )
 
-    def take_home(self) -> None:
+    def move_to_host(self) -> None:
         """Move tensors to host memory that are on a device, as the resident weights of a copied model are."""
         for item in self.items:
             if item.tensor.device.type != "cpu":
@@ -167,7 +167,7 @@ class StreamedGroup:
             if item.is_buffer and new is not None and new is not tensor:  # the forward registered another one
                 new.data = torch.empty_like(new.data, device="cpu").copy_(new.data)
 
-    def rescue(self) -> None:
+    def reset_to_host(self) -> None:
         """Point every tensor that is still in a slot at host memory, in whatever state the group is."""
         load, self.load, self.active = self.load, None, 0
         if load is None:

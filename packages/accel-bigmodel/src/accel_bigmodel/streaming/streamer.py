@@ -199,7 +199,7 @@ class Streamer:
             for wrapper in reversed(self._wrappers or self._copied_wrappers()):
                 wrapper.remove()
             self._wrappers = []
-            self._let_residents_go()
+            self._release_residents()
             self._saving.forget()
             self._schedule = Schedule()
             self._pool.clear()
@@ -234,7 +234,7 @@ class Streamer:
             member.check()
             member.check_values()
         for member in members:
-            member.take_home()
+            member.move_to_host()
         stay = self._choose(members)
         here: set[int] = set()
         try:
@@ -246,7 +246,7 @@ class Streamer:
             waiting = [member for member in moving if member.name in self._in_memory]
             self._packed = pack_into_blocks(self._model, waiting, self._transfer) if waiting else 0
         except BaseException:
-            self._let_residents_go()
+            self._release_residents()
             raise
         self._members = {member.index: member for member in moving}
         self._tied = TiedUses(moving)
@@ -263,7 +263,7 @@ class Streamer:
         names = [member.name for member in members]
         return choose_resident(names, sizes, self._around() | self._early(), self._budget, self._prefetch)
 
-    def _let_residents_go(self) -> None:
+    def _release_residents(self) -> None:
         while self._resident:
             self._resident.pop().restore()
 
@@ -330,7 +330,7 @@ class Streamer:
         """Point all weights at host memory and start with new slots: an interrupt may have left any state half done."""
         self._transfer.close()
         for member in self._members.values():
-            member.rescue()
+            member.reset_to_host()
         self._loaded.clear()
         self._saving.slots.clear()
         self._tied = TiedUses(self._members.values())
@@ -349,7 +349,7 @@ class Streamer:
         if member.active:
             member.active += 1
             return
-        self._schedule.saw(group)
+        self._schedule.record(group)
         load = member.load
         if load is not None and member.changed(load, self._tied):
             self._drop(member)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.launch_help import launch_help
 from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import plain_flag, schema_of
 
-REFERENCE = (Path(__file__).parent / "data/accelerate_launch_flags.txt").read_text().splitlines()
+REFERENCE = (Path(__file__).parent.parent / "data/accelerate_launch_flags.txt").read_text().splitlines()
 
 
 def accel(*words, cwd=None, **environ):
@@ -37,20 +36,6 @@ def known(flag):
 def test_every_flag_of_accelerate_launch_is_accepted():
     assert len(REFERENCE) == 124
     assert [flag for line in REFERENCE for flag in line.split() if not known(flag)] == []
-
-
-def test_help_names_every_flag_under_a_topic():
-    text = launch_help(100)
-    for bound in schema_of(LaunchConfig).options:
-        for flag in bound.flags:
-            assert f"{flag}" in text
-    for title in ("Starting and supervising:", "Processes and devices:", "FSDP (not available yet):", "MPI:"):
-        assert f"\n{title}\n" in text
-    assert max(map(len, text.splitlines())) <= 130
-    titles = [
-        line for line in text.splitlines() if line.endswith(":") and not line.startswith((" ", "examples"))
-    ]
-    assert titles == sorted(titles, key=lambda title: "not available yet" in title), "what works comes first"
 
 
 @pytest.fixture

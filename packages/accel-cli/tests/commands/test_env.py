@@ -6,7 +6,6 @@ import pytest
 
 from accel_cli.app import main
 from accel_cli.commands import env
-from accel_cli.render import show_facts
 
 
 @pytest.fixture(autouse=True)
@@ -61,18 +60,3 @@ def test_a_configuration_that_cannot_be_used_is_part_of_the_report(capsys, tmp_p
     facts = json.loads(capsys.readouterr().out)
     assert "key num_process does not exist; did you mean num_processes" in facts["configuration"]["error"]
     assert facts["libraries"]["torch"]
-
-
-def test_long_values_are_folded_on_a_terminal_only(capsys, monkeypatch):
-    facts = {"system": {"platform": "Linux-[bold]-" + "x" * 100, "cores": 2}}
-    show_facts(facts)
-    assert capsys.readouterr().out.splitlines()[1] == "  platform  Linux-[bold]-" + "x" * 100
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setenv("TERM", "dumb")  # no colours, and 80 columns
-    show_facts(facts)
-    title, *value, last = capsys.readouterr().out.splitlines()
-    assert (title, last.split()) == ("system:", ["cores", "2"])
-    assert len(value) > 1
-    assert max(map(len, value)) <= 80
-    assert [line[:12] for line in value] == ["  platform  ", *[" " * 12] * (len(value) - 1)]
-    assert "".join(line[12:].strip() for line in value) == facts["system"]["platform"]

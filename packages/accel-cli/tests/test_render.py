@@ -1,0 +1,18 @@
+"""Facts as plain lines, and on a terminal."""
+
+from accel_cli.render import show_facts
+
+
+def test_long_values_are_folded_on_a_terminal_only(capsys, monkeypatch):
+    facts = {"system": {"platform": "Linux-[bold]-" + "x" * 100, "cores": 2}}
+    show_facts(facts)
+    assert capsys.readouterr().out.splitlines()[1] == "  platform  Linux-[bold]-" + "x" * 100
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "dumb")  # no colours, and 80 columns
+    show_facts(facts)
+    title, *value, last = capsys.readouterr().out.splitlines()
+    assert (title, last.split()) == ("system:", ["cores", "2"])
+    assert len(value) > 1
+    assert max(map(len, value)) <= 80
+    assert [line[:12] for line in value] == ["  platform  ", *[" " * 12] * (len(value) - 1)]
+    assert "".join(line[12:].strip() for line in value) == facts["system"]["platform"]
