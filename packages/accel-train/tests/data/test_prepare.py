@@ -314,7 +314,7 @@ def test_t23_shards_of_other_libraries_are_not_shared_out_again():
 
 def test_a_shard_made_by_hand_wants_its_own_batch_size():
     shard = IterableDatasetShard(Stream(), batch_size=4, num_processes=2, process_index=0)
-    with pytest.raises(DataError, match=r"4 samples to a rank at a time.*batch_size is 2"):
+    with pytest.raises(DataError, match=r"gives a rank 4 samples at a time.*batch_size is 2"):
         prepare(DataLoader(shard, batch_size=2))
     assert prepare(DataLoader(shard, batch_size=4)).total_batch_size == 8
 

@@ -211,7 +211,7 @@ def test_loaders_made_by_hand_skip_what_they_are_told(kind, dataset):
 def test_a_skipping_stream_is_prepared_as_it_is_or_not_at_all():
     stream = skip_first_batches(DataLoader(Numbers(9), batch_size=2), 2)
     assert lists(prepare(stream)) == lists(stream) == [[4, 5], [6, 7], [8]]
-    with pytest.raises(DataError, match=r"leaves out 2 batches.*skip_first_batches\(prepared"):
+    with pytest.raises(DataError, match=r"skips 2 batches.*skip_first_batches\(prepared"):
         prepare(stream, 2)
 
 

@@ -45,7 +45,7 @@ def gather_for_metrics(
             f"gather_for_metrics(dataloader=…) wants the loader that prepare() returned, got {type(loader).__name__}, "
             "which does not record padding. Pass the prepared loader that yielded the batch."
         )
-    source, alone = (loader, True) if loader is not None else _source(ledger)
+    source, alone = (loader, True) if loader is not None else _source(ledger, ranks)
     if source is None:
         own = _OwnRows()
     else:
@@ -64,13 +64,13 @@ def gather_for_metrics(
     return build(gathered, gather_object([objects], group=ranks.group) if objects else [])
 
 
-def _source(ledger: ActiveLoaders) -> tuple[Any, bool]:
+def _source(ledger: ActiveLoaders, ranks: Ranks) -> tuple[Any, bool]:
     """The loader that yielded last, if one is being iterated; and whether it is the only one."""
     active = ledger.active
     if active is None:
         return None, False
     rivals = ledger.interleaved()
-    if rivals and any(item.valid_rows() is not None for item in [active, *rivals]):
+    if rivals and ranks.size > 1 and any(item.valid_rows() is not None for item in [active, *rivals]):
         names = ", ".join(
             sorted(f"{type(item).__name__}({type(item.dataset).__name__})" for item in [active, *rivals])
         )
