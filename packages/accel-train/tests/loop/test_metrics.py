@@ -189,7 +189,7 @@ def test_one_value_per_rank_is_gathered_as_a_scalar_is():
 
 
 def on_a_mesh(degrees):
-    from accel_train.config import DataLoaderConfiguration
+    from accel_train.plugins import DataLoaderConfiguration
 
     from accel_state import PartialState
     from accel_train.data.active_loaders import ActiveLoaders
