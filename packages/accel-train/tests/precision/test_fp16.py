@@ -1,6 +1,5 @@
 """float16 with a gradient scaler, on the CPU, against plain torch."""
 
-
 import pytest
 import torch
 from torch import nn
