@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_state.errors import StateError
 from accel_train import (
     Accelerator,
     AutocastKwargs,
@@ -19,11 +18,9 @@ from accel_train import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
-    ProfileKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
-from accel_train.state import AcceleratorState, GradientState
 
 
 def make(seed=0):
@@ -100,48 +97,6 @@ def test_t17_two_accelerators_do_not_see_each_other():
     assert not second.gradient_state.in_dataloader
 
 
-def test_calls_without_arguments_give_the_newest_live_accelerator():
-    with pytest.raises(RuntimeError, match="Create `Accelerator"):
-        AcceleratorState()
-    first = Accelerator()
-    second = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
-    assert AcceleratorState() is second.state
-    assert AcceleratorState().mixed_precision == "bf16"
-    assert GradientState().num_steps == 3
-    assert AcceleratorState().num_processes == first.num_processes == 1
-    del second
-    gc.collect()
-    with pytest.raises(RuntimeError, match="Create `Accelerator"):
-        AcceleratorState()
-
-
-@pytest.mark.parametrize("arguments", [{"mixed_precision": "bf16"}, {"cpu": True}])
-def test_a_state_is_made_by_an_accelerator_only(arguments):
-    with pytest.raises(StateError, match=rf"Accelerator\({next(iter(arguments))}=…\)"):
-        AcceleratorState(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "kept"), [((), False), ((None,), False), ((True,), False), ((False,), True)]
-)
-def test_gradients_are_dropped_unless_zeros_are_asked_for(arguments, kept):
-    accelerator = Accelerator()
-    model = torch.nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    accelerator.backward(model(torch.ones(1, 2, device=accelerator.device)).sum())
-    optimizer.zero_grad(*arguments)  # None means the default to accelerate 1.15
-    assert (model.weight.grad is not None) is kept
-
-
-def test_everything_prepared_is_marked():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters())
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    prepared = Accelerator().prepare(model, optimizer, DataLoader(torch.arange(4)), scheduler)
-    # accelerate 1.15 puts the same mark on all four
-    assert all(item._is_accelerate_prepared for item in prepared)
-
-
 def test_t26_no_argument_is_dead():
     with pytest.warns(FutureWarning, match="DataLoaderConfiguration"):
         accelerator = Accelerator(split_batches=True)
@@ -163,106 +118,6 @@ def test_t26_no_argument_is_dead():
                 scheduler.step()
         lengths[adjust] = scheduler.scheduler.last_epoch
     assert lengths == {False: 2, True: 4}
-
-
-def test_t33_names_are_the_same_eager_and_compiled():
-    names = list(make().state_dict())
-    for compiled_first in (True, False):
-        plugin = None if compiled_first else TorchDynamoPlugin(backend="eager")
-        accelerator = Accelerator(dynamo_plugin=plugin)
-        model = torch.compile(make(), backend="eager") if compiled_first else make()
-        model = accelerator.prepare(model)
-        model(torch.randn(2, 4))
-        assert list(accelerator.get_state_dict(model)) == names
-        assert list(accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()) == names
-    accelerator = Accelerator()
-    model = make()
-    model[2] = torch.compile(model[2], backend="eager")
-    assert list(accelerator.get_state_dict(accelerator.prepare(model))) == names
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(4, 8)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(5)])
-        self.heads = nn.ModuleList([nn.Linear(8, 2) for _ in range(3)])
-
-    def forward(self, x):
-        x = self.embed(x)
-        for block in self.blocks:
-            x = block(x)
-        return sum(head(x) for head in self.heads)
-
-
-def test_regional_compilation_compiles_each_kind_of_block_once():
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    from accel_train.setup.compile import compile_regions
-
-    torch.manual_seed(0)
-    model = Blocks()
-    x = torch.randn(3, 4)
-    expected = model(x)
-    names = list(model.state_dict())
-    compiled = compile_regions(module=model, backend=backend)  # the name that accelerate gives it
-    torch.testing.assert_close(compiled(x), expected)
-    compiled(x)
-    assert len(graphs) == 2
-    assert list(compiled.state_dict()) == names
-    compiled(x).sum().backward()
-    assert all(p.grad is not None for p in compiled.parameters())
-
-
-def test_compiling_under_bf16_keeps_the_forward_wrapper():
-    accelerator = Accelerator(mixed_precision="bf16", dynamo_backend="eager")
-    model = accelerator.prepare(make().eval())
-    x = torch.randn(2, 4)
-    out = model(x)
-    assert out.dtype is torch.float32
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(out, make().eval()(x).float())
-
-
-def test_other_objects_come_back_unchanged_and_prepared_ones_as_they_are():
-    accelerator = Accelerator()
-    things = [None, [1, 2], {"a": make()}, "text"]
-    assert all(a is b for a, b in zip(accelerator.prepare(*things), things, strict=True))
-    model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    loader = DataLoader(TensorDataset(torch.arange(4)), batch_size=2)
-    prepared = accelerator.prepare(model, optimizer, scheduler, loader)
-    again = accelerator.prepare(*prepared)
-    assert all(a is b for a, b in zip(prepared, again, strict=True))
-    assert all(item._is_accelerate_prepared for item in prepared[:3])
-    assert len(accelerator._models) == len(accelerator._optimizers) == len(accelerator._dataloaders) == 1
-    assert isinstance(prepared[1], torch.optim.Optimizer)
-    assert isinstance(prepared[2], torch.optim.lr_scheduler.LRScheduler)
-    assert isinstance(prepared[3], DataLoader)
-
-
-def test_device_placement_needs_one_entry_per_object():
-    with pytest.raises(ValueError, match="1 entries for 2 objects"):
-        Accelerator().prepare(make(), make(), device_placement=[True])
-
-
-def test_an_optimizer_with_state_is_prepared_with_its_state_on_the_device():
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.randn(2, 4)).sum().backward()
-    optimizer.step()
-    before = copy.deepcopy(optimizer.state_dict())
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    for parameter in model.parameters():
-        assert optimizer.state[parameter]["exp_avg"].device == parameter.device
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
 
 
 def test_everything_pickles_and_is_collected():
@@ -297,32 +152,6 @@ def test_triggers_answer_once():
     accelerator.set_trigger()
     assert accelerator.check_trigger()
     assert not accelerator.check_trigger()
-
-
-def test_profile_writes_a_trace(tmp_path):
-    accelerator = Accelerator(
-        kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path))]
-    )
-    with accelerator.profile() as profiler:
-        torch.ones(3).sum()
-    assert "aten::sum" in {event.key for event in profiler.key_averages()}
-    assert (tmp_path / "profile_0.json").stat().st_size > 0
-    with pytest.raises(ValueError, match="Unknown profiler activity 'gpu'"):
-        ProfileKwargs(activities=["gpu"]).build()
-
-
-def test_a_profile_that_never_became_active_says_so(tmp_path):
-    schedule = {"wait": 5, "warmup": 1, "active": 1}
-    handler = ProfileKwargs(schedule_option=schedule, output_trace_dir=str(tmp_path))
-
-    def profiled():
-        with Accelerator().profile(handler) as profiler:
-            for _ in range(2):
-                profiler.step()
-
-    with pytest.warns(UserWarning, match="never got past waiting in 2 steps"):
-        profiled()
-    assert not list(tmp_path.iterdir())
 
 
 def test_the_launcher_decides_what_the_script_leaves_open(monkeypatch):
@@ -389,20 +218,6 @@ def test_a_deprecated_argument_leaves_the_configuration_of_the_user_alone():
     with pytest.warns(FutureWarning, match="split_batches"):
         assert Accelerator(split_batches=True, dataloader_config=config).split_batches
     assert not config.split_batches
-
-
-@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
-def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):
-        Accelerator()
-
-
-def test_meta_parameters_are_refused_before_anything_moves():
-    with torch.device("meta"):
-        model = make()
-    with pytest.raises(ValueError, match=r"'0\.weight'.*meta device"):
-        Accelerator().prepare(model)
 
 
 def test_options_keep_their_documented_defaults():
@@ -476,20 +291,6 @@ def test_t27_a_step_probes_nothing_and_adds_nothing_to_the_graph(monkeypatch):
         loss = step(x)
         assert differentiated[-1] is loss
     assert len(differentiated) == 8
-
-
-def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():
-    from accel_train.data import prepare_data_loader, skip_first_batches
-    from accel_train.setup.prepare import overridden_even_batches
-
-    def shared(loader):
-        return prepare_data_loader(loader, num_processes=2, process_index=1)
-
-    single = shared(DataLoader([torch.tensor([i]) for i in range(5)], batch_size=None))
-    skipping = skip_first_batches(shared(DataLoader(range(5), batch_size=1)), 2)
-    with overridden_even_batches([single, skipping], False):
-        assert [len(list(loader)) for loader in (single, skipping)] == [2, 0]
-    assert [len(list(loader)) for loader in (single, skipping)] == [3, 1]
 
 
 def test_gradients_dropped_by_the_model_are_not_dropped_again_inside_the_next_window():

@@ -1,9 +1,13 @@
-"""What scripts read from, and write to, the gradient state."""
+"""The states of an accelerator: what scripts read from them, and write to the gradient state."""
+
+import gc
 
 import pytest
 import torch
 
+from accel_state.errors import StateError
 from accel_train import Accelerator, ArgumentTypeError, GradientAccumulationPlugin
+from accel_train.state import AcceleratorState, GradientState
 
 
 def test_the_accumulation_options_are_shown_as_they_are_now():
@@ -48,3 +52,24 @@ def test_gradients_that_are_declared_incomplete_are_not_stepped_with():
 def test_only_a_truth_value_declares_it(value):
     with pytest.raises(ArgumentTypeError, match=r"_set_sync_gradients\(\) takes True or False"):
         Accelerator().gradient_state._set_sync_gradients(value)
+
+
+def test_calls_without_arguments_give_the_newest_live_accelerator():
+    with pytest.raises(RuntimeError, match="Create `Accelerator"):
+        AcceleratorState()
+    first = Accelerator()
+    second = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    assert AcceleratorState() is second.state
+    assert AcceleratorState().mixed_precision == "bf16"
+    assert GradientState().num_steps == 3
+    assert AcceleratorState().num_processes == first.num_processes == 1
+    del second
+    gc.collect()
+    with pytest.raises(RuntimeError, match="Create `Accelerator"):
+        AcceleratorState()
+
+
+@pytest.mark.parametrize("arguments", [{"mixed_precision": "bf16"}, {"cpu": True}])
+def test_a_state_is_made_by_an_accelerator_only(arguments):
+    with pytest.raises(StateError, match=rf"Accelerator\({next(iter(arguments))}=…\)"):
+        AcceleratorState(**arguments)

@@ -1,21 +1,26 @@
 """Saving and loading through the façade, on one process."""
 
 import json
-import os
-from dataclasses import replace
-from fractions import Fraction
+import pickle
+import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, Manifest, StateMismatchError
-from accel_train import Accelerator, GradScalerKwargs, OptionError, ProjectConfiguration
-from accel_train.checkpoints import training_state
-from accel_train.checkpoints.training_state import read
+from accel_ckpt import (
+    CheckpointNotFoundError,
+    CheckpointSaveError,
+    SaveHandle,
+    SaveInProgressError,
+    StateMismatchError,
+)
+from accel_ckpt.disk import LOCAL, Disk
+from accel_train import Accelerator, DataLoaderConfiguration, OptionError, ProjectConfiguration
 
 
 def build(accelerator, seed=0, width=4):
@@ -151,73 +156,6 @@ def test_a_load_hook_may_load_a_model_itself(tmp_path):
     assert torch.equal(model.weight, torch.full_like(model.weight, 3.0))
 
 
-def test_nothing_is_changed_when_a_part_is_damaged(tmp_path):
-    accelerator = Accelerator()
-    parts = build(accelerator)
-    accelerator.save_state(tmp_path / "state")
-    train(accelerator, *parts)
-    before = snapshot(*parts[:3])
-    path = tmp_path / "state" / "rank-00000.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors"):
-        accelerator.load_state(tmp_path / "state")
-    assert all(torch.equal(a, b) for a, b in zip(before[0], snapshot(*parts[:3])[0], strict=True))
-
-
-def pretend(accelerator, **shared):
-    """Let the process seem to be another rank, or to be in another world."""
-    before = dict(accelerator._process._shared_state)
-    accelerator._process._shared_state.update(shared)
-    return before
-
-
-def test_t7_a_missing_random_state_is_an_error_unless_allowed(tmp_path, monkeypatch):
-    accelerator = Accelerator()
-    build(accelerator)
-    folder = accelerator.save_state(tmp_path / "state")
-    manifest = Manifest.read(folder)  # as if node 1, with rank 1, had saved to a disk of its own
-    monkeypatch.setattr(Manifest, "read", lambda folder: replace(manifest, world_size=2))
-    before = pretend(accelerator, process_index=1, num_processes=2)
-    try:
-        with pytest.raises(CheckpointNotFoundError, match="rank 1"):
-            read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
-        saved = read(accelerator._prepared, folder, allow_missing_rng=True, trust_custom_objects=False)
-        assert saved.rng is None
-    finally:
-        accelerator._process._shared_state.update(before)
-
-
-@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors"])
-def test_t7_an_unreadable_random_state_is_an_error_even_if_it_may_be_missing(tmp_path, name):
-    accelerator = Accelerator()
-    build(accelerator)
-    folder = accelerator.save_state(tmp_path / "state")
-    (folder / name).unlink()
-    with pytest.raises(CorruptCheckpointError, match=name):
-        accelerator.load_state(folder, allow_missing_rng=True)
-
-
-def test_t9_a_rank_that_is_new_derives_its_random_state(tmp_path, caplog):
-    accelerator = Accelerator()
-    build(accelerator)
-    folder = accelerator.save_state(tmp_path / "state")
-    drawn = []
-    for rank in (0, 1, 2, 1):
-        before = pretend(accelerator, process_index=rank, num_processes=3)
-        try:
-            saved = read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
-        finally:
-            accelerator._process._shared_state.update(before)
-        drawn.append(saved.rng["torch"])
-    assert torch.equal(drawn[0], torch.get_rng_state())
-    assert torch.equal(drawn[1], drawn[3])
-    assert not torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[1], drawn[2])
-    assert "rank 1, 2 is new and derives its random state" in caplog.text
-
-
 def test_other_objects_than_were_saved_are_named(tmp_path):
     accelerator = Accelerator()
     build(accelerator)
@@ -293,75 +231,6 @@ def test_a_run_resumed_by_skipping_can_be_saved_and_resumed_again(tmp_path):
     assert rest == whole[4:]
 
 
-class Held:
-    """A registered object whose state is whatever it is given."""
-
-    def __init__(self, state=None):
-        self.state = state
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-class Bomb:
-    """Runs code when it is unpickled."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-def test_t25_a_trusted_pickle_needs_the_word_twice(tmp_path):
-    accelerator = Accelerator()
-    plain, rich = Held({"a": 1}), Held({"what": Fraction(1, 3), "tensor": torch.ones(2)})
-    accelerator.register_for_checkpointing(plain, rich, trusted=True)
-    folder = accelerator.save_state(tmp_path / "state")
-    plain.state = rich.state = None
-    with pytest.raises(
-        ValueError, match=r"object 1 \(Held\) as a pickle.*load_state\(…, trust_custom_objects=True\)"
-    ):
-        accelerator.load_state(folder)
-    assert plain.state is None, "nothing is changed"
-    careless = Accelerator()
-    careless.register_for_checkpointing(Held(), Held())
-    with pytest.raises(ValueError, match=r"register_for_checkpointing\(…, trusted=True\)"):
-        careless.load_state(folder, trust_custom_objects=True)
-    accelerator.load_state(folder, trust_custom_objects=True)
-    assert plain.state == {"a": 1}
-    assert rich.state["what"] == Fraction(1, 3)
-    assert torch.equal(rich.state["tensor"], torch.ones(2))
-
-
-def test_t25_nothing_is_unpickled_without_it(tmp_path):
-    accelerator = Accelerator()
-    held = Held({"bomb": Bomb(tmp_path / "exploded")})
-    accelerator.register_for_checkpointing(held, trusted=True)
-    folder = accelerator.save_state(tmp_path / "state")
-    with pytest.raises(ValueError, match="as a pickle"):
-        accelerator.load_state(folder)
-    assert not (tmp_path / "exploded").exists()
-    accelerator.load_state(folder, trust_custom_objects=True)
-    assert (tmp_path / "exploded").exists(), "the test's pickle does run code"
-
-
-def test_a_skipping_loader_does_not_add_to_the_state(tmp_path):
-    accelerator = Accelerator()
-    *_, loader = build(accelerator)
-    skipping = accelerator.skip_first_batches(loader, 2)
-    iterator = iter(skipping)
-    next(iterator)
-    accelerator.save_state(tmp_path / "state")
-    fresh = Accelerator()
-    *_, loader = build(fresh)
-    fresh.load_state(tmp_path / "state")
-    assert loader.state_dict()["batches_yielded"] == 3
-
-
 def test_the_number_of_the_next_checkpoint_comes_back(tmp_path):
     accelerator = Accelerator()
     build(accelerator)
@@ -371,96 +240,6 @@ def test_the_number_of_the_next_checkpoint_comes_back(tmp_path):
     build(fresh)
     fresh.load_state(tmp_path / "1")
     assert fresh.save_iteration == 2
-
-
-def open_window(steps=4, taken=2, seed=0, precision="no"):
-    """A training in the middle of a window."""
-    accelerator = Accelerator(gradient_accumulation_steps=steps, mixed_precision=precision)
-    parts = build(accelerator, seed=seed)
-    model = parts[0]
-    for number in range(taken):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.full((2, 4), number + 1.0)).sum(), num_items=3 + number)
-    return accelerator, parts
-
-
-def test_gradients_and_counts_of_an_unfinished_window_come_back(tmp_path):
-    accelerator, (model, *_) = open_window()
-    folder = accelerator.save_state(tmp_path / "state")
-    other, (restored, *_) = open_window(taken=0, seed=9)
-    other.load_state(folder)
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), restored.parameters(), strict=True)
-    )
-    assert other.sync_gradients is accelerator.sync_gradients is False
-    [window] = other._accumulator.unfinished()
-    assert (window.micro_batches, window.items, window.planned, window.weighted) == (2, 7, 4, True)
-    for each, net in ((accelerator, model), (other, restored)):
-        for _ in range(2):
-            with each.accumulate(net):
-                each.backward(net(torch.ones(2, 4)).sum(), num_items=2)
-    assert all(
-        torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), restored.parameters(), strict=True)
-    )
-
-
-def test_gradients_that_were_stepped_with_are_not_saved(tmp_path):
-    accelerator, (model, optimizer, *_) = open_window(steps=1, taken=1)
-    optimizer.step()
-    folder = accelerator.save_state(tmp_path / "state")
-    other, (restored, *_) = open_window(steps=1, taken=0)
-    other.load_state(folder)
-    assert model.weight.grad is not None
-    assert restored.weight.grad is None
-
-
-def test_gradients_of_zeros_come_back_as_zeros(tmp_path):
-    accelerator, (_, optimizer, *_) = open_window(steps=1, taken=1)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=False)
-    folder = accelerator.save_state(tmp_path / "state")
-    other, (restored, *_) = open_window(steps=1, taken=0)
-    other.load_state(folder)
-    assert torch.equal(restored.weight.grad, torch.zeros(1, 4))
-
-
-def test_a_window_of_a_model_that_was_not_prepared_cannot_be_saved(tmp_path):
-    accelerator = Accelerator(gradient_accumulation_steps=4)
-    build(accelerator)
-    stranger = nn.Linear(4, 1)
-    with accelerator.accumulate(stranger):
-        accelerator.backward(stranger(torch.ones(2, 4)).sum())
-    with pytest.raises(RuntimeError, match="no part of a prepared model"):
-        accelerator.save_state(tmp_path / "state")
-    assert not (tmp_path / "state").exists()
-
-
-def test_an_update_of_the_loss_scale_that_is_due_is_saved_and_stays_due(tmp_path):
-    def run(save, fresh):
-        scaling = GradScalerKwargs(init_scale=8.0)
-        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
-        model, optimizer, *_ = build(accelerator)
-        scales = []
-        for number in range(4):
-            if number == 2 and fresh:
-                accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
-                model, optimizer, *_ = build(accelerator, seed=3)
-                accelerator.load_state(tmp_path / "state")
-            huge = 1e30 if number == 1 else 1.0  # overflows: the step is skipped, and the scale shrinks later
-            accelerator.backward(model(torch.full((2, 4), 1.0)).sum() * huge)
-            optimizer.step()
-            scales.append((accelerator.scaler.get_scale(), optimizer.step_was_skipped))
-            if number == 1 and save:
-                accelerator.save_state(tmp_path / "state")
-            optimizer.zero_grad()
-        return scales, [p.detach().clone() for p in model.parameters()]
-
-    alone, saving, resumed = run(False, False), run(True, False), run(True, True)
-    assert alone[0] == saving[0] == resumed[0]
-    assert [skipped for _, skipped in alone[0]] == [False, True, False, False]
-    assert alone[0][2][0] < alone[0][1][0]
-    for other in (saving, resumed):
-        assert all(torch.equal(a, b) for a, b in zip(alone[1], other[1], strict=True))
 
 
 def test_hooks_that_save_and_load_a_model_themselves(tmp_path):
@@ -492,25 +271,6 @@ def test_hooks_that_save_and_load_a_model_themselves(tmp_path):
     assert (first.weight[0, 0], second.weight[0, 0]) == (1, 2)
 
 
-@pytest.mark.parametrize("difference", ["shape", "name", "group", "optimizer"])
-def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, difference):
-    def make(changed):
-        accelerator = Accelerator()
-        width = 3 if changed == "shape" else 2
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width, bias=changed != "name"))
-        kind = torch.optim.SGD if changed == "optimizer" else torch.optim.AdamW
-        optimizer = kind(model[1].parameters() if changed == "group" else model.parameters(), lr=0.1)
-        return accelerator, *accelerator.prepare(model, optimizer)
-
-    make(None)[0].save_state(tmp_path / "state")
-    accelerator, model, optimizer = make(difference)
-    before = [p.clone() for p in model.parameters()], optimizer.state_dict()
-    with pytest.raises(StateMismatchError):
-        accelerator.load_state(tmp_path / "state")
-    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
-    assert optimizer.state_dict() == before[1]
-
-
 def test_a_used_folder_is_refused_when_training_begins(tmp_path):
     def begin(load=False):
         accelerator = Accelerator(
@@ -534,10 +294,219 @@ def test_a_used_folder_is_refused_when_training_begins(tmp_path):
     begin(load=True).save_state()
 
 
-@pytest.mark.parametrize(
-    "buffer",
-    [torch.tensor(2), torch.empty(0, 3), torch.arange(6.0)[1::2][:1], torch.tensor([1 + 2j]).conj()],
-    ids=["scalar", "empty", "one element", "conjugate"],
-)
-def test_fingerprints_of_odd_buffers(buffer):
-    assert training_state._fingerprint(buffer) == training_state._fingerprint(buffer.clone())
+def inputs(rows=12):
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def make(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_a_checkpoint_saved_while_a_loader_skips_can_be_loaded(tmp_path, function):
+    from accel_train import skip_first_batches
+
+    def begin():
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration())
+        loader = DataLoader(TensorDataset(inputs()), batch_size=2, shuffle=True)
+        return accelerator, *accelerator.prepare(*make(), loader)
+
+    accelerator, *_, loader = begin()
+    for number, _ in enumerate(loader):
+        if number == 1:
+            accelerator.save_state(tmp_path / "first")
+            break
+    accelerator, *_, loader = begin()
+    accelerator.load_state(tmp_path / "first")
+    if function:
+        skipping = accelerator.prepare(skip_first_batches(loader, 2))
+    else:
+        skipping = accelerator.skip_first_batches(loader, 2)
+    assert len(list(skipping)) == 4
+    accelerator.save_state(tmp_path / "second")
+    expected = [x.tolist() for (x,) in loader]
+    accelerator, *_, loader = begin()
+    accelerator.load_state(tmp_path / "second")
+    assert [x.tolist() for (x,) in loader] == expected
+
+
+# In the background: `save_state(asynchronous=True)`; what happens there is tested in accel-ckpt
+
+
+def build_norm(accelerator, seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(TensorDataset(torch.randn(24, 4)), batch_size=4, shuffle=True)
+    return accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def train_steps(accelerator, model, optimizer, scheduler, loader, each_step=lambda number: None):
+    number = 0
+    for _ in range(2):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            each_step(number)
+            number += 1
+    return [p.detach().clone() for p in model.state_dict().values()]
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Failing(Disk):
+    def write(self, descriptor, data):
+        raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_saving_at_every_step_changes_nothing_and_saves_the_same(tmp_path, accumulated, precision):
+    def options():
+        return {"gradient_accumulation_steps": accumulated, "mixed_precision": precision}
+
+    plain = Accelerator(**options())
+    expected = train_steps(plain, *build_norm(plain))
+
+    synchronous = Accelerator(**options())
+    train_steps(
+        synchronous,
+        *build_norm(synchronous),
+        lambda number: synchronous.save_state(tmp_path / f"sync {number}"),
+    )
+    accelerator = Accelerator(**options())
+    found = train_steps(
+        accelerator,
+        *build_norm(accelerator),
+        lambda number: accelerator.save_state(tmp_path / f"async {number}", asynchronous=True),
+    )
+    accelerator.end_training()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    for number in range(12):
+        assert content(tmp_path / f"sync {number}") == content(tmp_path / f"async {number}"), number
+
+
+def test_the_kinds_of_answer(tmp_path):
+    accelerator = Accelerator()
+    build_norm(accelerator)
+    assert accelerator.save_state(tmp_path / "a") == tmp_path / "a"
+    handle = accelerator.save_state(tmp_path / "b", asynchronous=True)
+    assert isinstance(handle, SaveHandle)
+    assert handle.result() == tmp_path / "b"
+
+
+def test_automatic_names_count_at_the_call_and_pruning_follows(tmp_path):
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(project_config=config)
+    build_norm(accelerator)
+    for number in range(4):
+        assert accelerator.save_iteration == number
+        handle = accelerator.save_state(asynchronous=True)
+        assert accelerator.save_iteration == number + 1
+    handle.result()
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_2", "checkpoint_3"]
+    accelerator.save_state(asynchronous=True)
+    assert accelerator.load_state().name == "checkpoint_4"  # waits for it
+
+
+class Gated(Disk):
+    def __init__(self):
+        self.gate = threading.Event()
+
+    def write(self, descriptor, data):
+        assert self.gate.wait(20)
+        return super().write(descriptor, data)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_refused_while_another_goes_on(tmp_path, asynchronous):
+    accelerator = Accelerator()
+    build_norm(accelerator)
+    disk = accelerator._prepared.saver._disk = Gated()
+    accelerator.save_state(tmp_path / "a", asynchronous=True)
+    with pytest.raises(SaveInProgressError, match=f"{tmp_path}/a is still being saved"):
+        accelerator.save_state(tmp_path / "b", asynchronous=asynchronous, when_busy="refuse")
+    threading.Timer(0.1, disk.gate.set).start()
+    accelerator.save_state(tmp_path / "b", asynchronous=asynchronous)
+    accelerator.end_training()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("where", ["save_state", "load_state", "end_training", "result"])
+def test_failures_surface(tmp_path, where):
+    accelerator = Accelerator()
+    build_norm(accelerator)
+    accelerator.save_state(tmp_path / "a")
+    accelerator._prepared.saver._disk = Failing()
+    handle = accelerator.save_state(tmp_path / "b", asynchronous=True)
+    call = {
+        "save_state": lambda: accelerator.save_state(tmp_path / "c"),
+        "load_state": lambda: accelerator.load_state(tmp_path / "a"),
+        "end_training": accelerator.end_training,
+        "result": handle.result,
+    }[where]
+    with pytest.raises(CheckpointSaveError, match="Input/output error"):
+        call()
+    accelerator._prepared.saver._disk = LOCAL
+    accelerator.load_state(tmp_path / "a")
+    accelerator.save_state(tmp_path / "c", asynchronous=True)
+    accelerator.end_training()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+
+
+def test_save_hooks_run_before_the_call_returns(tmp_path):
+    accelerator = Accelerator()
+    model, *_ = build_norm(accelerator)
+    weights_seen = []
+
+    def hook(models, weights, folder):
+        weights_seen.append(threading.current_thread() is threading.main_thread())
+        weights[0]["0.weight"] = torch.zeros_like(weights[0]["0.weight"])
+
+    accelerator.register_save_state_pre_hook(hook)
+    accelerator.save_state(tmp_path / "a", asynchronous=True)
+    assert weights_seen == [True]
+    accelerator.load_state(tmp_path / "a")
+    assert model[0].weight.abs().sum() == 0
+
+
+class ScheduleFree(torch.optim.SGD):
+    """Has two sets of parameters, and switches between them in place."""
+
+    def eval(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(1)
+
+    train = eval
+
+
+def test_optimizers_that_change_parameters_between_steps(tmp_path, monkeypatch):
+    real = np.copyto
+    monkeypatch.setattr(np, "copyto", lambda a, b: (threading.Event().wait(0.05), real(a, b)))
+    accelerator = Accelerator()
+    model = nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    handle = accelerator.save_state(tmp_path / "a", asynchronous=True)
+    optimizer.eval()
+    handle.result()
+    accelerator.load_state(tmp_path / "a")
+    assert torch.equal(model.weight, before)
+
+
+def test_an_accelerator_is_pickled_without_its_saves(tmp_path):
+    accelerator = Accelerator()
+    handle = accelerator.save_state(tmp_path / "a", asynchronous=True)
+    other = pickle.loads(pickle.dumps(accelerator))
+    assert other._prepared.saver._current is None
+    handle.result()
+    assert other.save_state(tmp_path / "b", asynchronous=True).result()

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from accel_train.config import DataLoaderConfiguration
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -21,6 +20,7 @@ from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.mesh import DIMENSIONS, Mesh
+from accel_train.plugins import DataLoaderConfiguration
 from accel_train.ranks import Ranks
 from testkit import worlds
 

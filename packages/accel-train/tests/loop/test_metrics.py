@@ -189,13 +189,12 @@ def test_one_value_per_rank_is_gathered_as_a_scalar_is():
 
 
 def on_a_mesh(degrees):
-    from accel_train.config import DataLoaderConfiguration
-
     from accel_state import PartialState
     from accel_train.data.active_loaders import ActiveLoaders
     from accel_train.data.prepare import prepare_for_ranks
     from accel_train.loop import metrics
     from accel_train.mesh import Mesh
+    from accel_train.plugins import DataLoaderConfiguration
 
     state = PartialState(cpu=True)
     ranks = Mesh(degrees, "cpu", state.num_processes, state.process_index).batch

@@ -1,9 +1,12 @@
-"""Switching autocast off for what follows."""
+"""The forward under autocast, and switching autocast off for what follows."""
+
+import pickle
 
 import pytest
 import torch
+from torch import nn
 
-from accel_train import Accelerator, ArgumentTypeError, OptionError
+from accel_train import Accelerator
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
@@ -35,31 +38,78 @@ def test_autocast_switched_off_holds_for_what_is_prepared_afterwards(precision, 
     assert not hasattr(after, "_original_forward")
 
 
-def test_switching_off_what_is_not_on_changes_nothing():
-    accelerator = Accelerator(mixed_precision="no")
-    accelerator.native_amp = False
-    assert not accelerator.native_amp
+def make(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
 
 
-def test_a_precision_without_autocast_cannot_switch_it_on():
-    accelerator = Accelerator(mixed_precision="no")
-    with pytest.raises(OptionError, match=r"native_amp=True needs autocast.*mixed_precision='no'"):
-        accelerator.native_amp = True
-    with pytest.raises(ArgumentTypeError, match="native_amp takes True or False, got str: 'no'"):
-        accelerator.native_amp = "no"
+class Probe(nn.Module):
+    """Records the dtype that its layer computed in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.seen = None
+
+    def forward(self, x):
+        out = self.layer(x)
+        self.seen = out.dtype
+        return {"logits": out, "hidden": (out, out.sum()), "name": "x"}
 
 
-def test_under_fp16_without_autocast_gradients_are_still_scaled_back():
-    accelerator = Accelerator(mixed_precision="fp16")
-    accelerator.native_amp = False
-    model = torch.nn.Linear(2, 1, bias=False)
-    plain = torch.nn.Linear(2, 1, bias=False)
-    plain.load_state_dict(model.state_dict())
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    torch.testing.assert_close(norm, torch.tensor(2.0).sqrt())
-    optimizer.step()
-    plain(torch.ones(1, 2)).sum().backward()
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    torch.testing.assert_close(model.weight.detach(), plain.weight.detach() - 0.5 * plain.weight.grad)
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_forward_computes_low_and_answers_in_float32(name, dtype):
+    model = Accelerator(mixed_precision=name).prepare(Probe())
+    out = model(torch.randn(3, 4))
+    assert model.seen is dtype
+    assert model.layer.weight.dtype is torch.float32
+    assert out["logits"].dtype is out["hidden"][0].dtype is out["hidden"][1].dtype is torch.float32
+    assert out["name"] == "x"
+
+
+def test_autocast_is_clean_after_an_exception():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise RuntimeError("broken")
+
+    model = Accelerator(mixed_precision="bf16").prepare(Broken())
+    with pytest.raises(RuntimeError, match="broken"):
+        model(torch.ones(1))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_activation_checkpointing_enters_autocast_again():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = make()
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=False)
+
+    accelerator = Accelerator(mixed_precision="bf16")
+    inner = accelerator.prepare(make())
+    model = Checkpointed()
+    model.inner = inner
+    plain = make()
+    x = torch.randn(5, 4)
+    accelerator.backward(model(x).sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x).float().sum()
+    expected.backward()
+    torch.testing.assert_close(inner[0].weight.grad, plain[0].weight.grad, rtol=0, atol=0)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_unwrapping_the_fp32_wrapper_restores_the_forward_and_pickles():
+    accelerator = Accelerator(mixed_precision="bf16")
+    model = accelerator.prepare(make())
+    assert accelerator.unwrap_model(model) is model
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert "forward" not in vars(plain)
+    assert not hasattr(plain, "_original_forward")
+    copy = pickle.loads(pickle.dumps(plain))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(copy(x), plain(x))

@@ -93,3 +93,19 @@ def test_nothing_that_exists_is_called_missing():
     registered = {"mixed_precision": PRECISIONS.names()}
     for engine in MISSING_ENGINES:
         assert engine.value not in registered.get(engine.option, [])
+
+
+def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
+    with pytest.raises(RuntimeError, match=r"fp8.*not available yet"):
+        Accelerator(mixed_precision="fp8")
+    with pytest.raises(ValueError, match="Did you mean 'bf16'"):
+        Accelerator(mixed_precision="bf17")
+    with pytest.raises(ValueError, match="mixed_precision='fp16'"):
+        Accelerator(fp16=True)
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):
+        Accelerator()

@@ -1,9 +1,11 @@
 """Which loader a gradient window belongs to, and when it ends."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_train import Accelerator, AccumulationError, AmbiguousLoaderError
 
@@ -212,3 +214,40 @@ def test_only_models_and_prepared_loaders_are_accumulated():
         accelerator.accumulate([model])
     with pytest.raises(TypeError, match="prepared loader, got DataLoader"):
         accelerator.accumulate(model, dataloader=DataLoader(loader.dataset))
+
+
+def inputs(rows=12):
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def make(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1, dtype=dtype)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def test_a_copied_loader_still_ends_windows():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model, loader = accelerator.prepare(make()[0], DataLoader(TensorDataset(inputs(3)), batch_size=1))
+    ends = []
+    for (x,) in copy.deepcopy(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum())
+        ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, True]
+
+
+def test_the_planned_length_may_change_inside_a_window():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(make()[0])
+    x = inputs(3)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(x[:1]).sum())
+    accelerator.gradient_accumulation_steps = 3
+    for row in (x[1:2], x[2:]):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(row).sum())
+    assert accelerator.sync_gradients
+    reference = make()[0]
+    reference(x).mean().backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)

@@ -1,0 +1,233 @@
+"""What a training state holds besides weights: collected, read and checked, put back."""
+
+import os
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, Manifest, StateMismatchError
+from accel_train import Accelerator, GradScalerKwargs
+from accel_train.checkpoints import training_state
+from accel_train.checkpoints.training_state import read
+
+
+def build(accelerator, seed=0, width=4):
+    torch.manual_seed(seed)
+    model = nn.Linear(width, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    loader = DataLoader(TensorDataset(torch.randn(8, width)), batch_size=2, shuffle=True)
+    return accelerator.prepare(model, optimizer, scheduler, loader)
+
+
+def train(accelerator, model, optimizer, scheduler, loader):
+    for (x,) in loader:
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def snapshot(model, optimizer, scheduler):
+    return (
+        [p.detach().clone() for p in model.parameters()],
+        [state["exp_avg"].clone() for state in optimizer.state.values()],
+        scheduler.scheduler.last_epoch,
+        torch.get_rng_state(),
+    )
+
+
+def test_nothing_is_changed_when_a_part_is_damaged(tmp_path):
+    accelerator = Accelerator()
+    parts = build(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    train(accelerator, *parts)
+    before = snapshot(*parts[:3])
+    path = tmp_path / "state" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000\.safetensors"):
+        accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(before[0], snapshot(*parts[:3])[0], strict=True))
+
+
+def pretend(accelerator, **shared):
+    """Let the process seem to be another rank, or to be in another world."""
+    before = dict(accelerator._process._shared_state)
+    accelerator._process._shared_state.update(shared)
+    return before
+
+
+def test_t7_a_missing_random_state_is_an_error_unless_allowed(tmp_path, monkeypatch):
+    accelerator = Accelerator()
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    manifest = Manifest.read(folder)  # as if node 1, with rank 1, had saved to a disk of its own
+    monkeypatch.setattr(Manifest, "read", lambda folder: replace(manifest, world_size=2))
+    before = pretend(accelerator, process_index=1, num_processes=2)
+    try:
+        with pytest.raises(CheckpointNotFoundError, match="rank 1"):
+            read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
+        saved = read(accelerator._prepared, folder, allow_missing_rng=True, trust_custom_objects=False)
+        assert saved.rng is None
+    finally:
+        accelerator._process._shared_state.update(before)
+
+
+@pytest.mark.parametrize("name", ["rank-00000.json", "rank-00000.safetensors"])
+def test_t7_an_unreadable_random_state_is_an_error_even_if_it_may_be_missing(tmp_path, name):
+    accelerator = Accelerator()
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    (folder / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=name):
+        accelerator.load_state(folder, allow_missing_rng=True)
+
+
+def test_t9_a_rank_that_is_new_derives_its_random_state(tmp_path, caplog):
+    accelerator = Accelerator()
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    drawn = []
+    for rank in (0, 1, 2, 1):
+        before = pretend(accelerator, process_index=rank, num_processes=3)
+        try:
+            saved = read(accelerator._prepared, folder, allow_missing_rng=False, trust_custom_objects=False)
+        finally:
+            accelerator._process._shared_state.update(before)
+        drawn.append(saved.rng["torch"])
+    assert torch.equal(drawn[0], torch.get_rng_state())
+    assert torch.equal(drawn[1], drawn[3])
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+    assert "rank 1, 2 is new and derives its random state" in caplog.text
+
+
+class Held:
+    """A registered object whose state is whatever it is given."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Bomb:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = str(path)
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+def test_t25_a_trusted_pickle_needs_the_word_twice(tmp_path):
+    accelerator = Accelerator()
+    plain, rich = Held({"a": 1}), Held({"what": Fraction(1, 3), "tensor": torch.ones(2)})
+    accelerator.register_for_checkpointing(plain, rich, trusted=True)
+    folder = accelerator.save_state(tmp_path / "state")
+    plain.state = rich.state = None
+    with pytest.raises(
+        ValueError, match=r"object 1 \(Held\) as a pickle.*load_state\(…, trust_custom_objects=True\)"
+    ):
+        accelerator.load_state(folder)
+    assert plain.state is None, "nothing is changed"
+    careless = Accelerator()
+    careless.register_for_checkpointing(Held(), Held())
+    with pytest.raises(ValueError, match=r"register_for_checkpointing\(…, trusted=True\)"):
+        careless.load_state(folder, trust_custom_objects=True)
+    accelerator.load_state(folder, trust_custom_objects=True)
+    assert plain.state == {"a": 1}
+    assert rich.state["what"] == Fraction(1, 3)
+    assert torch.equal(rich.state["tensor"], torch.ones(2))
+
+
+def test_t25_nothing_is_unpickled_without_it(tmp_path):
+    accelerator = Accelerator()
+    held = Held({"bomb": Bomb(tmp_path / "exploded")})
+    accelerator.register_for_checkpointing(held, trusted=True)
+    folder = accelerator.save_state(tmp_path / "state")
+    with pytest.raises(ValueError, match="as a pickle"):
+        accelerator.load_state(folder)
+    assert not (tmp_path / "exploded").exists()
+    accelerator.load_state(folder, trust_custom_objects=True)
+    assert (tmp_path / "exploded").exists(), "the test's pickle does run code"
+
+
+def test_a_skipping_loader_does_not_add_to_the_state(tmp_path):
+    accelerator = Accelerator()
+    *_, loader = build(accelerator)
+    skipping = accelerator.skip_first_batches(loader, 2)
+    iterator = iter(skipping)
+    next(iterator)
+    accelerator.save_state(tmp_path / "state")
+    fresh = Accelerator()
+    *_, loader = build(fresh)
+    fresh.load_state(tmp_path / "state")
+    assert loader.state_dict()["batches_yielded"] == 3
+
+
+def test_an_update_of_the_loss_scale_that_is_due_is_saved_and_stays_due(tmp_path):
+    def run(save, fresh):
+        scaling = GradScalerKwargs(init_scale=8.0)
+        accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+        model, optimizer, *_ = build(accelerator)
+        scales = []
+        for number in range(4):
+            if number == 2 and fresh:
+                accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+                model, optimizer, *_ = build(accelerator, seed=3)
+                accelerator.load_state(tmp_path / "state")
+            huge = 1e30 if number == 1 else 1.0  # overflows: the step is skipped, and the scale shrinks later
+            accelerator.backward(model(torch.full((2, 4), 1.0)).sum() * huge)
+            optimizer.step()
+            scales.append((accelerator.scaler.get_scale(), optimizer.step_was_skipped))
+            if number == 1 and save:
+                accelerator.save_state(tmp_path / "state")
+            optimizer.zero_grad()
+        return scales, [p.detach().clone() for p in model.parameters()]
+
+    alone, saving, resumed = run(False, False), run(True, False), run(True, True)
+    assert alone[0] == saving[0] == resumed[0]
+    assert [skipped for _, skipped in alone[0]] == [False, True, False, False]
+    assert alone[0][2][0] < alone[0][1][0]
+    for other in (saving, resumed):
+        assert all(torch.equal(a, b) for a, b in zip(alone[1], other[1], strict=True))
+
+
+@pytest.mark.parametrize("difference", ["shape", "name", "group", "optimizer"])
+def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, difference):
+    def make(changed):
+        accelerator = Accelerator()
+        width = 3 if changed == "shape" else 2
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, width, bias=changed != "name"))
+        kind = torch.optim.SGD if changed == "optimizer" else torch.optim.AdamW
+        optimizer = kind(model[1].parameters() if changed == "group" else model.parameters(), lr=0.1)
+        return accelerator, *accelerator.prepare(model, optimizer)
+
+    make(None)[0].save_state(tmp_path / "state")
+    accelerator, model, optimizer = make(difference)
+    before = [p.clone() for p in model.parameters()], optimizer.state_dict()
+    with pytest.raises(StateMismatchError):
+        accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
+    assert optimizer.state_dict() == before[1]
+
+
+@pytest.mark.parametrize(
+    "buffer",
+    [torch.tensor(2), torch.empty(0, 3), torch.arange(6.0)[1::2][:1], torch.tensor([1 + 2j]).conj()],
+    ids=["scalar", "empty", "one element", "conjugate"],
+)
+def test_fingerprints_of_odd_buffers(buffer):
+    assert training_state._fingerprint(buffer) == training_state._fingerprint(buffer.clone())
