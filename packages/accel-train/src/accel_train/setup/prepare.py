@@ -135,7 +135,8 @@ class _Objects:
         plan = here.plan
         steps = Steps(plan.precision, plan.device, here.options.dynamo, {id(new[place]) for place in as_is})
         replaced = here.replaced
-        with followed(parts.models, replaced, lambda: [strategy.plain(model) for model in done.models]):
+        plain = [strategy.plain(model) for model in parts.models]
+        with followed(plain, replaced, lambda: [strategy.plain(model) for model in done.models]):
             done = strategy.prepare(parts, steps)
         for optimizer in [*(_inner(known) for known in here.optimizers), *done.optimizers]:
             replaced.relink(optimizer)

@@ -86,22 +86,21 @@ def followed(
     """Remember each parameter's name, and note afterwards which parameter has that name now.
 
     Args:
-        models: the models before they are prepared.
+        models: the models before they are prepared, without wrappers.
         replaced: where replacements are noted.
         prepared: called at the end; the same models, prepared and without wrappers, in the same order.
     """
-    before = [_named(model) for model in models]
+    before = [list(model.named_parameters(remove_duplicate=False)) for model in models]
     yield
-    for names, model in zip(before, prepared(), strict=True):
-        after = _named(model)
-        for name, old in names.items():
+    for named, model in zip(before, prepared(), strict=True):
+        now = list(model.named_parameters(remove_duplicate=False))
+        if len(now) == len(named) and all(new is old for (_, new), (_, old) in zip(now, named, strict=True)):
+            continue  # as most strategies leave it
+        after = accel_ckpt.canonical_state_dict(dict(now), model)
+        for name, old in accel_ckpt.canonical_state_dict(dict(named)).items():
             new = after.get(name)
             if new is not None and new is not old:
                 replaced.add(old, new)
-
-
-def _named(model: nn.Module) -> dict[str, Tensor]:
-    return accel_ckpt.canonical_state_dict(dict(model.named_parameters(remove_duplicate=False)), model)
 
 
 def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimizer) -> Any:
