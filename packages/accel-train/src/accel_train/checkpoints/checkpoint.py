@@ -109,18 +109,20 @@ def save_model(
     **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
+    each_node = accelerator.project_configuration.save_on_each_node
+    writer = accelerator.process_index - accelerator.local_process_index if each_node else 0
 
     def write() -> None:
-        if _writes(accelerator):
-            uploads = accelerator.is_main_process
-            accel_ckpt.save_model(
-                extract_model_from_parallel(model, keep_torch_compile=False),
-                save_directory,
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
-                push_to_hub=push_to_hub if uploads else None,
-                **(upload if uploads else {}),
-            )
+        uploads = accelerator.is_main_process
+        accel_ckpt.save_model(
+            extract_model_from_parallel(model, keep_torch_compile=False),
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            push_to_hub=push_to_hub if uploads else None,
+            writer=writer,
+            **(upload if uploads else {}),
+        )
 
     if push_to_hub is None:
         write()
