@@ -337,3 +337,73 @@ def test_a_checkpointer_over_ranks(tmp_path, after):
     assert files[0] == ["state-00001.safetensors", "state.json", "state.safetensors"]
     loaded = worlds.run(load, after, str(tmp_path))
     assert [rank for rank, _ in loaded] == [rank if rank < 2 else -1 for rank in range(after)]
+
+
+def test_save_model_is_complete_on_every_rank_that_calls(tmp_path):
+    def work(folder):
+        import time
+
+        from accel_ckpt import CheckpointSaveError, default_coordinator, load_checkpoint_in_model, save_model
+        from accel_ckpt.disk import Disk
+        from accel_state import PartialState
+
+        class Slow(Disk):
+            def write(self, descriptor, data):
+                time.sleep(0.3)
+                return super().write(descriptor, data)
+
+        state, rank = PartialState(cpu=True), default_coordinator().rank
+
+        def model(value):
+            made = torch.nn.Linear(3, 3)
+            torch.nn.init.constant_(made.weight, value)
+            return made
+
+        def check(value):
+            loaded = model(-1.0)
+            load_checkpoint_in_model(loaded, folder)
+            assert loaded.weight[0, 0] == value
+
+        if rank == 0:  # alone, before and between: numbers of calls differ
+            save_model(model(1.0), folder, writer=0, disk=Slow())
+        written = save_model(model(2.0), folder, writer=0, disk=Slow())
+        check(2.0)
+        assert written == ("model.safetensors",)
+        state.wait_for_everyone()
+        for value in (3.0, 4.0):
+            if rank == 0 and value == 4.0:
+                save_model(model(9.0), folder, writer=0)
+            state.wait_for_everyone()
+            save_model(model(value) if rank == 0 else {}, folder, writer=0, disk=Slow())
+            check(value)
+            state.wait_for_everyone()
+        (pathlib.Path(folder).parent / "file").touch()
+        state.wait_for_everyone()
+        with pytest.raises(CheckpointSaveError, match=r"file is a file"):
+            save_model(model(5.0), pathlib.Path(folder).parent / "file", writer=0)
+        if rank == 0:
+            save_model(model(6.0), folder, writer=0)
+        return True
+
+    assert worlds.run(work, 2, str(tmp_path / "m")) == [True, True]
+
+
+@pytest.mark.parametrize("each_node", [False, True])
+def test_the_facade_saves_a_model_before_any_rank_goes_on(tmp_path, each_node):
+    def work(folder, each_node):
+        from accel_ckpt import load_checkpoint_in_model
+        from accel_train import Accelerator, ProjectConfiguration
+
+        config = ProjectConfiguration(save_on_each_node=each_node)
+        accelerator = Accelerator(cpu=True, project_config=config)
+        torch.manual_seed(0)
+        model = accelerator.prepare(torch.nn.Linear(300, 300))
+        for number in range(3):
+            accelerator.save_model(model, f"{folder}/{number}")
+            load_checkpoint_in_model(torch.nn.Linear(300, 300), f"{folder}/{number}")
+        if accelerator.is_main_process:
+            accelerator.save_model(model, f"{folder}/alone")
+        accelerator.wait_for_everyone()
+        load_checkpoint_in_model(torch.nn.Linear(300, 300), f"{folder}/alone")
+
+    worlds.run(work, 2, str(tmp_path), each_node)

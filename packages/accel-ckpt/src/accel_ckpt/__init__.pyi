@@ -80,6 +80,7 @@ from accel_ckpt.saving.save_model import load as load
 from accel_ckpt.saving.save_model import save as save
 from accel_ckpt.saving.save_model import save_model as save_model
 from accel_ckpt.saving.save_state import save_training_state as save_training_state
+from accel_ckpt.saving.write_notices import completed_by_writer as completed_by_writer
 from accel_ckpt.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensor_storage import id_tensor_storage as id_tensor_storage
 

@@ -28,6 +28,7 @@ from accel_ckpt.format.index import (
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.saving.write_notices import completed_by_writer
 from accel_ckpt.saving.writer import (
     FileRecord,
     PlannedFile,
@@ -76,15 +77,16 @@ def save_model(
     token: str | bool | None = None,
     private: bool | None = None,
     commit_message: str | None = None,
+    writer: int | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
     """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
 
-    The calling process writes; call it on one rank. Files of an earlier ``save_model`` in the folder, shards
-    and index of either format, are gone afterwards; other files stay. A file that is replaced is never
-    changed in place, so a process that has it mapped keeps its old content. Names are canonical: what DDP,
-    ``torch.compile`` and the like put in front is left out. Of tied names the first is saved; the others are
-    kept in the metadata as ``safetensors.torch.save_model`` does.
+    The calling process writes; call it on one rank, or with ``writer`` on all ranks. Files of an earlier
+    ``save_model`` in the folder, shards and index of either format, are gone afterwards; other files stay. A file
+    that is replaced is never changed in place, so a process that has it mapped keeps its old content. Names are
+    canonical: what DDP, ``torch.compile`` and the like put in front is left out. Of tied names the first is saved;
+    the others are kept in the metadata as ``safetensors.torch.save_model`` does.
 
     Args:
         model: a module, or a state dict of full tensors on any device.
@@ -96,6 +98,7 @@ def save_model(
         token: for the upload; by default the one that was logged in with.
         private: whether a repository that is made is private.
         commit_message: of the upload.
+        writer: the rank that writes. Other ranks that call return when it has, and need no `model`; none has to call.
         disk: where.
 
     Returns:
@@ -103,7 +106,7 @@ def save_model(
 
     Raises:
         CheckpointSaveError: the folder is a file, or is a training state; or the upload failed, and the weights are
-            in the folder.
+            in the folder. On a rank that waits: the writer failed, has ended or does not come.
         MissingDependencyError: ``push_to_hub`` without huggingface_hub.
         UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
             layout that the format does not know.
@@ -115,17 +118,22 @@ def save_model(
         n for n, v in (("token", token), ("private", private), ("commit_message", commit_message)) if v
     ]:
         raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
-    state_dict = weights_of(model)
     directory = Path(save_directory).expanduser()
-    check_weights_folder(directory)
-    files = plan_model_files(
-        state_dict, limit, safe_serialization, stem="model" if safe_serialization else "pytorch_model"
-    )
-    writers = {file.name: partial(file.write, disk=disk) for file in files.files}
-    written = publish_weights(directory, writers, files.index, safe_serialization, disk)
-    if push_to_hub is not None:
-        hub.push_to_hub(directory, push_to_hub, token=token, private=private, commit_message=commit_message)
-    return written
+
+    def write() -> tuple[str, ...]:
+        state_dict = weights_of(model)
+        check_weights_folder(directory)
+        stem = "model" if safe_serialization else "pytorch_model"
+        files = plan_model_files(state_dict, limit, safe_serialization, stem)
+        writers = {file.name: partial(file.write, disk=disk) for file in files.files}
+        written = publish_weights(directory, writers, files.index, safe_serialization, disk)
+        if push_to_hub is not None:
+            hub.push_to_hub(
+                directory, push_to_hub, token=token, private=private, commit_message=commit_message
+            )
+        return written
+
+    return write() if writer is None else completed_by_writer(directory, write, writer=writer)
 
 
 def check_weights_folder(directory: Path) -> None:

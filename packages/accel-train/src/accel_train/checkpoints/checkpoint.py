@@ -66,21 +66,23 @@ def save_model(
     **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
-    strategy = here.plan.strategy
+    strategy, process = here.plan.strategy, here.process
     # Where ranks hold parts all must call, and gather them; a whole model is read by the rank that writes.
     weights: Any = strategy.full_state_dict(model) if strategy.is_divided(model) else strategy.plain(model)
+    each_node = here.project.save_on_each_node
+    writer = process.process_index - process.local_process_index if each_node else 0
 
     def write() -> None:
-        if _writes(here):
-            uploads = here.process.is_main_process
-            accel_ckpt.save_model(
-                weights,
-                save_directory,
-                max_shard_size=max_shard_size,
-                safe_serialization=safe_serialization,
-                push_to_hub=push_to_hub if uploads else None,
-                **(upload if uploads else {}),
-            )
+        uploads = process.is_main_process
+        accel_ckpt.save_model(
+            weights,
+            save_directory,
+            max_shard_size=max_shard_size,
+            safe_serialization=safe_serialization,
+            push_to_hub=push_to_hub if uploads else None,
+            writer=writer,
+            **(upload if uploads else {}),
+        )
 
     if push_to_hub is None:
         write()
