@@ -1,13 +1,19 @@
-"""Objects that are prepared again, copied, or handed from one accelerator to another."""
+"""Preparing: what comes back, in one call and in several, and what a strategy is handed and can refuse."""
 
 import copy
+import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_train import Accelerator, GradScalerKwargs
+from accel_train import Accelerator, GradScalerKwargs, PrepareError
+from accel_train.data import PreparedLoader
+from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.strategies.base import Capabilities, Parts, Strategy
+from testkit import worlds
 
 
 def inputs(rows=12):
@@ -133,3 +139,419 @@ def test_even_batches_are_overridden_for_every_kind_of_map_style_loader():
     with overridden_even_batches([single, skipping], False):
         assert [len(list(loader)) for loader in (single, skipping)] == [2, 0]
     assert [len(list(loader)) for loader in (single, skipping)] == [3, 1]
+
+
+# What comes back
+
+
+def test_results_come_in_the_order_of_the_objects():
+    first, second = make_net(), make_net(1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second)]
+    loader, note = DataLoader(TensorDataset(torch.arange(4))), object()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizers[1], 1)
+    objects = {"a": first, "b": second, "x": optimizers[0], "y": optimizers[1], "s": scheduler, "l": loader}
+    for order in itertools.islice(itertools.permutations(objects), 0, None, 97):
+        accelerator = Accelerator()
+        *prepared, last = accelerator.prepare(*(objects[name] for name in order), note)
+        found = dict(zip(order, prepared, strict=True))
+        assert last is note
+        assert (found["a"], found["b"]) == (first, second)
+        assert [found[name].optimizer for name in "xy"] == optimizers
+        assert found["s"].scheduler is scheduler
+        assert found["s"].optimizers == [found["y"]]
+        assert found["l"].dataset is loader.dataset
+
+
+def test_one_object_comes_back_alone_and_none_as_none():
+    accelerator = Accelerator()
+    model = make_net()
+    assert accelerator.prepare(model) is model
+    assert accelerator.prepare() == ()
+
+
+class Box(nn.Module):
+    """The wrapper of `Boxing`."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+        self.outdated = False
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+class Boxing(Strategy):
+    """Wraps models, and notes what it is handed."""
+
+    name = "boxing"
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.handed = []
+
+    def prepare(self, parts, steps):
+        self.handed.append(Parts(*(list(items) for items in vars(parts).values())))
+        return super().prepare(parts, steps)
+
+    def prepare_model(self, model, steps):
+        return Box(steps.place(steps.convert(model)))
+
+    def unwrap(self, model):
+        return model.module if isinstance(model, Box) else model
+
+    def is_outdated(self, model):
+        return model.outdated
+
+
+@pytest.fixture
+def boxing(register):
+    register(Boxing)
+    return Accelerator(strategy="boxing")
+
+
+def test_the_same_model_twice_in_a_call_is_prepared_once(boxing):
+    model = make_net()
+    first, other, second = boxing.prepare(model, make_net(1), model)
+    assert first is second
+    assert isinstance(first, Box)
+    assert first.module is model
+    assert other is not first
+    assert len(boxing._models) == 2
+    assert len(boxing.strategy.handed[0].models) == 2
+
+
+def test_a_known_model_comes_back_as_it_was_prepared(boxing):
+    model = make_net()
+    prepared = boxing.prepare(model)
+    assert boxing.prepare(model) is prepared
+    assert boxing.prepare(prepared) is prepared
+    assert boxing.prepare(make_net(1), model)[1] is prepared
+    assert boxing.prepare_model(model) is prepared
+    assert boxing.prepare_model(model, evaluation_mode=True) is prepared
+    assert boxing._models.count(model) == 1
+
+
+def test_an_outdated_model_is_prepared_again_and_its_windows_are_forgotten(boxing):
+    model = make_net()
+    prepared = boxing.prepare(model)
+    boxing.gradient_accumulation_steps = 3
+    with boxing.accumulate(prepared):
+        boxing.backward(prepared(torch.randn(2, 4)).sum())
+    assert len(boxing._accumulator.unfinished()) == 1
+    prepared.outdated = True
+    again = boxing.prepare(prepared)
+    assert again is not prepared
+    assert again.module is model
+    assert boxing._models == [model]
+    assert boxing.prepare(model) is again
+    assert boxing._accumulator.unfinished() == []
+
+
+def test_a_strategy_is_handed_models_and_optimizers_without_our_wrappers_and_prepared_loaders(boxing):
+    model, optimizer = make()
+    optimizer = Accelerator().prepare(optimizer)  # another accelerator's
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = DataLoader(TensorDataset(torch.arange(4)))
+    prepared = boxing.prepare(loader, scheduler, optimizer, model)
+    [parts] = boxing.strategy.handed
+    assert parts.models == [model]
+    assert parts.optimizers == [optimizer.optimizer]
+    assert parts.schedulers == [scheduler]
+    assert parts.loaders == [prepared[0]]
+    assert isinstance(prepared[0], PreparedLoader)
+    boxing.prepare(*prepared)
+    boxing.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    assert len(boxing.strategy.handed) == 1, "nothing was new to the strategy"
+
+
+class Copying(Strategy):
+    """Puts new parameters into models, and gives optimizers of its own."""
+
+    name = "copying"
+
+    def prepare(self, parts, steps):
+        done = super().prepare(parts, steps)
+        return Parts(
+            done.models, [Own(optimizer) for optimizer in done.optimizers], done.schedulers, done.loaders
+        )
+
+    def prepare_model(self, model, steps):
+        for module in model.modules():
+            for key, parameter in module._parameters.items():
+                module._parameters[key] = nn.Parameter(parameter.detach().clone())
+        return model
+
+
+class Own(torch.optim.SGD):
+    """Takes another optimizer's place."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups, lr=0.1)
+
+
+@pytest.mark.parametrize("calls", [["both"], ["model", "optimizer"], ["optimizer", "model"]])
+def test_an_optimizer_trains_the_parameters_that_preparation_put_into_the_model(register, calls):
+    register(Copying)
+    accelerator = Accelerator(strategy="copying")
+    model, optimizer = make()
+    before = model.weight.detach().clone()
+    for call in calls:
+        if call == "both":
+            optimizer, model = accelerator.prepare(optimizer, model)
+        elif call == "model":
+            model = accelerator.prepare(model)
+        else:
+            optimizer = accelerator.prepare(optimizer)
+    assert isinstance(optimizer.optimizer, Own)
+    [group] = optimizer.param_groups
+    assert [id(parameter) for parameter in group["params"]] == [id(model.weight), id(model.bias)]
+    accelerator.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum())
+    optimizer.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
+def test_a_scheduler_follows_its_own_optimizer_or_all():
+    accelerator = Accelerator()
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    stray = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    schedulers.append(torch.optim.lr_scheduler.StepLR(stray, 1))
+    first, second, *schedulers = accelerator.prepare(*optimizers, *schedulers)
+    assert [scheduler.optimizers for scheduler in schedulers] == [[first], [second], [first, second]]
+
+
+def test_a_prepared_scheduler_is_known_and_anothers_is_wrapped_once():
+    _, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    first, second = Accelerator(), Accelerator()
+    optimizer, ours = first.prepare(optimizer, scheduler)
+    assert first.prepare_scheduler(ours) is ours
+    theirs = second.prepare_scheduler(ours)
+    assert theirs is not ours
+    assert theirs.scheduler is scheduler
+    assert isinstance(theirs, AcceleratedScheduler)
+
+
+# Device placement
+
+
+class Noting(nn.Linear):
+    """Notes where it is moved."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.moves = []
+
+    def to(self, *args, **kwargs):
+        self.moves.append(args)
+        return super().to(*args, **kwargs)
+
+
+@pytest.mark.parametrize("default", [True, False])
+def test_device_placement_is_per_object_and_else_the_accelerators(default):
+    accelerator = Accelerator(device_placement=default)
+    device = accelerator.device
+    moved = ([(device,)], [])
+
+    def loader():
+        return DataLoader(TensorDataset(torch.arange(4)))
+
+    first, between, second, third = accelerator.prepare(
+        Noting(), loader(), Noting(), loader(), device_placement=[True, False, False, True]
+    )
+    assert (first.moves, second.moves) == moved
+    assert (between.device, third.device) == (None, device)
+    model, batches = accelerator.prepare(Noting(), loader())
+    assert (model.moves, batches.device) == ((moved[0], device) if default else ([], None))
+    for placed in (True, False):
+        assert accelerator.prepare_model(Noting(), device_placement=placed).moves == moved[not placed]
+        evaluated = accelerator.prepare_model(Noting(), device_placement=placed, evaluation_mode=True)
+        assert evaluated.moves == moved[not placed]
+        batches = accelerator.prepare_data_loader(loader(), device_placement=placed)
+        assert batches.device == (device if placed else None)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_the_state_of_an_optimizer_is_placed_like_its_parameters(placed):
+    parameter = nn.Parameter(torch.ones(2, device="meta"))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter] = {"momentum_buffer": torch.ones(2), "step": torch.ones(())}
+    prepared = Accelerator().prepare_optimizer(optimizer, device_placement=placed)
+    state = prepared.state[parameter]
+    assert state["momentum_buffer"].device.type == ("meta" if placed else "cpu")
+    assert state["step"].device.type == "cpu"  # torch wants counts there
+
+
+# What a strategy declares
+
+
+class Single(Strategy):
+    """Trains one model."""
+
+    name = "one"
+    capabilities = Capabilities(max_models=1)
+
+
+class Couple(Strategy):
+    """Trains two models."""
+
+    name = "two"
+    capabilities = Capabilities(max_models=2)
+
+
+class Together(Boxing):
+    """Needs a model and its optimizer in one call."""
+
+    name = "together"
+    capabilities = Capabilities(prepares_together=True)
+
+
+def nothing_is_prepared(accelerator):
+    return not any(
+        [accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders]
+    )
+
+
+def test_more_models_than_a_strategy_trains_are_refused(register):
+    register(Single, Couple)
+    one = Accelerator(strategy="one")
+    with pytest.raises(
+        PrepareError, match=r"'one' trains at most 1 model with .* would make 2\. Create another"
+    ):
+        one.prepare(make_net(), make_net(1))
+    assert nothing_is_prepared(one)
+    model = make_net()
+    prepared = one.prepare(model, model)
+    assert one.prepare(model) is prepared[0]
+    with pytest.raises(PrepareError, match="would make 2"):
+        one.prepare(make_net(1))
+    two = Accelerator(strategy="two")
+    two.prepare(make_net())
+    two.prepare(make_net())
+    with pytest.raises(PrepareError, match=r"'two' trains at most 2 models with .* would make 3"):
+        two.prepare(make_net())
+    assert len(two._models) == 2
+
+
+def test_a_strategy_that_prepares_together_refuses_one_without_the_other(register):
+    register(Together)
+    accelerator = Accelerator(strategy="together")
+    model, optimizer = make()
+    hint = r"accelerator\.prepare\(model, optimizer\)"
+    with pytest.raises(PrepareError, match=rf"'together' .* has a model without its optimizer.*{hint}"):
+        accelerator.prepare(model)
+    with pytest.raises(PrepareError, match=rf"'together' .* has an optimizer without its model.*{hint}"):
+        accelerator.prepare(optimizer)
+    assert nothing_is_prepared(accelerator)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    prepared = accelerator.prepare(optimizer, model)
+    assert accelerator.prepare(*prepared, loader) == (*prepared, loader)
+    assert accelerator.prepare(prepared[1]) is prepared[1]
+
+
+def test_a_refused_call_leaves_no_loader_behind(register):
+    """Else the corrected call would prepare it twice, and each would be in the state."""
+    register(Single)
+    accelerator = Accelerator(strategy="one")
+    with pytest.raises(PrepareError, match="at most 1 model"):
+        accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))), make_net(), make_net(1))
+    assert nothing_is_prepared(accelerator)
+
+
+def test_a_refused_call_leaves_an_outdated_model_known(register):
+    register(Together)
+    accelerator = Accelerator(strategy="together")
+    model, optimizer = make()
+    prepared, _ = accelerator.prepare(model, optimizer)
+    prepared.outdated = True
+    with pytest.raises(PrepareError, match="without its optimizer"):
+        accelerator.prepare(prepared)
+    assert accelerator._models == [model]
+    prepared.outdated = False
+    assert accelerator.prepare(model) is prepared
+
+
+def test_a_model_prepared_again_counts_once(register):
+    class One(Boxing):
+        name = "one"
+        capabilities = Capabilities(max_models=1)
+
+    register(One)
+    accelerator = Accelerator(strategy="one")
+    prepared = accelerator.prepare(make_net())
+    prepared.outdated = True
+    again = accelerator.prepare(prepared)
+    assert again is not prepared
+    assert accelerator._models == [again.module]
+
+
+# Evaluation, and device maps
+
+
+def test_a_model_for_evaluation_is_converted_and_not_wrapped(register):
+    register(Boxing)
+    accelerator = Accelerator(strategy="boxing", mixed_precision="bf16")
+    model = make_net()
+    evaluated = accelerator.prepare_model(model, evaluation_mode=True)
+    assert evaluated is model
+    assert accelerator.strategy.handed == []
+    assert evaluated(torch.randn(2, 4)).dtype is torch.float32
+    assert evaluated.forward.dtype is torch.bfloat16
+    assert accelerator._models == [model]
+
+
+def test_an_outdated_model_for_evaluation_is_known_once(boxing):
+    model = make_net()
+    prepared = boxing.prepare(model)
+    prepared.outdated = True
+    evaluated = boxing.prepare_model(prepared, evaluation_mode=True)
+    assert evaluated is model
+    assert boxing._models == [model]
+
+
+def test_a_model_spread_by_a_device_map_stays_where_it_is():
+    model = Noting()
+    model.hf_device_map = {"a": "cpu", "b": "disk"}
+    assert Accelerator().prepare(model).moves == []
+    whole = Noting()
+    whole.hf_device_map = {"": "cpu"}
+    assert len(Accelerator().prepare(whole).moves) == 1
+
+
+def test_a_quantised_model_with_parts_on_disk_is_refused():
+    model = Noting()
+    model.hf_device_map, model.is_loaded_in_4bit = {"a": 0, "b": "disk"}, True
+    accelerator = Accelerator()
+    for prepare in (accelerator.prepare, lambda item: accelerator.prepare_model(item, evaluation_mode=True)):
+        with pytest.raises(PrepareError, match=r"quantised model has parts on disk.*device_map=\{''"):
+            prepare(model)
+    assert nothing_is_prepared(accelerator)
+
+
+def spread():
+    accelerator = Accelerator()
+    model = Noting()
+    model.hf_device_map = {"a": 0, "b": 1}
+    accelerator.prepare(model)
+
+
+def test_a_spread_model_cannot_be_prepared_in_a_world_of_several():
+    with pytest.raises(
+        worlds.RankError, match=r"PrepareError.*\['0', '1'\].*combined with 2 processes.*one process"
+    ):
+        worlds.run(spread, 2)
+
+
+@pytest.mark.parametrize("quantised", ["is_loaded_in_8bit", "is_loaded_in_4bit"])
+def test_on_an_accelerator_a_quantised_model_may_have_no_part_on_the_cpu(quantised):
+    from accel_train.setup import prepare as module
+
+    model = Noting()
+    model.hf_device_map = {"a": 0, "b": "cpu"}
+    setattr(model, quantised, True)
+    here = SimpleNamespace(
+        plan=SimpleNamespace(device=torch.device("cuda", 0)), process=SimpleNamespace(num_processes=1)
+    )
+    with pytest.raises(PrepareError, match="parts on cpu by its device_map"):
+        module._check_device_map(here, model)

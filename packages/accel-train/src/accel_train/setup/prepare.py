@@ -41,6 +41,7 @@ def prepare(here: Prepared, objects: Sequence[Any], device_placement: list[bool]
             f"device_placement has {len(device_placement)} entries for {len(objects)} objects; give one per object."
         )
     found = _Objects(here, list(objects), device_placement)
+    found.check()
     found.loaders()
     found.models_and_optimizers()
     found.schedulers()
@@ -59,23 +60,31 @@ class _Objects:
         self._here = here
         self._strategy: Strategy = here.plan.strategy
         self._placed = placed
+        self._models: dict[int, nn.Module] = {}  # by their place among the objects, as the next ones
+        self._new: dict[int, nn.Module] = {}  # models that are prepared in this call
+        self._outdated: list[nn.Module] = []  # models that were prepared before, and are again
+        self._fresh: list[int] = []  # optimizers that are prepared in this call
         self.results = objects
 
     def _of_kind(self, kind: type) -> list[int]:
         return [place for place, item in enumerate(self.results) if isinstance(item, kind)]
+
+    def check(self) -> None:
+        """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
+        self._models = {place: self.results[place] for place in self._of_kind(nn.Module)}
+        self._find_new_models()
+        known = {id(optimizer) for optimizer in self._here.optimizers}
+        self._fresh = [
+            place for place in self._of_kind(torch.optim.Optimizer) if id(self.results[place]) not in known
+        ]
+        self._check_together()
 
     def loaders(self) -> None:
         for place in self._of_kind(DataLoader):
             self.results[place] = prepare_loader(self._here, self.results[place], self._placed[place])
 
     def models_and_optimizers(self) -> None:
-        here, strategy = self._here, self._strategy
-        models = {place: self.results[place] for place in self._of_kind(nn.Module)}
-        new = self._new_models(models)
-        optimizers = self._of_kind(torch.optim.Optimizer)
-        known = {id(optimizer) for optimizer in here.optimizers}
-        fresh = [place for place in optimizers if id(self.results[place]) not in known]
-        self._check_together(list(new.values()), fresh)
+        here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh
         parts = Parts(
             models=list(new.values()),
             optimizers=[_inner(self.results[place]) for place in fresh],
@@ -86,47 +95,48 @@ class _Objects:
             parts = self._prepare_parts(
                 parts, as_is=[place for place in new if not self._placed[place]], new=new
             )
+        for outdated in self._outdated:
+            here.forget_model(outdated)
         for place, model, prepared in zip(new, new.values(), parts.models, strict=True):
             self._register_model(model, prepared)
             self.results[place] = prepared
         for place, optimizer in zip(fresh, parts.optimizers, strict=True):
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
-        for place, model in models.items():
+        for place, model in self._models.items():
             if place not in new:
                 known_as = _known_as(here, strategy.plain(model))
                 assert known_as is not None, "prepared before, or in this call"
                 self.results[place] = known_as
 
-    def _new_models(self, models: dict[int, nn.Module]) -> dict[int, nn.Module]:
-        """Models that are not prepared yet, each once, by their place among the objects."""
-        new: dict[int, nn.Module] = {}
+    def _find_new_models(self) -> None:
+        """Models that are not prepared yet, each once."""
         seen: set[int] = set()
-        for place, model in models.items():
+        for place, model in self._models.items():
             plain = self._strategy.plain(model)
             known = _known_as(self._here, plain)
             if id(plain) in seen or (known is not None and not self._strategy.is_outdated(known)):
                 continue
             seen.add(id(plain))
             if known is not None:
-                self._here.forget_model(known)
+                self._outdated.append(known)
                 model = plain
             _check_device_map(self._here, model)
-            new[place] = model
-        return new
+            self._new[place] = model
 
-    def _check_together(self, models: list[nn.Module], optimizers: list[int]) -> None:
+    def _check_together(self) -> None:
+        models, optimizers = self._new, self._fresh
         capabilities, name = self._strategy.capabilities, self._strategy.name
         most = capabilities.max_models
-        count = len(self._here.models) + len(models)
+        count = len(self._here.models) - len(self._outdated) + len(models)
         if models and most is not None and count > most:
             raise PrepareError(
                 f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
                 f"this would make {count}. Create another Accelerator for the others."
             )
         if capabilities.prepares_together and bool(models) != bool(optimizers):
-            given, missing = ("model", "optimizer") if models else ("optimizer", "model")
+            given, missing = ("a model", "optimizer") if models else ("an optimizer", "model")
             raise PrepareError(
-                f"The strategy {name!r} prepares a model and its optimizer together, and this call has a {given} "
+                f"The strategy {name!r} prepares a model and its optimizer together, and this call has {given} "
                 f"without its {missing}. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
 
@@ -184,11 +194,15 @@ def prepare_for_evaluation(here: Prepared, model: nn.Module, placed: bool) -> nn
     strategy = here.plan.strategy
     plain = strategy.plain(model)
     known = _known_as(here, plain)
-    if known is not None and not strategy.is_outdated(known):
-        return known
+    if known is not None:
+        if not strategy.is_outdated(known):
+            return known
+        model = plain
     _check_device_map(here, model)
     steps = Steps(here.plan.precision, here.plan.device, here.options.dynamo, () if placed else {id(model)})
     prepared = steps.compile(steps.place(steps.convert(model)))
+    if known is not None:
+        here.forget_model(known)
     mark_prepared(prepared)
     here.add_model(model, prepared)
     return prepared
