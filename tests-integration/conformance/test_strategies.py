@@ -272,12 +272,15 @@ def test_resume_inside_a_window(tmp_path, name, ranks):
         torch.testing.assert_close(after.weights[1:], uninterrupted.weights[-count:], rtol=0, atol=0)
 
 
-@smallest
-def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
+def saves_hidden_gradients(name: str) -> bool:
     capabilities = STRATEGIES.get(name).capabilities
-    if not (capabilities.hides_gradients and capabilities.saves_windows):
-        assert name in ("single", "ddp", "fsdp2_witness"), "plain gradients, or none are saved"
-        return
+    return capabilities.hides_gradients and capabilities.saves_windows
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(name, ranks_of(name)[0]) for name in MEMBERS if saves_hidden_gradients(name)]
+)
+def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
     worlds.run(train_and_save, ranks, Case(name, accumulation=3), str(tmp_path / "state"), 2)
     with pytest.raises(worlds.RankError, match=rf"gradients have the form of the strategy '{name}'"):
         worlds.run(load_and_train, ranks, Case("ddp", accumulation=3), str(tmp_path / "state"))

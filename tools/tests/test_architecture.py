@@ -1,0 +1,247 @@
+"""What docs/architecture.md names exists, its tables are complete, and its example of a strategy trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from testkit import blocks, worlds
+from testkit.conformance import Case, Record, train
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+PROSE = re.sub(r"^```.*?^```$", "", TEXT, flags=re.MULTILINE | re.DOTALL)
+SPANS = re.findall(r"`([^`\n]+)`", PROSE)
+SOURCES = sorted(
+    path
+    for pattern in (
+        "packages/*/src/**/*.py",
+        "tools/**/*.py",
+        "tests-integration/**/*.py",
+        "docs/examples/*.py",
+    )
+    for path in ROOT.glob(pattern)
+    if path != Path(__file__)
+)
+
+
+def rows(first: str) -> list[list[str]]:
+    """The cells of the table whose header begins with this cell."""
+    lines = TEXT.splitlines()
+    starts = [
+        number
+        for number, line in enumerate(lines)
+        if line.startswith(f"| {first} |") and lines[number + 1].startswith("|---")
+    ]
+    assert len(starts) == 1, f"one table begins with {first}"
+    table = lines[starts[0] + 2 :]
+    end = next(number for number, line in enumerate(table) if not line.startswith("|"))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[:end]]
+
+
+def files_in(folder: str) -> Path:
+    """The folder of a package that a path such as ``accel_train/data/`` means."""
+    package = folder.partition("/")[0].replace("_", "-")
+    return ROOT / "packages" / package / "src" / folder
+
+
+def named_in(folder: str, cell: str) -> set[Path]:
+    """The modules that a cell names, in the folder of its row."""
+    return {files_in(folder) / name for name in re.findall(r"`(\w+\.py)`", cell)}
+
+
+def test_every_path_exists():
+    paths = [span for span in SPANS if re.fullmatch(r"[\w./-]*[\w-]\.(?:py|md|toml)|[\w./-]+/", span)]
+    names = [path.relative_to(ROOT).as_posix() for path in SOURCES]
+    folders = {f"{Path(name).parent.as_posix()}/" for name in names}
+    missing = [
+        path
+        for path in paths
+        if not (ROOT / path).exists()
+        and not any(f"/{name}".endswith(f"/{path}") for name in (*names, *folders))
+    ]
+    assert len(paths) > 150
+    assert missing == []
+
+
+def test_the_tables_of_folders_name_their_modules_and_all_of_them():
+    checked = set()
+    for package in ("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train"):
+        for folder, _, modules in rows(f"`{package}/`"):
+            checked |= named_in(folder.strip("`"), modules)
+    for folder in (
+        "accel_bigmodel/streaming/",
+        "accel_train/data/",
+        "accel_train/data/sampling/",
+        "accel_state/launching/",
+    ):
+        for modules, _ in rows(f"`{folder}`"):
+            checked |= named_in(folder, modules)
+    assert [path for path in checked if not path.is_file()] == []
+    there = {
+        path
+        for path in ROOT.glob("packages/*/src/**/*.py")
+        # Of plugins and sections the page shows examples.
+        if not path.name.startswith("_") and path.parent.name not in ("plugins", "sections")
+    }
+    left_out = {path for path in there - checked if "accel_cli" not in path.parts}
+    assert left_out == set()
+
+
+def test_every_folder_has_a_row():
+    there = {
+        f"{path.parent.relative_to(path.parents[2]).as_posix()}/"
+        for path in ROOT.glob("packages/*/src/*/*/__init__.py")
+    }
+    assert {folder for folder in there if f"`{folder}`" not in TEXT} == set()
+
+
+def test_every_dotted_name_of_a_package_can_be_imported():
+    names = {name for span in SPANS for name in re.findall(r"\baccel_\w+(?:\.\w+)+", span) if "/" not in span}
+    groups = {"accel_train.strategies", "accel_train.precision"}
+    assert groups < names
+    for name in sorted(names):
+        found: Any = importlib.import_module(name.partition(".")[0])
+        for part in name.split(".")[1:]:
+            if not hasattr(found, part):
+                importlib.import_module(f"{found.__name__}.{part}")
+            found = getattr(found, part)
+
+
+def test_every_identifier_occurs_in_the_sources():
+    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
+    texts += [block.text for block in blocks.parse(PAGE) if block.file is not None]
+    words = set(re.findall(r"\w+", "\n".join(texts)))
+    used = {
+        word
+        for span in SPANS
+        if not re.match(r"(?:pip|python|lint-imports)\b|.*(?:/|\.py|\.md)$", span)
+        for word in re.findall(r"[A-Za-z_]\w+", span)
+    }
+    assert len(used) > 280
+    kernel = {word for word in used if word.startswith("MADV_")}
+    assert used - words - kernel == set()
+
+
+def test_every_verb_and_capability_has_a_row():
+    from accel_train.strategies.base import Capabilities, Strategy
+
+    verbs = [row[0].strip("`") for row in rows("verb")]
+    methods = [
+        name for name in vars(Strategy) if not name.startswith("_") and callable(getattr(Strategy, name))
+    ]
+    assert sorted(verbs) == sorted(methods)
+    assert [row[0].strip("`") for row in rows("capability")] == [
+        field.name for field in dataclasses.fields(Capabilities)
+    ]
+
+
+def test_links_inside_the_page_lead_to_headings():
+    headings = {
+        re.sub(r"[^\w -]", "", line.lstrip("# ")).strip().lower().replace(" ", "-")
+        for line in TEXT.splitlines()
+        if line.startswith("#")
+    }
+    assert set(re.findall(r"\]\(#([\w-]+)\)", TEXT)) - headings == set()
+
+
+# The example
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """The example's module and its entry point, as pip installs them."""
+    files = {block.file: block.text for block in blocks.parse(PAGE) if block.file is not None}
+    (tmp_path / "averaging.py").write_text(files["averaging.py"])
+    project = tomllib.loads(files["pyproject.toml"])["project"]
+    about = tmp_path / f"{project['name']}-{project['version']}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        line
+        for group, points in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in points.items()))
+    ]
+    (about / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("averaging", None)
+
+
+def check_equal(records: list[Record], expected: list[Record]) -> None:
+    for here, there in zip(records, expected, strict=True):
+        assert here.batch == there.batch
+        assert here.windows == there.windows
+        assert len(here.weights) == len(there.weights) > 0
+        torch.testing.assert_close(here.norms, there.norms, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(here.weights, there.weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("items", [False, True])
+def test_the_example_trains_as_ddp_does(installed, items):
+    """5 micro-batches in windows of 3: the second window of an epoch is short."""
+    case = Case("averaging", accumulation=3, items=items, clip_norm=0.3)
+    records = worlds.run(train, 2, case)
+    check_equal(records, worlds.run(train, 2, dataclasses.replace(case, strategy="ddp")))
+    first, last = records[0].weights[0], records[0].weights[-1]
+    assert not torch.equal(first["head.weight"], last["head.weight"])
+
+
+def gradients(dtype: torch.dtype | None) -> tuple[str, float]:
+    """The strategy that the type of the example's plugin selects, and a gradient that differs between ranks."""
+    import averaging
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(strategy=averaging.AveragingPlugin(dtype=dtype))
+    model = accelerator.prepare(torch.nn.Linear(1, 1, bias=False))
+    accelerator.backward(model(torch.tensor([[1.0 + accelerator.process_index / 1000]])).sum())
+    return accelerator.strategy.name, model.weight.grad.item()
+
+
+def test_the_type_of_the_plugin_selects_the_example_with_its_options(installed):
+    assert worlds.run(gradients, 2, None) == [("averaging", pytest.approx(1.0005, abs=1e-7))] * 2
+    assert worlds.run(gradients, 2, torch.bfloat16) == [("averaging", 1.0)] * 2
+
+
+def test_the_conformance_suite_has_the_example_among_its_members(installed):
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests-integration/conformance",
+        "--collect-only",
+        "-q",
+        "-k",
+        "averaging",
+    ]
+    path = os.pathsep.join(str(folder) for folder in (installed, *sys.path) if folder)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    for test in (
+        "test_training[1-averaging-2]",
+        "test_training[3-averaging-4]",
+        "test_mobility[averaging-2]",
+    ):
+        assert test in done.stdout
