@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import default_coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_state.communication.watchdog import has_ended, identity
+from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.process import PartialState
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class WriteNotices:
             "directory": call.directory,
             "position": call.position,
             "lines": call.lines,
-            "who": identity(),
+            "who": process_identity(),
         }
         number = self._count() + 1
         self._post(number, notice)
