@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accel_ckpt import CheckpointSaveError, completed_by_writer
 from accel_ckpt.saving import write_notices
 from accel_ckpt.saving.write_notices import Call, WriteNotices, calling_lines
-from accel_state.communication.watchdog import birth_of, this_machine
+from accel_state.host.process_identity import machine_id, start_time_of
 
 
 @pytest.fixture(autouse=True)
@@ -123,9 +123,9 @@ def test_the_failure_of_the_writer_is_raised_on_all(store):
 
 def test_a_writer_that_has_ended_is_named(store, monkeypatch):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    who = {"machine": this_machine(), "pid": process.pid, "born": birth_of(process.pid)}
+    who = {"machine": machine_id(), "pid": process.pid, "born": start_time_of(process.pid)}
     process.communicate(b"\n")
-    monkeypatch.setattr(write_notices, "identity", lambda: who)
+    monkeypatch.setattr(write_notices, "process_identity", lambda: who)
     gate = threading.Event()
     notices = WriteNotices(store, 0, 0)
     threading.Thread(target=notices.write, args=(call(), lambda: gate.wait(5) and []), daemon=True).start()
