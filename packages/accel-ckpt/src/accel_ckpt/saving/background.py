@@ -18,7 +18,7 @@ from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
 from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.draft import Tree
-from accel_ckpt.saving.save_state import StateContent, begin_save
+from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging, Stepping
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
@@ -209,9 +209,29 @@ class BackgroundSaver:
             CheckpointSaveError: this save cannot begin, or the earlier one has failed; nothing is saved then.
             UnsupportedValueError: a tree holds something that cannot be saved exactly.
         """
+        content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
+        return self.save_collected(
+            directory,
+            content,
+            optimizers=optimizers,
+            before_step=before_step,
+            when_busy=when_busy,
+            after=after,
+        )
+
+    def save_collected(
+        self,
+        directory: str | os.PathLike[str],
+        content: StateContent | StateCollector,
+        *,
+        optimizers: Sequence[Stepping] = (),
+        before_step: BeforeStep | None = None,
+        when_busy: WhenBusy = "wait",
+        after: Callable[[], object] | None = None,
+    ) -> SaveHandle:
+        """The same as :meth:`save`, of content that is given or that each rank collects. Collective."""
         self.make_room(when_busy)
         ranks = default_coordinator()
-        content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
         transaction, plan = begin_save(directory, content, ranks, self._disk)
         register = before_torch_steps(optimizers) if before_step is None else before_step
         staged: list[tuple[SaveHandle, Removable]] = []
