@@ -137,7 +137,7 @@ class Checkpointer:
             per_rank: a state of which every rank has its own.
             asynchronous: write in the background. Optimizers wait before their next step until their part is
                 copied; before anything else changes modules in place, ask ``handle.staged()``.
-            when_busy: while an earlier save goes on in the background, ``"wait"`` for it or ``"refuse"``.
+            when_busy: while an earlier save is running in the background, ``"wait"`` for it or ``"refuse"``.
 
         Returns:
             The checkpoint's folder; of an asynchronous save its handle, whose ``result()`` is the folder.
@@ -145,7 +145,7 @@ class Checkpointer:
         Raises:
             CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank; or the
                 earlier save in the background has failed.
-            SaveInProgressError: an earlier save goes on, and ``when_busy`` is ``"refuse"``.
+            SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
             UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -168,7 +168,7 @@ class Checkpointer:
         return saved
 
     def wait(self) -> None:
-        """Wait for the end of a save in the background, if one goes on. Collective.
+        """Wait for the end of a save in the background, if one is running. Collective.
 
         Raises:
             CheckpointSaveError: it has failed.

@@ -39,7 +39,7 @@ def listed(names: Sequence[str], most: int = 12) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Strip what wrappers add to a tensor's name, wherever it stands, and a leading ``module.``.
+    """Strip what wrappers add to a tensor's name, anywhere in it, and a leading ``module.``.
 
     ``module`` inside a name is kept, because models use it for children of their own; ``canonical_names``
     decides by the modules' types and is right in either case.

@@ -5,7 +5,7 @@ the folder → rename, or swap with the folder that is there → fsync of the pa
 comes after.
 
 An existing folder is replaced as a whole, in one step: on Linux the two folders swap names (``renameat2``);
-where that does not exist, the old folder is renamed away and the new one renamed in, and whoever comes next
+where that does not exist, the old folder is renamed away and the new one renamed in, and the next reader or writer
 undoes a swap that was interrupted between the two. Files in the old folder that no save of ours wrote are
 carried over; a name that both want is an error, raised before anything is replaced.
 """

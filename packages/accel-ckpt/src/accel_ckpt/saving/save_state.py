@@ -36,7 +36,7 @@ class StateContent:
     before_write: Callable[[Path], None] | None = None
     max_shard_size: int | str = "10GB"
     canonical: bool = False
-    """The names in ``models`` are canonical, as those of ``NamedModel``: they are taken as they are."""
+    """The names in ``models`` are canonical, as those of ``NamedModel``: they are used unchanged."""
 
     def draft(self, rank: int, leads: bool, alone: bool) -> StateDraft:
         """What this rank holds, encoded."""
