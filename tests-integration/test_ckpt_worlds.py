@@ -407,3 +407,91 @@ def test_the_facade_saves_a_model_before_any_rank_goes_on(tmp_path, each_node):
         load_checkpoint_in_model(torch.nn.Linear(300, 300), f"{folder}/alone")
 
     worlds.run(work, 2, str(tmp_path), each_node)
+
+
+def test_a_save_exchanges_four_times(tmp_path):
+    def work(folder):
+        from accel_ckpt import default_coordinator
+        from accel_ckpt.saving.save_state import StateContent, save_collected
+
+        ranks = default_coordinator()
+        exchanges = []
+        original = ranks.exchange
+        ranks.exchange = lambda value: exchanges.append(value) or original(value)
+
+        class Compared:
+            each_node = False
+
+            def collect(self):
+                return ranks.rank
+
+            def content(self, collected):
+                return StateContent(models=[weights(1)], shared={"ranks": collected}, per_rank={})
+
+        save_collected(folder, Compared(), ranks)
+        return len(exchanges)
+
+    assert worlds.run(work, 2, str(tmp_path / "c")) == [4, 4]
+
+    from accel_ckpt import open_training_state
+
+    assert open_training_state(tmp_path / "c").shared["ranks"] == [0, 1]
+
+
+def test_a_checkpointer_keeps_divided_tensors_divided(tmp_path):
+    def work(folder):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        from accel_ckpt import Checkpointer, Part, StateMismatchError, default_coordinator
+
+        rank = default_coordinator().rank
+        mesh = init_device_mesh("cpu", (2,))
+
+        def build(seed, first):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+            fully_shard(model, mesh=mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            model(torch.ones(2, 5)).square().mean().backward()
+            optimizer.step()
+            whole = torch.arange(6.0).view(3, 2) * seed
+            low, high = (0, first) if rank == 0 else (first, 3)
+            values = {
+                "part": Part(whole[low:high].clone(), (low, 0), (3, 2)),
+                "dtensor": distribute_tensor(whole.clone(), mesh, [Shard(seed % 2)]),
+                "number": seed,
+            }
+            return model, optimizer, {"model": model, "optimizer": optimizer, "values": values}
+
+        for asynchronous in (False, True):
+            model, optimizer, state = build(1, 1)
+            checkpointer = Checkpointer(f"{folder}/{asynchronous}")
+            checkpointer.save(3, state, asynchronous=asynchronous)
+            checkpointer.wait()
+            other, other_optimizer, loaded = build(2, 2)
+            kept = dict(loaded["values"])
+            assert checkpointer.load(loaded) == 3
+            assert loaded["values"]["number"] == 1
+            assert loaded["values"]["part"] is kept["part"]
+            assert loaded["values"]["dtensor"] is kept["dtensor"]
+            whole = torch.arange(6.0).view(3, 2)
+            part = loaded["values"]["part"]
+            assert torch.equal(part.tensor, whole[part.box.slices])
+            assert torch.equal(loaded["values"]["dtensor"].full_tensor(), whole)
+            for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.equal(ours.to_local(), theirs.to_local())
+                for key, value in optimizer.state[ours].items():
+                    assert torch.equal(local(value), local(other_optimizer.state[theirs][key]))
+            loaded["values"]["part"] = Part.nothing((4, 2))
+            with pytest.raises(
+                StateMismatchError, match=r"values.part is divided .* of shape \[4, 2\], .* \[3, 2\]"
+            ):
+                checkpointer.load(loaded)
+
+    worlds.run(work, 2, str(tmp_path))
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

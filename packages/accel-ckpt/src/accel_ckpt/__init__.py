@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = attach(
     __name__,
     {
         "accel_ckpt.saving.background": ["BackgroundSaver", "BeforeStep", "SaveHandle", "before_torch_steps"],
-        "accel_ckpt.checkpointer": ["Checkpointer", "RandomState", "Stateful"],
+        "accel_ckpt.checkpointer": ["Checkpointer", "RandomState"],
         "accel_ckpt.saving.commit": ["checkpoints_from", "complete_checkpoints", "prune_checkpoints"],
         "accel_ckpt.convert.accelerate": [
             "AccelerateCheckpoint",
@@ -71,6 +71,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.loading.load_module": ["check_weights", "load_weights_into"],
         "accel_ckpt.loading.saved_tensors": ["SavedTensor"],
         "accel_ckpt.loading.tree_fill": ["check_tree", "fill_tree"],
+        "accel_ckpt.training_objects": ["Stateful"],
         "accel_ckpt.saving.write_notices": ["completed_by_writer"],
         "accel_ckpt.tensor_storage": ["clean_state_dict_for_safetensors", "id_tensor_storage"],
         "accel_ckpt.loading.weights": ["WeightSource", "open_weights"],

@@ -2,7 +2,6 @@
 from accel_ckpt.__about__ import __version__ as __version__
 from accel_ckpt.checkpointer import Checkpointer as Checkpointer
 from accel_ckpt.checkpointer import RandomState as RandomState
-from accel_ckpt.checkpointer import Stateful as Stateful
 from accel_ckpt.convert.accelerate import AccelerateCheckpoint as AccelerateCheckpoint
 from accel_ckpt.convert.accelerate import accelerate_checkpoints as accelerate_checkpoints
 from accel_ckpt.convert.accelerate import is_accelerate_checkpoint as is_accelerate_checkpoint
@@ -83,5 +82,6 @@ from accel_ckpt.saving.save_state import save_training_state as save_training_st
 from accel_ckpt.saving.write_notices import completed_by_writer as completed_by_writer
 from accel_ckpt.tensor_storage import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ckpt.tensor_storage import id_tensor_storage as id_tensor_storage
+from accel_ckpt.training_objects import Stateful as Stateful
 
 __all__: list[str]

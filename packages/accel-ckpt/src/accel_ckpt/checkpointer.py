@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -19,32 +20,24 @@ from accel_ckpt.errors import (
     UnsupportedValueError,
 )
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
-from accel_ckpt.modules.names import canonical_state_dict, misfits, under_own_names
-from accel_ckpt.optimizers import (
-    check_optimizer_state,
-    load_optimizer_state,
-    optimizer_state_by_name,
-    steps_only,
-)
+from accel_ckpt.loading.tree_fill import TreeFill
+from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
-from accel_ckpt.saving.save_state import save_training_state
+from accel_ckpt.saving.save_state import StateContent, save_collected
+from accel_ckpt.training_objects import (
+    Restore,
+    Stateful,
+    TrainingObjects,
+    averages_gradients,
+    check_parts,
+    replicated_optimizers,
+)
 
 __all__ = ["Checkpointer", "RandomState", "Stateful"]
 
 _PREFIX = "step_"
 _ABOUT = "."  # the part that says what the others are; no path can have this name
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """What most objects of a training are."""
-
-    def state_dict(self) -> Any:
-        """The state, as nested plain data and tensors."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Go back to a state."""
 
 
 class RandomState:
@@ -144,7 +137,7 @@ class Checkpointer:
             per_rank: a state of which every rank has its own.
             asynchronous: write in the background. Optimizers wait before their next step until their part is
                 copied; before anything else changes modules in place, ask ``handle.staged()``.
-            when_busy: while an earlier save goes on in the background, ``"wait"`` for it or ``"refuse"``.
+            when_busy: while an earlier save is running in the background, ``"wait"`` for it or ``"refuse"``.
 
         Returns:
             The checkpoint's folder; of an asynchronous save its handle, whose ``result()`` is the folder.
@@ -152,7 +145,7 @@ class Checkpointer:
         Raises:
             CheckpointSaveError: this step or a later one exists, or writing failed, on this or another rank; or the
                 earlier save in the background has failed.
-            SaveInProgressError: an earlier save goes on, and ``when_busy`` is ``"refuse"``.
+            SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
             UnsupportedValueError: a leaf is neither an object with a state nor plain data; names the path.
         """
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -162,47 +155,20 @@ class Checkpointer:
         self._saver.make_room(when_busy)
         ranks = self._ranks()
         target = self.directory / f"{_PREFIX}{step}"
-        collected: list[tuple[_Leaves, dict[str, Any]]] = []
-
-        def collect() -> None:
-            taken = checkpoints_from(self.directory, step, _PREFIX)
-            if taken:
-                raise CheckpointSaveError(
-                    f"{taken[-1]} exists, so step {step} cannot be the newest. Continue with the step after load(), "
-                    "remove the folder, or use another one"
-                )
-            leaves = _Leaves.of(state)
-            own = _Leaves.of(per_rank or {})
-            if own.modules:
-                raise UnsupportedValueError(
-                    f"{', '.join(own.modules)}: a module is no part of per_rank; its weights belong to the state"
-                )
-            models = [canonical_state_dict(module.state_dict(), module) for module in leaves.modules.values()]
-            parts = {
-                "models": models,
-                "shared": leaves.dump(),
-                "per_rank": own.dump(),
-                "replicated": leaves.replicated(),
-                "max_shard_size": self.max_shard_size,
-            }
-            collected.append((leaves, parts))
+        collector = _Collector(self, step, state, per_rank or {})
 
         def prune() -> None:
             if self.keep is not None and ranks.rank == 0:
                 prune_checkpoints(self.directory, self.keep, _PREFIX)
 
-        run_together(
-            collect, ranks, doing=f"saving step {step} to {self.directory}", error=CheckpointSaveError
-        )
-        leaves, parts = collected[0]
         if asynchronous:
-            return self._saver.save(target, **parts, optimizers=[*leaves.optimizers.values()], after=prune)
-        saved = save_training_state(target, **parts, coordinator=ranks)
+            return self._saver.save_collected(target, collector, optimizers=collector.optimizers, after=prune)
+        saved = save_collected(target, collector, ranks)
         prune()
         return saved
 
     def wait(self) -> None:
-        """Wait for the end of a save in the background, if one goes on. Collective.
+        """Wait for the end of a save in the background, if one is running. Collective.
 
         Raises:
             CheckpointSaveError: it has failed.
@@ -235,13 +201,14 @@ class Checkpointer:
         """
         self.wait()
         ranks = self._ranks()
-        found: list[tuple[int, list[Callable[[], object]]]] = []
+        found: list[tuple[int, list[Restore]]] = []
 
         def read() -> int:
             chosen = self._choose(step)
             checkpoint = open_training_state(self.directory / f"{_PREFIX}{chosen}")
             leaves = _Leaves.of(state)
-            changes = leaves.restore(dict(checkpoint.mapped_shared(leaves.optimizers)), checkpoint)
+            lazy = [_ABOUT, *leaves.objects.optimizers]
+            changes = leaves.restore(dict(checkpoint.lazy_shared(lazy)), checkpoint)
             if per_rank is not None:
                 own = checkpoint.per_rank(ranks.rank, allow_missing=allow_new_ranks)
                 if own is not None:
@@ -287,13 +254,55 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix(_PREFIX))
 
 
+class _Collector:
+    """What one save collects."""
+
+    each_node = False
+
+    def __init__(
+        self, owner: Checkpointer, step: int, state: Mapping[str, Any], per_rank: Mapping[str, Any]
+    ) -> None:
+        self._owner, self._step = owner, step
+        self._state, self._per_rank = state, per_rank
+        self._content: StateContent | None = None
+        self.optimizers: list[torch.optim.Optimizer] = []
+        """Of the state; known once it is collected."""
+
+    def collect(self) -> None:
+        """Take the state, if this step can be saved."""
+        taken = checkpoints_from(self._owner.directory, self._step, _PREFIX)
+        if taken:
+            raise CheckpointSaveError(
+                f"{taken[-1]} exists, so step {self._step} cannot be the newest. Continue with the step after load(), "
+                "remove the folder, or use another one"
+            )
+        leaves, own = _Leaves.of(self._state), _Leaves.of(self._per_rank)
+        if own.objects.modules:
+            raise UnsupportedValueError(
+                f"{', '.join(own.objects.modules)}: a module is no part of per_rank; its weights belong to the state"
+            )
+        self.optimizers += leaves.objects.optimizers.values()
+        replicas = [module for module in leaves.objects.modules.values() if averages_gradients(module)]
+        self._content = StateContent(
+            models=leaves.objects.weights(),
+            shared=leaves.dump(),
+            per_rank=own.dump(),
+            replicated=replicated_optimizers(leaves.objects.optimizers, replicas),
+            max_shard_size=self._owner.max_shard_size,
+            canonical=True,
+        )
+
+    def content(self, collected: Sequence[Any]) -> StateContent:
+        """What was taken."""
+        assert self._content is not None, "collected before"
+        return self._content
+
+
 @dataclass(frozen=True, slots=True)
 class _Leaves:
     """The leaves of a state, by their dotted path."""
 
-    modules: Mapping[str, nn.Module]
-    optimizers: Mapping[str, torch.optim.Optimizer]
-    objects: Mapping[str, Stateful]
+    objects: TrainingObjects
     values: Mapping[str, tuple[Any, Any]]
     """Tensors and plain data: the dictionary that holds each, and its key there."""
 
@@ -317,49 +326,39 @@ class _Leaves:
                 objects[path] = leaf
             else:
                 values[path] = holder, key
-        return cls(modules, optimizers, objects, values)
+        return cls(TrainingObjects(modules, optimizers, objects), values)
 
     def dump(self) -> dict[str, Any]:
         """The parts to be saved by name."""
-        models = list(self.modules.values())
-        parts = {path: optimizer_state_by_name(o, models) for path, o in self.optimizers.items()}
-        parts |= {path: item.state_dict() for path, item in self.objects.items()}
         values = {path: holder[key] for path, (holder, key) in self.values.items()}
-        return {_ABOUT: {"modules": list(self.modules), "values": values}, **parts}
+        return {_ABOUT: {"modules": list(self.objects.modules), "values": values}, **self.objects.trees()}
 
-    def replicated(self) -> list[str]:
-        """Optimizers of which all ranks hold the same, because DDP averages all their gradients."""
-        wrapped = [m for m in self.modules.values() if isinstance(m, nn.parallel.DistributedDataParallel)]
-        return [path for path, optimizer in self.optimizers.items() if steps_only(optimizer, wrapped)]
-
-    def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Callable[[], object]]:
-        """What to call to go back to the saved state; everything is read and compared here."""
+    def restore(self, parts: dict[str, Any], checkpoint: TrainingCheckpoint) -> list[Restore]:
+        """What to call to go back to the saved state; everything is compared here."""
         about = parts.pop(_ABOUT, None)
         if about is None:
             raise StateMismatchError(
                 f"{checkpoint.directory} is a training state that no Checkpointer saved; open it with "
                 "open_training_state()"
             )
-        objects = {**self.optimizers, **self.objects}
-        problems = _difference("objects", set(objects), set(parts))
-        problems += _difference("modules", set(self.modules), set(about["modules"]))
-        problems += _difference("values", set(self.values), set(about["values"]))
-        if problems:
-            raise StateMismatchError(
-                f"{checkpoint.directory} does not fit the state to be loaded: {'; '.join(problems)}. Pass a state with "
-                "the same parts as the one that was saved"
-            )
-        models = list(self.modules.values())
-        changes: list[Callable[[], object]] = []
-        for path, module in self.modules.items():
-            weights = checkpoint.mapped_model(about["modules"].index(path))
-            changes.append(_module_change(path, module, weights))
-        for path, optimizer in self.optimizers.items():
-            check_optimizer_state(optimizer, parts[path], models)
-            changes.append(_call(load_optimizer_state, optimizer, parts[path], models))
-        changes += [_call(item.load_state_dict, parts[path]) for path, item in self.objects.items()]
-        changes += [_call(_put, *place, about["values"][path]) for path, place in self.values.items()]
-        return changes
+        here = {
+            "objects": [*self.objects.optimizers, *self.objects.objects],
+            "modules": self.objects.modules,
+            "values": self.values,
+        }
+        check_parts(here, {"objects": parts, **about}, checkpoint.directory)
+        for path, (holder, key) in self.values.items():
+            _check_value(path, holder[key], about["values"][path])
+        live = {path: holder[key] for path, (holder, key) in self.values.items()}
+        values = TreeFill(about["values"], live, lambda saved, here, path: here if is_divided(here) else None)
+        values.check()
+        weights = {path: checkpoint.weights(about["modules"].index(path)) for path in self.objects.modules}
+        return [*self.objects.restores(weights, parts), partial(self._put_back, values)]
+
+    def _put_back(self, values: TreeFill) -> None:
+        saved = values.run()
+        for path, (holder, key) in self.values.items():
+            _put(holder, key, saved[path])
 
 
 def _walk(state: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Mapping[str, Any], str]]:
@@ -384,28 +383,20 @@ def _has_state(value: Any) -> bool:
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
-def _difference(kind: str, here: set[str], saved: set[str]) -> list[str]:
-    problems = []
-    if here - saved:
-        problems.append(f"it lacks the {kind} {', '.join(sorted(here - saved))}")
-    if saved - here:
-        problems.append(f"the state lacks its {kind} {', '.join(sorted(saved - here))}")
-    return problems
-
-
-def _module_change(path: str, module: nn.Module, weights: Mapping[str, Any]) -> Callable[[], object]:
-    problems = misfits(module, weights)
-    if problems:
-        raise StateMismatchError(f"the module {path!r} is not the one that was saved: {'; '.join(problems)}")
-    return _call(module.load_state_dict, under_own_names(module, weights))
-
-
-def _call(function: Callable[..., object], *args: Any) -> Callable[[], object]:
-    return lambda: function(*args)
+def _check_value(path: str, here: Any, saved: Any) -> None:
+    """A value that is divided among ranks can only be filled by a tensor of its shape."""
+    if isinstance(here, Mapping) and isinstance(saved, Mapping):
+        for name, item in here.items():
+            _check_value(f"{path}.{name}", item, saved.get(name, item))
+    elif is_divided(here) and shape_of(here) != tuple(getattr(saved, "shape", ())):
+        raise StateMismatchError(
+            f"{path} is divided among ranks here, of shape {list(shape_of(here))}, and was saved as "
+            f"{list(saved.shape) if hasattr(saved, 'shape') else type(saved).__name__}"
+        )
 
 
 def _put(holder: Any, key: str, value: Any) -> None:
-    """Replace a value; a dictionary keeps its identity, a tensor its device."""
+    """Replace a value; a dictionary keeps its identity, a tensor its device, a divided tensor is filled."""
     before = holder[key]
     if isinstance(before, dict) and isinstance(value, dict):
         placed = {name: _like(before.get(name), item) for name, item in value.items()}
@@ -416,6 +407,8 @@ def _put(holder: Any, key: str, value: Any) -> None:
 
 
 def _like(before: Any, value: Any) -> Any:
+    if value is before:  # divided, and filled
+        return before
     if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(before.device)
     return value

@@ -100,8 +100,8 @@ def run_together(
         result = function()
     except Exception as caught:  # re-raised below, once the other ranks know
         failure = caught
-    told = None if failure is None else f"{type(failure).__name__}: {failure}"
-    answers = coordinator.exchange((result, told))
+    message = None if failure is None else f"{type(failure).__name__}: {failure}"
+    answers = coordinator.exchange((result, message))
     if failure is not None:
         raise failure
     errors = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(answers) if why is not None]

@@ -101,7 +101,8 @@ class Arena:
 class MappedFile(mmap.mmap):
     """A file mapped privately, for as long as a tensor views it: what is written to the views never reaches the file.
 
-    Its descriptor stays open, so that a change of the mapped content can be told from a new file of the same name.
+    Its descriptor stays open, so that a change of the mapped content can be distinguished from a new file
+    of the same name.
 
     Raises:
         ValueError: the file has fewer bytes than ``size``.
@@ -125,7 +126,7 @@ class MappedFile(mmap.mmap):
         address = ctypes.addressof(ctypes.c_char.from_buffer(self))
         with _registering:
             _mappings[address] = self
-            # Those that are gone may lie within this one. Going through a weak dictionary fails while other threads
+            # Those that are gone may be within this one. Going through a weak dictionary fails while other threads
             # drop values of it.
             _begins[:] = sorted({begin for begin in (*_begins, address) if begin in _mappings})
         return self
@@ -217,7 +218,7 @@ def evict(mapped: torch.Tensor) -> bool:
 
 
 def read_around(mapped: torch.Tensor, wanted: bool) -> bool:
-    """Say whether touching a part of a mapped file is to bring what lies around it, too, as the kernel does by default.
+    """Set whether touching a part of a mapped file also reads its neighbourhood, as the kernel does by default.
 
     That is up to 8 MB on large disks, which is lost on a table of which single rows are used.
 
@@ -226,7 +227,7 @@ def read_around(mapped: torch.Tensor, wanted: bool) -> bool:
         wanted: false for single pages.
 
     Returns:
-        False if the kernel cannot be told.
+        False if the kernel has no such advice.
     """
     call = _madvise()
     return (

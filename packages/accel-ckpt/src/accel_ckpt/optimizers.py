@@ -16,8 +16,9 @@ from torch import nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor
 from accel_ckpt.loading.tree_fill import Like, TreeFill
-from accel_ckpt.modules.names import canonical_state_dict, listed
-from accel_ckpt.parts import Leaf, is_sharded, reshard
+from accel_ckpt.modules.named_model import NamedModel, named_models
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import Leaf, is_sharded
 from accel_ckpt.tensor_storage import why_not_plain
 
 __all__ = [
@@ -29,13 +30,15 @@ __all__ = [
 ]
 
 
-def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> dict[str, Any]:
+def optimizer_state_by_name(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+) -> dict[str, Any]:
     """The state of an optimizer as a tree that names its parameters.
 
     Args:
         optimizer: any optimizer with torch's ``state_dict()``.
-        models: in the order of their saving; the first model that has a parameter names it, by its first name
-            there.
+        models: in the order of their saving, as modules or ``NamedModel``; the first one that has a parameter names
+            it, by its first name there.
 
     Returns:
         ``{"state": {name: …}, "param_groups": [{"params": [name, …], …}], …}``, sharing tensors with the
@@ -46,7 +49,7 @@ def optimizer_state_by_name(optimizer: torch.optim.Optimizer, models: Sequence[n
 
 
 def name_positions(
-    packed: Mapping[str, Any], optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    packed: Mapping[str, Any], optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
 ) -> dict[str, Any]:
     """Name the parameters in a state dict that numbers them, as torch's optimizers write it.
 
@@ -82,7 +85,7 @@ def name_positions(
 
 
 def check_optimizer_state(
-    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
 ) -> None:
     """Check that ``load_optimizer_state`` can load a state; changes nothing.
 
@@ -110,7 +113,7 @@ def check_optimizer_state(
 
 
 def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module]
+    optimizer: torch.optim.Optimizer, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
 ) -> None:
     """Give an optimizer the state that ``optimizer_state_by_name`` returned.
 
@@ -187,12 +190,12 @@ def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
     )
 
 
-def _parameter_names(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
+def _parameter_names(
+    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+) -> list[list[str]]:
     known: dict[int, str] = {}
-    for index, model in enumerate(models):
-        reshard(model)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, parameter in canonical_state_dict(parameters, model).items():
+    for index, model in enumerate(named_models(models)):
+        for name, parameter in model.parameters().items():
             known.setdefault(id(parameter), f"model_{index}.{name}")
     return [
         [known.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group["params"])]

@@ -69,7 +69,7 @@ class Part:
         if not fits:
             raise ValueError(
                 f"a part of shape {list(sizes)} at {list(self.offsets)} is no box of a tensor of shape "
-                f"{list(self.shape)}; give as many offsets as dimensions, so that offset + size is within the shape"
+                f"{list(self.shape)}; give one offset per dimension, so that offset + size is within the shape"
             )
 
     @classmethod
@@ -184,7 +184,7 @@ def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let FSDP give up the whole weights that a forward may have left in place of a rank's parts."""
+    """Let FSDP free the whole weights that a forward may have left in place of a rank's parts."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
     if fsdp is None:
         return
@@ -250,8 +250,9 @@ def _splits(tensor: Any, coordinate: Sequence[int]) -> list[_Split]:
 def _readings(splits: list[_Split]) -> Iterator[list[_Split]]:
     """The orders in which splits may have been made, the likeliest first.
 
-    Where FSDP divides what TP has left of a dimension, the placements name FSDP first, as a strided shard in as many
-    pieces as TP makes: TP was first. The two readings differ only where sizes are not divisible; the local shape tells.
+    Where FSDP divides what TP has left of a dimension, the placements name FSDP first, as a strided shard in the number
+    of pieces that TP makes: TP was first. The two readings differ only where sizes are not divisible; then the local
+    shape decides.
     """
     strided = [split for split in splits if split.factor > 1]
     if strided and all(

@@ -76,7 +76,7 @@ class StoreCoordinator:
                 readers = self._store.add("left", 0)
             if self.rank == 0 and readers == self.world_size:
                 self._clean()
-        except RuntimeError:  # the process that kept the store has left before: nobody reads any more
+        except RuntimeError:  # the process that kept the store has left before: no rank reads any more
             return
 
     def _exchange(self, value: Any) -> list[Any]:
@@ -114,7 +114,7 @@ class StoreCoordinator:
             pause = min(2 * pause, 0.1)
 
     def _look_around(self, waited: float) -> None:
-        """Raise if there is nobody to wait for any more."""
+        """Raise if a rank that is waited for has ended."""
         if self._store.check(["given up"]):
             raise CheckpointSaveError(f"given up by {self._store.get('given up').decode()}")
         absent = [r for r in range(self.world_size) if not self._store.check([f"{self._round}/{r}"])]

@@ -95,7 +95,7 @@ def why_not_plain(tensor: Any) -> str | None:
 def id_tensor_storage(tensor: Any) -> StorageId:
     """Identify the memory of a tensor: device, address of the storage, size of the storage in bytes.
 
-    Tensors without one block of memory of their own (on the meta device, empty, sparse) are told apart by the
+    Tensors without one block of memory of their own (on the meta device, empty, sparse) are distinguished by the
     tensor object.
     """
     if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):

@@ -462,7 +462,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, end, mine):
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert (
-        f"accel: saving {tmp_path}/c in the background failed, and the program ended before it was told"
+        f"accel: saving {tmp_path}/c in the background failed, and the program ended before the error was raised"
         in errors
     )
     assert "Input/output error" in errors

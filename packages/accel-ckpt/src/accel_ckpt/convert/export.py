@@ -13,7 +13,6 @@ import torch
 from accel_ckpt.convert.sources import open_pieces, source_of
 from accel_ckpt.disk import LOCAL, Disk, hidden_sibling
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError, StateMismatchError
-from accel_ckpt.format.state_files import EXTRA
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
 from accel_ckpt.saving.writer import write_safetensors_from, write_torch
 
@@ -21,7 +20,7 @@ __all__ = ["export_to_accelerate"]
 
 _SCALER_KEYS = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}  # torch's
 _OURS = {"progress", "replicas"}
-"""Parts that only this library's own wrappers go on with."""
+"""Parts that only this library's own wrappers use."""
 
 
 def export_to_accelerate(
@@ -74,10 +73,7 @@ class _Export:
         self.folder = folder
         self.disk = disk
         self.notes: list[str] = []
-        trees = checkpoint._read_trees("state")
-        self.with_extra = {
-            index for index in range(len(checkpoint.manifest.models)) if EXTRA.format(index) in trees
-        }
+        self.with_extra = checkpoint.models_with_extra()
 
     def write(self) -> list[str]:
         shared = dict(self.checkpoint.shared)

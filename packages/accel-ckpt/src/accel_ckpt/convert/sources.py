@@ -68,7 +68,7 @@ def find_source(checkpoint: Path) -> Source:
             )
         if found:
             return PiecedFolder(found[0]) if what == "folder" else WeightFiles((found[0],))
-    # Only files of names that nobody else gives are asked whether they hold pieces: headers can be long.
+    # Only files of names that no other program uses are asked whether they hold pieces: headers can be long.
     files = [checkpoint / name for name in names if name.endswith(".safetensors")]
     odd = bool(files) and not any(is_weight_file(path.name) for path in files)
     if (

@@ -85,7 +85,7 @@ _READERS = 4
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor stands: its file and the offset of its first byte in it."""
+    """Where a tensor is: its file and the offset of its first byte in it."""
 
     name: str
     dtype: torch.dtype
@@ -233,7 +233,7 @@ class MappedShard:
         return other
 
     def is_view(self, name: str) -> bool:
-        """Whether the file aligns a tensor, so that it can be used where it stands."""
+        """Whether the file aligns a tensor, so that it can be used in place."""
         entry = self.header.entries[name]
         return entry.offset % entry.dtype.itemsize == 0
 
@@ -359,7 +359,7 @@ def read_json(path: Path, xxh3: str | None = None) -> Any:
 
 
 def parse_json(raw: bytes, what: str) -> Any:
-    """Parse JSON in which no key of an object stands twice: of two values one would be lost unnoticed.
+    """Parse JSON in which no object has a key twice: one of the two values would be lost silently.
 
     Raises:
         CorruptCheckpointError: it is no such JSON, or nested too deeply.
@@ -393,7 +393,7 @@ def refuse_irregular(path: Path) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Refuse what stands for a file in a clone of a repository that was made without Git LFS.
+    """Refuse the pointer to a file in a clone of a repository that was made without Git LFS.
 
     Raises:
         CorruptCheckpointError: says how to get the file.
@@ -436,7 +436,7 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
 def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file of ``torch.save`` by name, mapped where possible.
 
-    They are contiguous, and apart in memory unless two names hold the same tensor: whoever trains one of two
+    They are contiguous, and apart in memory unless two names hold the same tensor: training one of two
     overlapping views would change the other.
 
     Raises:
@@ -506,6 +506,6 @@ def cause_of(error: BaseException) -> str:
         return f"it refers to {named[1]}"
     if isinstance(error, KeyError):  # its text is the key alone
         return repr(error)
-    told = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-    lines = [told[1]] if told else str(error).strip().splitlines()
+    found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
+    lines = [found[1]] if found else str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

@@ -284,7 +284,7 @@ class Target:
     tensor: torch.Tensor
     names: list[str]
     owners: list[dict[str, Any]]
-    """For each name, the dictionary of a module in which it stands."""
+    """For each name, the dictionary of a module that holds it."""
 
 
 class Step(NamedTuple):
@@ -607,7 +607,7 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:
-    """Whether conversion would drop imaginary parts, or what stands behind the point; masks may become bool."""
+    """Whether conversion would drop imaginary parts, or the fraction; masks may become bool."""
     if saved.is_complex:
         return not wanted.is_complex
     return saved.is_floating_point and not (

@@ -68,7 +68,7 @@ class TrainingCheckpoint:
     def mapped_shared(self, mapped: Collection[str]) -> Mapping[str, Tree]:
         """The same, but the tensors of the trees in ``mapped`` are to copy from at once: views of the files.
 
-        The files are checked first, and must stay as they are while the views are in use.
+        The files are checked first, and must not change while the views are in use.
         """
         return self._shared(mapped, ())
 
@@ -100,7 +100,7 @@ class TrainingCheckpoint:
                 return None
             raise CheckpointNotFoundError(
                 f"{self.directory} holds no state of rank {rank}: it was saved by {self.manifest.world_size} "
-                f"ranks, and holds {list(self.manifest.ranks)}. Load with as many ranks, or allow the state "
+                f"ranks, and holds {list(self.manifest.ranks)}. Load with the same number of ranks, or allow the state "
                 "to be missing"
             )
         return NamedTrees(f"the state of rank {rank}", self._read_trees(rank_stem(rank)))
@@ -214,7 +214,7 @@ class TrainingCheckpoint:
     def mapped_model(self, index: int) -> dict[str, Any]:
         """The same as ``models[index]``, but to copy from at once: where it can be, tensors are views of the files.
 
-        The files are checked first, and must stay as they are while the views are in use.
+        The files are checked first, and must not change while the views are in use.
         """
         files = self._files(self.manifest.models[index])
         views = self._mapped(path for path in files if path.suffix == ".safetensors")
@@ -227,6 +227,11 @@ class TrainingCheckpoint:
     def _read_model(self, index: int, known: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         weights = self.weights(index)
         return {**weights.read(known), **weights.extra}
+
+    def models_with_extra(self) -> frozenset[int]:
+        """The models whose state dicts hold something besides tensors (``get_extra_state``)."""
+        names = {EXTRA.format(index): index for index in range(len(self.manifest.models))}
+        return frozenset(names[name] for name in self._read_trees("state", lambda name: name in names))
 
     def _extra(self, index: int) -> Mapping[str, Any]:
         extra = EXTRA.format(index)

@@ -51,7 +51,7 @@ class TensorInfo(Protocol):
         """Of the values."""
 
 
-class _Told(NamedTuple):
+class _Announced(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -311,13 +311,15 @@ class BroadcastWeights:
         def open_on_rank_0() -> Any:
             if coordinator.rank == 0:
                 self._opened = open_weights(checkpoint, revision=revision, token=token)
-                about = {n: _Told(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()}
+                about = {
+                    n: _Announced(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()
+                }
                 return about, self._opened.fingerprint
             return None
 
-        told = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
-        self.about: About = told[0][0]
-        self.fingerprint: str = told[0][1]
+        answers = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
+        self.about: About = answers[0][0]
+        self.fingerprint: str = answers[0][1]
 
     def is_mapped(self, name: str) -> bool:
         """On rank 0, which has the file."""

@@ -12,6 +12,7 @@ from accel_ckpt.errors import NameCollisionError
 from accel_ckpt.tensor_storage import is_lazy
 
 __all__ = [
+    "by_prefix",
     "canonical_name",
     "canonical_names",
     "canonical_state_dict",
@@ -38,7 +39,7 @@ def listed(names: Sequence[str], most: int = 12) -> str:
 
 
 def canonical_name(name: str) -> str:
-    """Strip what wrappers add to a tensor's name, wherever it stands, and a leading ``module.``.
+    """Strip what wrappers add to a tensor's name, anywhere in it, and a leading ``module.``.
 
     ``module`` inside a name is kept, because models use it for children of their own; ``canonical_names``
     decides by the modules' types and is right in either case.
@@ -103,7 +104,7 @@ def canonical_state_dict(state_dict: Mapping[str, T], model: nn.Module | None = 
         renamed = [(name, _strip_segments(name)) for name in state_dict]
     else:
         prefixes = canonical_names(model)
-        renamed = [(name, _by_prefix(name, prefixes)) for name in state_dict]
+        renamed = [(name, by_prefix(name, prefixes)) for name in state_dict]
     refuse_collisions(renamed)
     return {new: state_dict[old] for old, new in renamed}
 
@@ -154,7 +155,8 @@ def _strip_segments(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
 
 
-def _by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+def by_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    """The canonical name of a tensor, by the prefixes of its modules as ``canonical_names`` gives them."""
     prefix = name
     while prefix:
         prefix = prefix[: prefix.rstrip(".").rfind(".") + 1]

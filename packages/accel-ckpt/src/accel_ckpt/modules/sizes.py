@@ -25,7 +25,7 @@ __all__ = [
 DType = torch.dtype | str | Enum
 """A dtype, its name, or a member of an enum whose value is its name, as ``CustomDtype.FP8``."""
 
-# "fp8" stands for any of the 8-bit floats; PyTorch has no dtype of that name.
+# "fp8" means any of the 8-bit floats; PyTorch has no dtype of that name.
 _NAMES_OF_KINDS = {"fp8": 1}
 
 

@@ -23,7 +23,7 @@ __all__ = [
 
 
 def check_is_module(model: object) -> None:
-    """Refuse what stands for a model, and is none: a name, a class, a state dict.
+    """Refuse what is passed for a model but is none: a name, a class, a state dict.
 
     Raises:
         TypeError: says what it is.
@@ -176,7 +176,7 @@ def rewrap(old: Any, data: torch.Tensor) -> nn.Parameter:
     new: nn.Parameter
     # A parameter over a tensor subclass, such as a quantised one, is of that class: isinstance() would say so, too.
     if issubclass(type(old), nn.Parameter) and type(data) in (torch.Tensor, nn.Parameter):
-        # Not by its constructor, which may want arguments that nobody knows; what it made of them is copied.
+        # Not by its constructor, which may require unknown arguments; the attributes that it set are copied.
         new = torch.Tensor._make_subclass(type(old), data, grad)
     else:
         new = nn.Parameter(data, requires_grad=grad)

@@ -1,4 +1,4 @@
-"""Saving while training goes on."""
+"""Saving while training continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
 from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.draft import Tree
-from accel_ckpt.saving.save_state import StateContent, begin_save
+from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
 from accel_ckpt.saving.staging import Staging, Stepping
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
@@ -40,10 +40,10 @@ BeforeStep: TypeAlias = Callable[[Callable[[], None]], Removable]
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """A save that runs in the background.
 
-    A failure is raised once where it is first asked for, by :meth:`result` or by whatever comes first of the next
-    save, the next load and the end of the training. Later calls of :meth:`result` raise it again.
+    A failure is raised once: by :meth:`result`, or by the next save, the next load or the end of the training,
+    whichever comes first. Later calls of :meth:`result` raise it again.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SaveHandle:
         self._finished = threading.Event()
         self._stopped = threading.Event()
         self._failure: BaseException | None = None
-        self._told = False
+        self._raised = False
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="accel-save", daemon=True)
 
@@ -78,12 +78,12 @@ class SaveHandle:
             The checkpoint's folder.
 
         Raises:
-            TimeoutError: it goes on still.
+            TimeoutError: it is still running.
             CheckpointSaveError: it failed, here or on another rank; what was there before is unchanged.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.directory} is still being saved after {timeout:g} s; ask again later")
-        self._told = True
+        self._raised = True
         if self._failure is not None:
             raise self._failure
         return self.directory
@@ -105,14 +105,14 @@ class SaveHandle:
         self._thread.start()
 
     def _settle(self) -> None:
-        """Wait for the end, and raise what nobody has been told yet. An interruption ends the save as well."""
+        """Wait for the end, and raise a failure that was not raised before. An interruption ends the save, too."""
         try:
             self._finished.wait()
         except BaseException:
             self._stopped.set()
             self._finished.wait()
             raise
-        if not self._told:
+        if not self._raised:
             self.result()
 
     def _at_exit(self) -> None:
@@ -120,10 +120,10 @@ class SaveHandle:
             return
         try:
             self._settle()
-        except Exception as error:  # nobody is left to whom it could be raised
+        except Exception as error:  # there is no caller left to raise it to
             print(
-                f"accel: saving {self.directory} in the background failed, and the program ended before it was told: "
-                f"{type(error).__name__}: {error}",
+                f"accel: saving {self.directory} in the background failed, and the program ended before the error was "
+                f"raised: {type(error).__name__}: {error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -154,7 +154,7 @@ class SaveHandle:
 
 
 class BackgroundSaver:
-    """Saves training states one after the other, each while training goes on.
+    """Saves training states one after the other, each while training continues.
 
     What a save writes is copied to host memory first; a thread then writes the copies and makes the checkpoint
     complete. The memory is kept for the next save. The methods that are collective must be called on all ranks.
@@ -196,22 +196,42 @@ class BackgroundSaver:
             models: full state dicts.
             shared: name → tree.
             per_rank: name → tree.
-            optimizers: what they step, and their states, is copied while training goes on, and they wait before
+            optimizers: what they step, and their states, is copied while training continues, and they wait before
                 their step until it is. Everything else is copied before this method returns.
             before_step: registers the function in which they wait. By default :func:`before_torch_steps`, which is
-                for optimizers of torch; whoever steps others, as engines do, calls the function before each step.
-            when_busy: what to do while an earlier save goes on: ``"wait"`` for its end, or ``"refuse"``.
+                for optimizers of torch; an engine that steps by itself calls the function before each step.
+            when_busy: what to do while an earlier save is running: ``"wait"`` for its end, or ``"refuse"``.
             after: called on every rank, in the background, once the checkpoint is complete.
             options: further ones of :func:`accel_ckpt.save_training_state`.
 
         Raises:
-            SaveInProgressError: an earlier save goes on, and ``when_busy`` is ``"refuse"``.
+            SaveInProgressError: an earlier save is running, and ``when_busy`` is ``"refuse"``.
             CheckpointSaveError: this save cannot begin, or the earlier one has failed; nothing is saved then.
             UnsupportedValueError: a tree holds something that cannot be saved exactly.
         """
+        content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
+        return self.save_collected(
+            directory,
+            content,
+            optimizers=optimizers,
+            before_step=before_step,
+            when_busy=when_busy,
+            after=after,
+        )
+
+    def save_collected(
+        self,
+        directory: str | os.PathLike[str],
+        content: StateContent | StateCollector,
+        *,
+        optimizers: Sequence[Stepping] = (),
+        before_step: BeforeStep | None = None,
+        when_busy: WhenBusy = "wait",
+        after: Callable[[], object] | None = None,
+    ) -> SaveHandle:
+        """The same as :meth:`save`, of content that is given or that each rank collects. Collective."""
         self.make_room(when_busy)
         ranks = default_coordinator()
-        content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
         transaction, plan = begin_save(directory, content, ranks, self._disk)
         register = before_torch_steps(optimizers) if before_step is None else before_step
         staged: list[tuple[SaveHandle, Removable]] = []
@@ -221,7 +241,7 @@ class BackgroundSaver:
             staging = Staging(plan, optimizers, self._buffers)
             save = SaveHandle(transaction, staging, after)
             staged.append((save, register(staging.hold_back)))
-            transaction.coordinator = _apart(ranks, transaction.token, save._why_stopped)
+            transaction.coordinator = _in_background(ranks, transaction.token, save._why_stopped)
 
         try:
             transaction.together(stage)
@@ -237,7 +257,7 @@ class BackgroundSaver:
         return save
 
     def make_room(self, when_busy: WhenBusy = "wait") -> None:
-        """Return when no save goes on. Collective.
+        """Return when no save is running. Collective.
 
         Raises:
             SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
@@ -261,10 +281,10 @@ class BackgroundSaver:
         )
 
     def drain(self) -> None:
-        """Wait for the end of the save that goes on, if one does. Not collective.
+        """Wait for the end of the running save, if there is one. Not collective.
 
         Raises:
-            CheckpointSaveError: it has failed, and nobody has been told.
+            CheckpointSaveError: it has failed, and this was not raised before.
         """
         save = self._own()
         if save is None:
@@ -366,7 +386,7 @@ class _EndWithFailure:
 _end: _EndWithFailure | None = None
 
 
-def _apart(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]) -> Coordinator:
+def _in_background(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]) -> Coordinator:
     """The ranks, for use in a thread."""
     store = PartialState().connect(f"accel/save/{token}") if ranks.world_size > 1 else None
     return ranks if store is None else StoreCoordinator(store, ranks, why_stopped)

@@ -19,7 +19,7 @@ BLOCK = 1 << 24
 """Bytes written at a time. A file of at least one block is written past the page cache, where that is possible."""
 
 # Bytes copied, and then hashed, at a time: few enough to be in a core's cache still for the hash, and enough for
-# the interpreter's lock to change hands rarely when training goes on meanwhile.
+# the interpreter's lock to change hands rarely while training continues.
 _PIECE = 1 << 22
 
 

@@ -5,7 +5,7 @@ the folder → rename, or swap with the folder that is there → fsync of the pa
 comes after.
 
 An existing folder is replaced as a whole, in one step: on Linux the two folders swap names (``renameat2``);
-where that does not exist, the old folder is renamed away and the new one renamed in, and whoever comes next
+where that does not exist, the old folder is renamed away and the new one renamed in, and the next reader or writer
 undoes a swap that was interrupted between the two. Files in the old folder that no save of ours wrote are
 carried over; a name that both want is an error, raised before anything is replaced.
 """
@@ -112,27 +112,53 @@ class Transaction:
         self.coordinator = coordinator
         """The ranks; a background thread may put one here that does not need the training group."""
         self.disk = disk
+        self.prepared: list[Any] = []
+        """What the ranks made ready when this began."""
         self._folder: TemporaryFolder | None = None
         self._keep = False
         self._own = Contribution({})
 
     @classmethod
     def begin(
-        cls, directory: Path, *, coordinator: Coordinator, each_node: bool = False, disk: Disk = LOCAL
+        cls,
+        directory: Path,
+        *,
+        coordinator: Coordinator,
+        each_node: bool = False,
+        disk: Disk = LOCAL,
+        prepare: Callable[[], Any] = lambda: None,
     ) -> Transaction:
-        """Check the destination, clean up after dead saves, make the temporary folder. As ``commit``."""
+        """Check the destination, clean up after dead saves, make the temporary folder. As ``commit``.
+
+        Args:
+            directory: as ``commit``, and so are the next three.
+            coordinator: the ranks.
+            each_node: a folder of every node.
+            disk: where.
+            prepare: called on every rank in the same exchange; what the ranks returned (plain data) is ``prepared``.
+        """
         directory = Path(os.path.abspath(Path(directory).expanduser()))
         if directory.is_symlink():
             directory = directory.resolve()
-        agreed = coordinator.exchange((str(directory), host_token(secrets.token_hex(6))))
-        if not each_node and len({name for name, _ in agreed}) > 1:
-            raise CheckpointSaveError(
-                f"ranks save to different folders: {sorted({name for name, _ in agreed})}"
-            )
-        temporary = temporary_name(directory, agreed[0][1])
         leader = coordinator.local_rank == 0 if each_node else coordinator.rank == 0
-        transaction = cls(directory, temporary, leader, coordinator, disk)
-        transaction.together(transaction._open)
+        token = host_token(secrets.token_hex(6))
+        if each_node:  # by one name on all nodes, leaders notice that the nodes share a file system
+            token = coordinator.exchange(token)[0]
+        transaction = cls(directory, temporary_name(directory, token), leader, coordinator, disk)
+
+        def open_and_prepare() -> tuple[str, str, Any]:
+            transaction._open()
+            return str(directory), token, prepare()
+
+        answers = transaction.together(open_and_prepare)
+        names = sorted({name for name, _, _ in answers})
+        if not each_node and len(names) > 1:
+            transaction.abort()
+            raise CheckpointSaveError(
+                f"ranks save to different folders: {names}; give the same one on all ranks"
+            )
+        transaction.temporary = temporary_name(directory, answers[0][1])
+        transaction.prepared = [prepared for _, _, prepared in answers]
         return transaction
 
     @property

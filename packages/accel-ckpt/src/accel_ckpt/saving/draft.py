@@ -2,7 +2,7 @@
 
 A *draft* is what this rank holds, encoded; drafts make every rank an *offer* of the tensors that it holds like all
 others and of its parts of divided tensors; from all offers each rank computes the same *plan*, the files that it
-writes. Between plan and writing the tensors may be copied (staged), so that training can go on.
+writes. Between plan and writing the tensors may be copied (staged), so that training can continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.format import tagged_json
 from accel_ckpt.format.sharding import sharding_metadata
 from accel_ckpt.format.state_files import EXTRA, model_stem, part_file, rank_stem
-from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.commit import Contribution
 from accel_ckpt.saving.part_division import (
@@ -357,8 +357,7 @@ def _split_models(
 ) -> tuple[list[dict[str, Leaf]], dict[str, Tree]]:
     weights, extra = [], {}
     for index, state_dict in enumerate(models):
-        named = canonical_state_dict(state_dict)
-        weights.append({name: value for name, value in named.items() if is_leaf(value)})
-        if rest := {name: value for name, value in named.items() if not is_leaf(value)}:
+        weights.append({name: value for name, value in state_dict.items() if is_leaf(value)})
+        if rest := {name: value for name, value in state_dict.items() if not is_leaf(value)}:
             extra[EXTRA.format(index)] = rest
     return weights, extra

@@ -138,7 +138,7 @@ def _leftovers(parent: Path) -> list[tuple[Path, str, str, str]]:
 
 @contextlib.contextmanager
 def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
-    """Whether the save that a folder belongs to is dead; if so, nobody else takes the folder inside the block."""
+    """Whether the save that a folder belongs to is dead; if so, the folder is locked inside the block."""
     if fcntl is None or token.rpartition("@")[2] != _host():
         try:
             age = now - path.stat().st_mtime
@@ -152,7 +152,7 @@ def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
         yield False
         return
     try:
-        # The save may have finished, and let go its lock, between the two calls above and below.
+        # The save may have finished, and released its lock, between the two calls above and below.
         yield bool(_try_lock(descriptor)) and _is(path, descriptor)
     finally:
         _unlock(descriptor)
@@ -164,7 +164,7 @@ def locked(directory: Path, patience: float = 0.0) -> Iterator[None]:
 
     Args:
         directory: the folder. The lock stays with it when it is renamed.
-        patience: seconds to wait for another save that holds it; after that, go on without.
+        patience: seconds to wait for another save that holds it; after that, continue without it.
     """
     if fcntl is None:
         yield

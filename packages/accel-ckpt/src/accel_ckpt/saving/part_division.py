@@ -137,8 +137,10 @@ def check_cover(name: str, holders: Sequence[tuple[int, Held]]) -> None:
     for what in ("shape", "dtype"):
         found = {value: position for position, h in holders if (value := getattr(h, what)) or what == "shape"}
         if len(found) > 1:
-            told = ", ".join(f"{_show(value)} on rank {position}" for value, position in found.items())
-            raise UnsupportedValueError(f"ranks hold parts of {name!r} as tensors of another {what}: {told}")
+            listing = ", ".join(f"{_show(value)} on rank {position}" for value, position in found.items())
+            raise UnsupportedValueError(
+                f"ranks hold parts of {name!r} as tensors of another {what}: {listing}"
+            )
     shape = holders[0][1].shape
     boxes = {box: position for position, h in holders for box in h.boxes}
     if overlap(boxes):
@@ -193,7 +195,7 @@ def _by_holders(item: tuple[tuple[int, ...], Any]) -> tuple[int, ...]:
 
 
 def files_of(keys: Iterable[PartKey], stem: str) -> int:
-    """How many files of a stem a rank needs for its parts: as many as it writes of one tensor at most."""
+    """How many files of a stem a rank needs for its parts: the most parts that it writes of one tensor."""
     counts: dict[str, int] = {}
     for key in keys:
         if key.stem == stem:

@@ -129,8 +129,8 @@ def shard_file_names(count: int, stem: str, extension: str) -> tuple[str, ...]:
 def divide(sizes: Mapping[K, int], loads: Sequence[int]) -> list[frozenset[K]]:
     """Divide named things among workers, so that the most loaded one has as little as is easily reached.
 
-    The largest goes first, to whoever has least (longest-processing-time rule: at most 4/3 of the optimum where
-    nobody is loaded before; Graham 1969). The result depends on the arguments alone.
+    The largest goes first, to the worker with the least (longest-processing-time rule: at most 4/3 of the optimum where
+    all loads are zero; Graham 1969). The result depends on the arguments alone.
 
     Args:
         sizes: bytes by name; names can be compared with each other.

@@ -83,7 +83,7 @@ def save_model(
     """Save weights as ``model.safetensors`` (or ``pytorch_model.bin``), in shards with an index above a size.
 
     The calling process writes; call it on one rank, or with ``writer`` on all ranks. Files of an earlier
-    ``save_model`` in the folder, shards and index of either format, are gone afterwards; other files stay. A file
+    ``save_model`` in the folder, shards and index of either format, are removed; other files stay. A file
     that is replaced is never changed in place, so a process that has it mapped keeps its old content. Names are
     canonical: what DDP, ``torch.compile`` and the like put in front is left out. Of tied names the first is saved;
     the others are kept in the metadata as ``safetensors.torch.save_model`` does.
@@ -193,7 +193,7 @@ def publish_weights(
 
 
 def _is_dead_part(path: Path, now: float) -> bool:
-    """Whether a killed save left this part of a file of weights: nobody has written to it for a while."""
+    """Whether a killed save left this part of a file of weights: it has not been written to for a while."""
     match = _PART.fullmatch(path.name)
     if match is None or not is_weight_file(match[1]):
         return False

@@ -10,21 +10,22 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accel_ckpt.coordination import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.commit import Transaction
 from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan, Tree
 from accel_ckpt.saving.plan import convert_file_size_to_int
 
-__all__ = ["StateContent", "Tree", "begin_save", "save_training_state"]
+__all__ = ["StateCollector", "StateContent", "Tree", "begin_save", "save_collected", "save_training_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateContent:
-    """What a save of a training state writes, and how; the fields are the arguments of ``save_training_state``."""
+    """What a save of a training state writes, and how; most fields are the arguments of ``save_training_state``."""
 
     models: Sequence[Mapping[str, Any]]
     shared: Mapping[str, Tree]
@@ -34,11 +35,13 @@ class StateContent:
     each_node: bool = False
     before_write: Callable[[Path], None] | None = None
     max_shard_size: int | str = "10GB"
+    canonical: bool = False
+    """The names in ``models`` are canonical, as those of ``NamedModel``: they are used unchanged."""
 
     def draft(self, rank: int, leads: bool, alone: bool) -> StateDraft:
         """What this rank holds, encoded."""
         found = StateDraft.make(
-            self.models,
+            self.models if self.canonical else [canonical_state_dict(model) for model in self.models],
             self.shared,
             self.per_rank,
             rank=rank,
@@ -53,6 +56,24 @@ class StateContent:
                 "save_on_each_node"
             )
         return found
+
+
+class StateCollector(Protocol):
+    """Collects what a save writes, when ranks must compare some of it; without a collective of its own."""
+
+    @property
+    def each_node(self) -> bool:
+        """As in ``save_training_state``; known before."""
+
+    def collect(self) -> Any:
+        """Take what belongs to one moment; returns plain data for the other ranks. If it fails, then on all ranks."""
+
+    def content(self, collected: Sequence[Any]) -> StateContent:
+        """What this rank saves.
+
+        Args:
+            collected: what ``collect`` returned on each rank.
+        """
 
 
 def save_training_state(
@@ -112,39 +133,77 @@ def save_training_state(
         before_write=before_write,
         max_shard_size=max_shard_size,
     )
+    return save_collected(directory, content, coordinator, disk)
+
+
+def save_collected(
+    directory: str | os.PathLike[str],
+    content: StateContent | StateCollector,
+    coordinator: Coordinator | None = None,
+    disk: Disk = LOCAL,
+) -> Path:
+    """The same as :func:`save_training_state`, of content that is given or that each rank collects. Collective.
+
+    Ranks exchange data four times: when they have collected (and the temporary folder is made), when all know what they
+    will write, when all have written, and when the folder has its name. None of them can be left out: a rank that has
+    not heard of the last one cannot say that the checkpoint is complete.
+
+    Args:
+        directory: as there, and so are ``coordinator`` and ``disk``.
+        content: what is saved.
+        coordinator: the ranks.
+        disk: where.
+    """
     transaction, plan = begin_save(directory, content, coordinator, disk)
     return transaction.complete(lambda folder: plan.write(folder, disk))
 
 
 def begin_save(
     directory: str | os.PathLike[str],
-    content: StateContent,
+    content: StateContent | StateCollector,
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[Transaction, StatePlan]:
-    """Everything of ``save_training_state`` but the writing, which ``transaction.complete(plan.write)`` does."""
-    convert_file_size_to_int(content.max_shard_size)  # before ranks begin anything together
+    """Everything of ``save_collected`` but the writing, which ``transaction.complete(plan.write)`` does."""
     ranks = coordinator or default_coordinator()
+    collector = _Given(content) if isinstance(content, StateContent) else content
+    each_node = collector.each_node
     transaction = Transaction.begin(
-        Path(directory), coordinator=ranks, each_node=content.each_node, disk=disk
+        Path(directory), coordinator=ranks, each_node=each_node, disk=disk, prepare=collector.collect
     )
     drafts: list[StateDraft] = []
 
     def draft() -> tuple[int, Offer]:
-        if content.before_write is not None:
-            content.before_write(transaction.temporary)
-        drafts.append(content.draft(ranks.rank, transaction.leader, alone=ranks.world_size == 1))
+        found = collector.content(transaction.prepared)
+        if found.before_write is not None:
+            found.before_write(transaction.temporary)
+        drafts.append(found.draft(ranks.rank, transaction.leader, alone=ranks.world_size == 1))
         return ranks.local_rank, drafts[0].offer()
 
     answers = transaction.together(draft)
-    locals_ = [local for local, _ in answers]
-    first, last = _own_group(locals_, ranks.rank) if content.each_node else (0, len(answers))
+    first, last = _own_group([local for local, _ in answers], ranks.rank) if each_node else (0, len(answers))
     try:
         plan = drafts[0].plan([offer for _, offer in answers[first:last]], ranks.rank - first)
     except UnsupportedValueError:  # on all ranks alike
         transaction.abort()
         raise
     return transaction, plan
+
+
+class _Given:
+    """Content that need not be collected."""
+
+    def __init__(self, content: StateContent) -> None:
+        convert_file_size_to_int(content.max_shard_size)  # before ranks begin anything together
+        self.each_node = content.each_node
+        self._content = content
+
+    def collect(self) -> None:
+        """Nothing is compared."""
+
+    def content(self, collected: Sequence[Any]) -> StateContent:
+        """As given."""
+        return self._content
 
 
 def _own_group(local_ranks: Sequence[int], rank: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Staging: copies of what a save will write, so that training can go on while it is written.
+"""Staging: copies of what a save will write, so that training can continue while they are written.
 
 What an optimizer changes is copied in the background, while the next forward and backward run, and the optimizer
 waits before its step until that is done. Everything else is copied before :class:`Staging` returns, because nobody
@@ -110,7 +110,7 @@ class Staging:
         return self._plan.write(folder, disk, self._write_file)
 
     def release(self) -> None:
-        """Give up the copies, complete or not, and let go whoever waits."""
+        """Discard the copies, finished or not, and wake all waiters."""
         self._on_host.clear()
         self._host_done.set()
         self._await_devices()

@@ -1,4 +1,4 @@
-"""One rank writes, and the others wait until it has, without a collective: ranks that do not call keep nobody waiting.
+"""One rank writes, and the others wait until it has, without a collective: ranks that do not call block no other rank.
 
 The writer posts a *notice* of every write to the store of the world: when it begins, and when it has ended or failed. A
 rank that waits must find the notice of the call that is the same as its own. Numbers of calls do not tell, because the
@@ -154,7 +154,7 @@ class WriteNotices:
         self._store.set("count", str(number))
         try:
             written = tuple(write())
-        except BaseException as error:  # also when the user interrupts: nobody shall wait for the rest
+        except BaseException as error:  # also when the user interrupts: no rank should wait any longer
             self._post(number, {**notice, "error": f"{type(error).__name__}: {error}"})
             raise
         self._post(number, {**notice, "written": written})

@@ -171,7 +171,7 @@ def write_safetensors_from(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where everything stands in a safetensors file."""
+    """The layout of a safetensors file: header, and byte range of every tensor."""
 
     header: bytes
     """All that comes before the tensors."""
@@ -181,14 +181,14 @@ class Layout:
     """Of the file, in bytes."""
 
     def begin(self, name: str) -> int:
-        """Where in the file the first byte of a tensor stands."""
+        """Offset in the file of the first byte of a tensor."""
         return len(self.header) + int(self.entries[name]["data_offsets"][0])
 
 
 def lay_out(
     about: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None
 ) -> Layout:
-    """Decide where in a safetensors file tensors of these shapes and dtypes stand."""
+    """Lay out a safetensors file for tensors of these shapes and dtypes."""
     entries, end = {}, 0
     for name in sorted(about, key=lambda name: _alignment_order(name, *about[name])):
         shape, dtype = about[name]
@@ -263,7 +263,7 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             f"has the dtype {tensor.dtype}, which safetensors does not know; pass safe_serialization=False"
         )
     if reason is None and name == "__metadata__":
-        reason = "has a name that safetensors needs for itself; rename it, or pass safe_serialization=False"
+        reason = "has a name that safetensors reserves; rename it, or pass safe_serialization=False"
     if reason is None and not name.isascii() and any("\ud800" <= letter <= "\udfff" for letter in name):
         reason = "has a name that is not valid Unicode; rename it"
     if reason is not None:
@@ -277,5 +277,5 @@ def _write_tensor(file: FileWriter, tensor: torch.Tensor) -> None:
 
 
 def plain_on(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """The values of a tensor, one after the other as they are written; itself where they are so already."""
+    """The values of a tensor, contiguous, as they are written; the tensor itself if it already is."""
     return tensor.detach().resolve_conj().resolve_neg().to(device).contiguous()

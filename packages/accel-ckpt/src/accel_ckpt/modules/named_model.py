@@ -1,0 +1,59 @@
+"""A module whose canonical names are worked out once, for all that a save or a load needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, TypeVar
+
+from torch import nn
+
+from accel_ckpt.modules.names import by_prefix, canonical_names, refuse_collisions
+from accel_ckpt.parts import reshard
+
+__all__ = ["NamedModel", "named_models"]
+
+T = TypeVar("T")
+
+
+class NamedModel:
+    """A module and the canonical names of its tensors. The tree of modules is walked once, at the first use.
+
+    Args:
+        module: wrapped or not; its submodules must stay what they are while this is in use.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @cached_property
+    def _prefixes(self) -> dict[str, str]:
+        reshard(self.module)
+        return canonical_names(self.module)
+
+    def canonical(self, named: Mapping[str, T]) -> dict[str, T]:
+        """Something by the module's own names under canonical ones.
+
+        Raises:
+            NameCollisionError: two names become one.
+        """
+        renamed = [(name, by_prefix(name, self._prefixes)) for name in named]
+        refuse_collisions(renamed)
+        return {new: named[old] for old, new in renamed}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state dict, whose tensors are the module's own."""
+        return self.canonical(self.module.state_dict())
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """By every name that they have."""
+        return self.canonical(dict(self.module.named_parameters(remove_duplicate=False)))
+
+    def buffers(self) -> dict[str, Any]:
+        """By name; those that a state dict leaves out, too."""
+        return self.canonical(dict(self.module.named_buffers()))
+
+
+def named_models(models: Sequence[nn.Module | NamedModel]) -> list[NamedModel]:
+    """The same models, each as a ``NamedModel``."""
+    return [model if isinstance(model, NamedModel) else NamedModel(model) for model in models]
