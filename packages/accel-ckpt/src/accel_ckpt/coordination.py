@@ -12,6 +12,7 @@ from accel_state.world.topology import detect
 
 __all__ = [
     "Coordinator",
+    "MainProcess",
     "SingleProcess",
     "WorldCoordinator",
     "default_coordinator",
@@ -40,6 +41,24 @@ class SingleProcess:
     rank = 0
     world_size = 1
     local_rank = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the value given."""
+        return [value]
+
+
+class MainProcess:
+    """The main process of a world whose other ranks take no part: every exchange is with itself.
+
+    Args:
+        world_size: number of ranks in the world.
+    """
+
+    rank = 0
+    local_rank = 0
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
 
     def exchange(self, value: Any) -> list[Any]:
         """Return the value given."""

@@ -101,6 +101,10 @@ class SaveHandle:
         if not self._staging.wait(timeout):
             raise TimeoutError(f"the copies for {self.directory} are not complete after {timeout:g} s")
 
+    def wait(self) -> None:
+        """Wait for the end of the save, whatever it is; a failure is raised where it is asked for later."""
+        self._finished.wait()
+
     def _start(self) -> None:
         self._thread.start()
 
@@ -263,8 +267,7 @@ class BackgroundSaver:
             SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
             CheckpointSaveError: it has failed.
         """
-        if when_busy not in ("wait", "refuse"):
-            raise ValueError(f"when_busy is {when_busy!r}; it is 'wait' or 'refuse'")
+        _check_when_busy(when_busy)
         save = self._own()
         if save is None:
             return
@@ -272,13 +275,26 @@ class BackgroundSaver:
         if when_busy == "refuse":
             busy = [rank for rank, done in enumerate(ranks.exchange(save.done())) if not done]
             if busy:
-                raise SaveInProgressError(
-                    f"{save.directory} is still being saved in the background (ranks {busy}); wait for its handle's "
-                    "result(), or pass when_busy='wait'"
-                )
+                raise _busy(save, f"ranks {busy}")
         run_together(
             self.drain, ranks, doing=f"saving {save.directory} in the background", error=CheckpointSaveError
         )
+
+    def make_room_alone(self, when_busy: WhenBusy = "wait") -> None:
+        """Return when this rank's part of no save goes on. Not collective.
+
+        The save's outcome is told by the next collective call.
+
+        Raises:
+            SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.
+        """
+        _check_when_busy(when_busy)
+        save = self._own()
+        if save is None:
+            return
+        if when_busy == "refuse" and not save.done():
+            raise _busy(save, "rank 0")
+        save.wait()
 
     def drain(self) -> None:
         """Wait for the end of the running save, if there is one. Not collective.
@@ -310,6 +326,18 @@ class BackgroundSaver:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._begin()
+
+
+def _check_when_busy(when_busy: str) -> None:
+    if when_busy not in ("wait", "refuse"):
+        raise ValueError(f"when_busy is {when_busy!r}; it is 'wait' or 'refuse'")
+
+
+def _busy(save: SaveHandle, ranks: str) -> SaveInProgressError:
+    return SaveInProgressError(
+        f"{save.directory} is still being saved in the background ({ranks}); wait for its handle's "
+        "result(), or pass when_busy='wait'"
+    )
 
 
 def before_torch_steps(optimizers: Sequence[Any]) -> BeforeStep:

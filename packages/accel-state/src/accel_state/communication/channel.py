@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from types import FrameType, TracebackType
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, call_site
+from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.trees import TreeSpec
 
@@ -120,12 +120,14 @@ class Channel:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         config = str(dist.get_backend_config(group))
-        self._device_types = {part.partition(":")[0] for part in config.split(",")}
-        self.device = torch.device("cpu") if "cpu" in self._device_types else device
+        self.device_types = {part.partition(":")[0] for part in config.split(",")}
+        self.device = torch.device("cpu") if "cpu" in self.device_types else device
         self.settings = settings
         self.failure: DistributedOperationException | None = None
         self._fatal_error: CollectiveMismatchError | None = None
         self._position: tuple[int, str | None, int] = (0, None, 0)
+        self._counters = _counters(group, self.device_types)
+        self._issued_before = self._issued()
         self._entering = ""
         self._in_message = False
         self._pending: deque[tuple[int, str, dist.Work]] = deque(maxlen=256)
@@ -159,16 +161,13 @@ class Channel:
 
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which this group transfers tensors of ``device``."""
-        return device if device.type in self._device_types else self.device
+        return device if device.type in self.device_types else self.device
 
     # --- position of this rank; read by the watchdog ---
 
     def operation(self, name: str) -> Channel:
         """``with channel.operation("gather"):`` encloses one collective."""
-        if self.failure is not None:
-            raise self.failure
-        if self._fatal_error is not None:
-            raise self._abort(self._fatal_error)
+        self.raise_failure()
         self._entering = name
         return self
 
@@ -180,6 +179,25 @@ class Channel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._position = (self._position[0], None, 0)
+        self._issued_before = self._issued()
+
+    def raise_failure(self) -> None:
+        """Raise if a collective of this group has failed, after which no other can succeed."""
+        if self.failure is not None:
+            raise self.failure
+        if self._fatal_error is not None:
+            raise self._abort(self._fatal_error)
+
+    def reach(self) -> tuple[int, int]:
+        """Number of collectives entered, and how many others the backend has been given since the last of them.
+
+        The others are those of torch and of the script, such as DDP's. A rank that has reached further than this one
+        waits for it, or will, because a collective needs all ranks.
+        """
+        return self._position[0], self._issued() - self._issued_before
+
+    def _issued(self) -> int:
+        return sum(counter._get_sequence_number_for_group() for counter in self._counters)
 
     def position(self) -> tuple[int, str | None, int]:
         """See ``accel_state.communication.watchdog.WatchedGroup``."""
@@ -414,14 +432,31 @@ class Channels:
         self._device = device
         self._settings = settings
         self._place = (store, rank, size)
-        self._watchdog = self._make_watchdog()
         self._by_name: dict[str, Channel] = {}
+        self._watchdog = self._make_watchdog()
+        self._watched: list[WatchedGroup] = []
         self.of(None)
 
     def _make_watchdog(self) -> Watchdog | None:
         store, rank, size = self._place
         seconds = self._settings.report_after
-        return Watchdog(store, rank, size, seconds) if store is not None and seconds > 0 else None
+        if store is None or seconds == 0:
+            return None
+        return Watchdog(store, rank, size, seconds, reach=self._reach)
+
+    def _reach(self) -> Mapping[str, tuple[int, int]]:
+        return {name: channel.reach() for name, channel in list(self._by_name.items())}
+
+    @property
+    def watchdog(self) -> Watchdog | None:
+        """Answers where the other ranks are; None if it is off."""
+        return self._watchdog
+
+    def watch(self, group: WatchedGroup) -> None:
+        """Have the watchdog, now or once there is one, report operations of ``group`` that wait."""
+        self._watched.append(group)
+        if self._watchdog is not None:
+            self._watchdog.add(group)
 
     def of(self, group: dist.ProcessGroup | None) -> Channel | None:
         """The channel of ``group`` (None: all ranks), or None if the group has one rank.
@@ -454,6 +489,8 @@ class Channels:
         )
         if self._watchdog is None:
             self._watchdog = self._make_watchdog()
+            for group in self._watched if self._watchdog is not None else ():
+                self._watchdog.add(group)
         for channel in self._by_name.values():
             if channel.watchdog is None and self._watchdog is not None:
                 channel.watchdog = self._watchdog
@@ -500,6 +537,23 @@ def _hold_outside_python(*tensors: Tensor) -> Any:
     shortly after a collective, with torch 2.13).
     """
     return torch._C.ScriptList(list(tensors))
+
+
+def _counters(group: dist.ProcessGroup, device_types: Collection[str]) -> list[Any]:
+    """The backends of a group that count the collectives they are given."""
+    found: list[Any] = []
+    for device_type in sorted(device_types):
+        try:
+            backend = group._get_backend(torch.device(device_type))
+            backend._get_sequence_number_for_group()
+        except RuntimeError as error:  # no such backend here, or it does not count
+            _logger.debug(
+                "group %s does not count collectives on %s: %s", group.group_name, device_type, error
+            )
+        else:
+            if all(backend is not other for other in found):
+                found.append(backend)
+    return found
 
 
 def _frame(thread: int) -> FrameType | None:

@@ -23,7 +23,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -36,6 +36,7 @@ from accel_state.errors import CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
 
 __all__ = [
+    "ENDED",
     "REPORT_AFTER",
     "RankStatus",
     "Watchdog",
@@ -46,6 +47,9 @@ __all__ = [
 
 REPORT_AFTER = 30.0
 """Seconds that a collective may wait before it is reported."""
+
+ENDED = ("exited", "destroyed its process group")
+"""Reasons of a rank that left the world without an error."""
 
 _LIBRARIES = frozenset(
     {
@@ -88,6 +92,7 @@ class RankStatus:
         operation: name of that collective while it is in progress.
         site: location of the call in user code, ``file:line``.
         gone: why the rank left the world; None if it has not.
+        reach: how far it is in the collectives of each of its groups (``Channel.reach``).
     """
 
     rank: int
@@ -95,6 +100,7 @@ class RankStatus:
     operation: str | None = None
     site: str | None = None
     gone: str | None = None
+    reach: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         if self.number is None:
@@ -160,9 +166,18 @@ class Watchdog:
         rank: this process's global rank.
         size: number of ranks in the world.
         report_after: seconds until the first report; the interval doubles after each report.
+        reach: how far this process is in the collectives of each of its groups.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, report_after: float = REPORT_AFTER) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        report_after: float = REPORT_AFTER,
+        *,
+        reach: Callable[[], Mapping[str, Sequence[int]]] = dict,
+    ) -> None:
         self._base = store
         self._store: Store | None = None
         self._rank = rank
@@ -179,6 +194,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._identity = process_identity()
         self.report_after = report_after
+        self.reach = reach
+        self._asked_lately = 0.0
 
     @property
     def poll_interval(self) -> float:
@@ -218,6 +235,20 @@ class Watchdog:
                 self._wait_for(store, f"abandoned by/{channel.name}", self._abandoned.get(channel.name, 0))
             except RuntimeError as error:
                 _logger.debug("the store is gone: %s", error)
+
+    def ask(self, group: WatchedGroup) -> list[RankStatus]:
+        """What is known of the ranks of a group; asks them for more, which they answer within ``poll_interval``.
+
+        Raises:
+            RuntimeError: the store is gone, and with it the process that hosted it.
+        """
+        with self._lock:
+            if self._store is None:
+                raise RuntimeError(
+                    self._rank_0_exit or "the process that hosted the store of this world is gone"
+                )
+            self._store.add("ask", 1)
+            return self._peers(self._store, group)
 
     def explain(self, channel: WatchedGroup, grace: float) -> tuple[str | None, str]:
         """Find out why a collective of ``channel`` failed.
@@ -272,7 +303,7 @@ class Watchdog:
 
     def _run(self, store: Store) -> None:
         try:
-            while not self._stop.wait(self.poll_interval / 5 if self._waits else self.poll_interval):
+            while not self._stop.wait(self._pause()):
                 channels = list(self._channels)
                 if not channels:
                     break
@@ -290,6 +321,11 @@ class Watchdog:
             # with a broken connection.
             _logger.debug("the collective watchdog lost its store: %s", error)
         self._store = None
+
+    def _pause(self) -> float:
+        """Seconds until the next poll."""
+        alert = bool(self._waits) or time.monotonic() - self._asked_lately < 2 * self.poll_interval
+        return self.poll_interval / 5 if alert else self.poll_interval
 
     def _connect(self) -> Store:
         self._base.set_timeout(_PATIENCE)
@@ -309,6 +345,7 @@ class Watchdog:
         alone = False
         if asked != self._answered:
             self._answered = asked
+            self._asked_lately = now
             store.set(f"stack/{self._rank}", _stack())
             self._publish(store)
             self._apply_verdicts(store, channels)
@@ -402,7 +439,7 @@ class Watchdog:
         for channel in list(self._channels):
             number, operation, thread = channel.position()
             at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
-        record = {**self._identity, "at": at, "gone": gone}
+        record = {**self._identity, "at": at, "gone": gone, "reach": self.reach()}
         store.set(f"rank/{self._rank}", json.dumps(record))
 
     def _peers(self, store: Store, channel: WatchedGroup) -> list[RankStatus]:
@@ -424,7 +461,7 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
     gone = record["gone"]
     if gone is None and has_ended(record):
         gone = f"process {record['pid']} has ended"
-    return RankStatus(rank, number, operation, site, gone)
+    return RankStatus(rank, number, operation, site, gone, record["reach"])
 
 
 def _stack() -> str:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from accel_state import environment
 from accel_state.communication.channel import Channel, Channels, CheckSettings
+from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
@@ -68,6 +69,8 @@ class PartialState:
         topology: ranks, nodes and addresses of this process, as its launcher describes them.
         store: the key-value store shared by all ranks, for control messages; None without a process group.
         channels: one communication channel per process group, used by collectives; None in a world of one.
+        participation: which ranks take part in an operation that the main process may call alone; None in a world of
+            one.
 
     Raises:
         ConfigError: an environment variable or option is wrong.
@@ -90,6 +93,7 @@ class PartialState:
             "fork_launched",
             "local_process_index",
             "num_processes",
+            "participation",
             "process_index",
             "store",
             "topology",
@@ -109,6 +113,7 @@ class PartialState:
     topology: Topology
     store: Store | None
     channels: Channels | None
+    participation: Participation | None
 
     def __init__(self, cpu: bool = False, **process_group_options: Any) -> None:
         self.__dict__ = self._shared_state
@@ -206,6 +211,18 @@ class PartialState:
         channel = self.channel()
         if channel is not None:
             channel.barrier()
+
+    def main_process_alone(self, operation: str) -> bool:
+        """Whether the main process calls ``operation`` alone; False: every process does.
+
+        Every process that calls the operation calls this first. It starts no collective: it returns when all have
+        called, or when all others are proved not to, because they wait in a collective that the main process has not
+        reached, or have ended.
+
+        Raises:
+            CollectiveMismatchError: only some processes call the operation, the main process not alone; or one failed.
+        """
+        return self.participation is not None and self.participation.main_process_alone(operation)
 
     def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
         """The communication channel of ``group`` (None: all ranks); None if the group has one rank."""
@@ -410,6 +427,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         set_current_device(device)
     if member is not None and device.type == "cpu":
         _share_cores(topology)
+    channels = None if member is None else _channels(topology, device, member, settings)
     if device.type == "cuda" and settings.enable_cpu_affinity:
         set_numa_affinity(device.index or 0)
     return {
@@ -425,7 +443,10 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "fork_launched": fork_launched,
         "topology": topology,
         "store": None if member is None else member.store,
-        "channels": None if member is None else _channels(topology, device, member, settings),
+        "channels": channels,
+        "participation": None
+        if member is None or channels is None
+        else Participation(topology.rank, member.store, channels),
     }
 
 

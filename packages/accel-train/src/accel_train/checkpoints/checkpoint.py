@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
 import accel_ckpt
+from accel_ckpt.coordination import MainProcess
 from accel_ckpt.optimizers import steps_only
-from accel_train.checkpoints import accelerate_checkpoints
+from accel_ckpt.parts import is_divided, is_leaf
+from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, read
 from accel_train.errors import OptionError
 from accel_train.plugins import ProjectConfiguration
@@ -27,6 +30,13 @@ __all__ = [
     "save_object",
     "save_state",
 ]
+
+
+_SAVE = "save_state"
+_PARTS = (
+    "save_state() was called on the main process only, but the strategy {1!r} divides {0} among processes, and each "
+    "saves its part. Call save_state() on all processes: move it out of `if accelerator.is_main_process:`."
+)
 
 
 def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bool) -> None:
@@ -115,9 +125,11 @@ def save_state(
         )
     config = here.project
     saver = here.saver
-    saver.make_room(when_busy)
+    ranks = _saving_ranks(here, asynchronous, when_busy)
     directory = _target(here, output_dir)
-    shared, own = collect(here)
+    shared, own = collect(here, ranks)
+    if isinstance(ranks, MainProcess):
+        _check_complete(here, shared, own)
     strategy = here.plan.strategy
     weights = [strategy.model_state(model) for model in here.prepared_models]
 
@@ -145,10 +157,81 @@ def save_state(
         if any(hasattr(optimizer, "eval") for optimizer in optimizers):
             saved.wait_staged()  # schedule-free optimizers change parameters between steps, too
     else:
-        saved = accel_ckpt.save_training_state(directory, **parts)
+        saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
         prune()
     config.iteration += 1
     return saved
+
+
+def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> accel_ckpt.Coordinator:
+    """The ranks that call `save_state`: all, or where each has a replica, the main process alone.
+
+    Raises:
+        OptionError: an asynchronous save needs all ranks.
+        CheckpointSaveError: the ranks hold parts, so all must save.
+        CollectiveMismatchError: some of the ranks call, the main process not alone.
+    """
+    process = here.process
+    if not process.main_process_alone(_SAVE):
+        here.saver.make_room(when_busy)
+        ranks = accel_ckpt.default_coordinator()
+        if here.project.automatic_checkpoint_naming:
+            # Only the main process counts what it saves alone.
+            here.project.iteration = ranks.exchange(here.project.iteration)[0]
+        return ranks
+    if asynchronous:
+        _refuse_alone(
+            here,
+            OptionError(
+                "save_state(asynchronous=True) was called on the main process only, and a save in the background needs "
+                "all processes: call it on all of them, or leave asynchronous out."
+            ),
+        )
+    strategy = here.plan.strategy
+    divided = [model for model in here.prepared_models if strategy.is_divided(model)]
+    if divided:
+        name = type(strategy.plain(divided[0])).__name__
+        _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
+    here.saver.make_room_alone(when_busy)
+    return MainProcess(process.num_processes)
+
+
+def _check_complete(here: Prepared, shared: dict[str, Any], own: dict[str, Any]) -> None:
+    """Check that the main process holds everything that a save of all ranks would have.
+
+    Raises:
+        CheckpointSaveError: other ranks hold parts, or gradients of an unfinished accumulation window.
+    """
+    for index in range(len(here.optimizers)):
+        if any(is_divided(leaf) for leaf in _leaves(shared[f"optimizer_{index}"])):
+            problem = _PARTS.format(f"the state of optimizer {index}", here.plan.strategy.name)
+            _refuse_alone(here, accel_ckpt.CheckpointSaveError(problem))
+    if window_state.holds_gradients(own["windows"]):
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, inside an accumulation window: the gradients that "
+                "the other processes have accumulated would be lost. Save after optimizer.step(), where "
+                "`accelerator.sync_gradients` is true, or call save_state() on all processes."
+            ),
+        )
+
+
+def _refuse_alone(here: Prepared, error: Exception) -> NoReturn:
+    """Raise here, and on the ranks that wait for this one where they can be reached."""
+    assert here.process.participation is not None, "a process alone in its world has no others"
+    here.process.participation.refuse(_SAVE, error)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, (list, tuple)) and not is_leaf(tree):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
 
 
 def refuse_used_folder(here: Prepared) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import accel_ckpt
+from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
 from accel_ckpt.tensor_storage import as_bytes
 from accel_state.log import get_logger
@@ -51,10 +52,14 @@ class Saved:
 # Collecting. Nothing here may change what the training does next.
 
 
-def collect(here: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(here: Prepared, ranks: accel_ckpt.Coordinator) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
 
     Tensors in them are the training's own, so a save copies them before it lets the training go on.
+
+    Args:
+        here: what to save.
+        ranks: those that save; the main process alone where the others do not take part.
     """
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
 
@@ -67,11 +72,12 @@ def collect(here: Prepared) -> tuple[dict[str, Any], dict[str, Any]]:
 
     first, *_ = accel_ckpt.run_together(
         work,
-        accel_ckpt.default_coordinator(),
+        ranks,
         doing="collecting the training state",
         error=accel_ckpt.CheckpointSaveError,
     )
     [(shared, own, buffers, marks)] = found
+    shared["progress"]["main_process_alone"] = isinstance(ranks, MainProcess)
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
     own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
     return shared, own
@@ -176,7 +182,8 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
     lazy = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
     shared = dict(checkpoint.lazy_shared(optimizers) if lazy else checkpoint.mapped_shared(optimizers))
-    own = checkpoint.per_rank(_home(here, checkpoint), allow_missing=allow_missing_rng)
+    saved_by = 1 if shared["progress"].get("main_process_alone") else checkpoint.manifest.world_size
+    own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
     parts = {*shared, *(name for name in known if name.startswith("loader_"))}
     _check_parts(here, parts, directory)
@@ -186,7 +193,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     loaders = {index: known[f"loader_{index}"] for index in range(len(here.loaders))}
     for index, loader in enumerate(here.loaders):
         loader.check_state_dict(loaders[index])
-    windows = _read_windows(here, checkpoint, own, known)
+    windows = _read_windows(here, checkpoint, own, known, saved_by)
     for index in range(len(here.registered)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
@@ -196,7 +203,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
             saved.whole()  # checks the files
     same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
-    rng = _read_rng(here, checkpoint, own)
+    rng = _read_rng(here, checkpoint, own, saved_by)
     return Saved(directory, models, shared, rng, loaders, replicas, windows)
 
 
@@ -212,26 +219,35 @@ def _read_foreign(
     return Saved(directory, [WholeModel(weights) for weights in models], shared, rng, loaders, {}, None)
 
 
-def _home(here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint) -> int:
-    """The rank whose trees this rank takes up: its own, or for a rank that is new, the first."""
+def _home(here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, saved_by: int) -> int:
+    """The rank whose trees this rank takes up: its own, or for a rank that did not save, the first."""
     rank = here.process.process_index
-    return rank if rank < checkpoint.manifest.world_size else min(checkpoint.manifest.ranks)
+    return rank if rank < saved_by else min(checkpoint.manifest.ranks)
 
 
 def _read_rng(
-    here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, own: Mapping[str, Any] | None
+    here: Prepared,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    own: Mapping[str, Any] | None,
+    saved_by: int,
 ) -> dict[str, Any] | None:
     if own is None:
         return None  # allowed by the caller
     rng: dict[str, Any] = own["rng"]
-    before, rank = checkpoint.manifest.world_size, here.process.process_index
-    if here.process.num_processes > before:
-        new = ", ".join(str(other) for other in range(before, here.process.num_processes))
-        _logger.warning(
-            f"{checkpoint.directory} was saved by {before} ranks; rank {new} is new and derives its random state from "
-            "a saved one."
-        )
-    return rng if rank < before else derive_rng_state(rng, rank)
+    rank = here.process.process_index
+    if here.process.num_processes > saved_by:
+        others = ", ".join(str(other) for other in range(saved_by, here.process.num_processes))
+        if saved_by < checkpoint.manifest.world_size:
+            _logger.warning(
+                f"{checkpoint.directory} was saved by the main process alone; rank {others} derives its random state "
+                "from that of rank 0."
+            )
+        else:
+            _logger.warning(
+                f"{checkpoint.directory} was saved by {saved_by} ranks; rank {others} is new and derives its random "
+                "state from a saved one."
+            )
+    return rng if rank < saved_by else derive_rng_state(rng, rank)
 
 
 def _read_windows(
@@ -239,6 +255,7 @@ def _read_windows(
     checkpoint: accel_ckpt.TrainingCheckpoint,
     own: Mapping[str, Any] | None,
     known: Mapping[str, Any],
+    saved_by: int,
 ) -> Mapping[str, Any]:
     windows: Mapping[str, Any] = known["windows"]
     ranks = here.process.num_processes
@@ -248,7 +265,8 @@ def _read_windows(
             f"{here.process.process_index}, whose gradients it would need. Load a checkpoint that is complete, or one "
             "that was saved between two steps."
         )
-    same = ranks == checkpoint.manifest.world_size
+    # The main process saves alone only where no window is unfinished, so what it saved holds for any rank.
+    same = ranks == checkpoint.manifest.world_size or saved_by < checkpoint.manifest.world_size
     window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=same)
     if not same:
         trees = []

@@ -21,7 +21,7 @@ from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.strategies.base import Strategy
 
-__all__ = ["Trained", "check", "dump", "for_other_ranks", "is_open", "load"]
+__all__ = ["Trained", "check", "dump", "for_other_ranks", "holds_gradients", "is_open", "load"]
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,12 @@ def is_open(tree: Mapping[str, Any]) -> bool:
     return bool(tree["gradients"]) or any(
         window["backwards"] for window in [*tree["windows"], tree["manual"]]
     )
+
+
+def holds_gradients(tree: Mapping[str, Any]) -> bool:
+    """Whether a tree holds gradients with a value: not only those that were filled with zeros."""
+    counting = any(window["backwards"] for window in [*tree["windows"], tree["manual"]])
+    return counting or any(not isinstance(packed, str) for packed in tree["gradients"].values())
 
 
 def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same_ranks: bool) -> None:
