@@ -1,10 +1,16 @@
 """The scheduler that `prepare` returns advances as its optimizer does."""
 
+import pickle
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from accel_train import Accelerator
+from accel_state import PartialState
+from accel_train import Accelerator, GradScalerKwargs
+from accel_train.loop.optimizer import AcceleratedOptimizer
+from accel_train.loop.scheduler import AcceleratedScheduler
 
 
 def inputs(rows=12):
@@ -35,3 +41,117 @@ def test_a_schedule_of_fixed_length_may_be_overrun_as_before():
         return rates
 
     assert curve(Accelerator()) == pytest.approx(curve(accelerate.Accelerator(cpu=True)), rel=1e-12)
+
+
+def halving():
+    """A schedule whose rate says how many steps it took."""
+    _, optimizer = make()
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def wrapped(scheduler=None, complete=True, skipped=(False,), **options):
+    optimizers = [SimpleNamespace(step_was_skipped=skip) for skip in skipped]
+    accumulator = SimpleNamespace(sync_gradients=complete)
+    options.setdefault("steps_per_call", 1)
+    return AcceleratedScheduler(scheduler or halving(), optimizers, accumulator=accumulator, **options)
+
+
+def steps_of(scheduler):
+    return scheduler.scheduler.last_epoch
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1),
+        ({"steps_per_call": 3}, 3),
+        ({"complete": False}, 0),
+        ({"complete": False, "advance_while_accumulating": True}, 1),
+        ({"complete": False, "advance_while_accumulating": True, "steps_per_call": 2}, 2),
+        ({"skipped": [True]}, 0),
+        ({"skipped": [False, True]}, 0),
+        ({"skipped": [False, False]}, 1),
+        ({"complete": False, "advance_while_accumulating": True, "skipped": [True]}, 1),
+        ({"complete": False, "skipped": [True], "step_with_optimizer": False, "steps_per_call": 4}, 1),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+def test_a_call_advances_as_its_optimizers_did(options, expected):
+    scheduler = wrapped(**options)
+    scheduler.step()
+    assert steps_of(scheduler) == expected
+    assert scheduler.get_last_lr() == [0.1 * 0.5**expected]
+
+
+@pytest.mark.filterwarnings("error:Detected call of:UserWarning")
+def test_advancing_before_the_first_optimizer_step_was_asked_for():
+    wrapped(complete=False, advance_while_accumulating=True).step()
+
+
+def test_a_call_with_arguments_is_one_step():
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(make()[1], factor=0.5, patience=0)
+    scheduler = wrapped(plateau, steps_per_call=4)
+    for metric in (1.0, 2.0):
+        scheduler.step(metric)
+    assert scheduler.get_last_lr() == [0.05]
+    scheduler.step(metrics=3.0)
+    assert scheduler.get_last_lr() == [0.025]
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 3])
+def test_a_schedule_of_fixed_length_is_not_overrun(steps_per_call):
+    cycle = torch.optim.lr_scheduler.OneCycleLR(make()[1], 0.1, total_steps=5)
+    last = torch.optim.lr_scheduler.OneCycleLR(make()[1], 0.1, total_steps=5)
+    for _ in range(5):
+        last.optimizer.step()
+        last.step()
+    scheduler = wrapped(cycle, steps_per_call=steps_per_call)
+    cycle.optimizer.step()
+    for _ in range(7):
+        scheduler.step()
+    assert scheduler.get_last_lr() == last.get_last_lr()
+
+
+def test_built_by_hand_a_call_is_one_step_per_process(monkeypatch):
+    optimizer = AcceleratedOptimizer(make()[1])
+    scheduler = halving()
+    monkeypatch.setitem(PartialState()._shared_state, "num_processes", 3)
+    for split, expected in ((False, 3), (True, 4)):
+        scheduler.optimizer.step()
+        ours = AcceleratedScheduler(scheduler, optimizer, split_batches=split)
+        assert ours.optimizers == [optimizer]
+        ours.step()
+        assert steps_of(ours) == expected
+
+
+@pytest.mark.filterwarnings("ignore:To get the last learning rate:UserWarning")
+def test_everything_else_is_the_wrapped_schedulers():
+    scheduler = wrapped()
+    scheduler.scheduler.optimizer.step()
+    scheduler.step()
+    assert scheduler.state_dict() == scheduler.scheduler.state_dict()
+    assert scheduler.get_lr() == [0.05]
+    assert scheduler.base_lrs == [0.1]
+    with pytest.raises(AttributeError, match="missing"):
+        _ = scheduler.missing
+    fresh = wrapped()
+    fresh.load_state_dict(scheduler.state_dict())
+    assert steps_of(fresh) == 1
+    stepped = torch.optim.lr_scheduler.StepLR(make()[1], 2)
+    copied = pickle.loads(pickle.dumps(wrapped(stepped)))
+    assert copied.step_size == 2
+
+
+def test_an_accelerators_scheduler_waits_for_the_optimizer_that_skips():
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)])
+    models = [nn.Linear(3, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    *models, _, _, first, second = accelerator.prepare(*models, *optimizers, *schedulers)
+    for model, factor in zip(models, (float("inf"), 1.0), strict=True):
+        accelerator.backward(model(torch.ones(1, 3)).sum() * factor)
+    for optimizer in accelerator._optimizers:
+        optimizer.step()
+    for scheduler in (first, second):
+        scheduler.step()
+    assert (steps_of(first), steps_of(second)) == (0, 1)

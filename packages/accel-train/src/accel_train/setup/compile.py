@@ -43,12 +43,9 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     Returns:
         The same model.
     """
-    blocks = repeated_blocks(module)
-    if not blocks:
-        module.compile(**compile_kwargs)
-        return module
     compiled: dict[type[nn.Module], Callable[..., Any]] = {}
-    for block in blocks:
+    # `module.compile()` would compile nothing of a class of torch.nn, such as `nn.Sequential`.
+    for block in repeated_blocks(module) or [module]:
         kind = type(block)
         if kind not in compiled:
             compiled[kind] = torch.compile(_call_of(kind), **compile_kwargs)

@@ -301,7 +301,8 @@ class Strategy:
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        nn.utils.clip_grad_value_(parameters, clip_value)
+        if any(parameter.grad is not None for parameter in parameters):  # torch fails without any
+            nn.utils.clip_grad_value_(parameters, clip_value)
 
     def step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
