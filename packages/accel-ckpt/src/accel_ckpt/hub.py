@@ -95,7 +95,7 @@ def _not_saved(repo_id: str, error: BaseException) -> CheckpointError:
             "Log in with `hf auth login`, or pass token=, with the right to write there; then push_to_hub()"
         )
     elif _is_offline(error):
-        advice = "This process is told to stay offline; unset HF_HUB_OFFLINE, then push_to_hub()"
+        advice = "This process is in offline mode; unset HF_HUB_OFFLINE, then push_to_hub()"
     return CheckpointSaveError(f"uploading to {repo_id} failed: {_short(error)}. {advice}")
 
 

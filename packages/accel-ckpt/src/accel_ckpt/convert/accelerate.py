@@ -128,7 +128,7 @@ class AccelerateCheckpoint:
         if self._found["rank_shard"]:
             raise NotAvailableError(
                 f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
-                "which only as many ranks of FSDP can read. Load it there, and save with "
+                "which only the same number of FSDP ranks can read. Load it there, and save with "
                 "SHARDED_STATE_DICT or FULL_STATE_DICT"
             )
 

@@ -1,4 +1,4 @@
-"""Tensors that lie in pieces: where each piece belongs, and reading one after the other."""
+"""Tensors saved in pieces: where each piece belongs, and reading one after the other."""
 
 from __future__ import annotations
 

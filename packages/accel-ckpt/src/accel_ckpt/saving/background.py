@@ -283,7 +283,7 @@ class BackgroundSaver:
     def make_room_alone(self, when_busy: WhenBusy = "wait") -> None:
         """Return when this rank's part of no save goes on. Not collective.
 
-        The save's outcome is told by the next collective call.
+        The next collective call raises if the save has failed.
 
         Raises:
             SaveInProgressError: one does, and ``when_busy`` is ``"refuse"``.

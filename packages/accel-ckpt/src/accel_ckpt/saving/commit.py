@@ -263,7 +263,7 @@ class Transaction:
             self.disk.rename(self.temporary, self.directory)
             self._sync_parent(None)
             return
-        # The old folder is locked, too, so that no other save takes it for a dead one's while it is removed, and two
+        # The old folder is locked, too, so that no other save treats it as a dead one's while it is removed, and two
         # saves of one name come one after the other.
         with locked(self.directory, _PATIENCE):
             old = swap(self.temporary, self.directory, self.disk)
@@ -476,7 +476,7 @@ def prune_checkpoints(
     doomed = complete_checkpoints(base, prefix)[:-keep]
     for path in doomed:
         trash = temporary_name(path, host_token(secrets.token_hex(6)))
-        with locked(path):  # so that no save takes it for a dead one's
+        with locked(path):  # so that no save treats it as a dead one's
             disk.rename(path, trash)
             disk.remove_tree(trash)
     return doomed
