@@ -489,8 +489,9 @@ class Channels:
         )
         if self._watchdog is None:
             self._watchdog = watchdog = self._make_watchdog()
-            for group in self._watched if watchdog is not None else ():
-                watchdog.add(group)
+            if watchdog is not None:
+                for group in self._watched:
+                    watchdog.add(group)
         for channel in self._by_name.values():
             if channel.watchdog is None and self._watchdog is not None:
                 channel.watchdog = self._watchdog
