@@ -207,8 +207,12 @@ __getattr__, __dir__, __all__ = attach(
             "GradientAccumulationPlugin",
             "ProfileKwargs",
             "ProjectConfiguration",
+            "StrategyPlugin",
             "TorchDynamoPlugin",
         ),
+        "accel_train.mesh": ("Mesh",),
+        "accel_train.ranks": ("Ranks",),
+        "accel_train.strategies.base": ("Capabilities", "Strategy", "StrategyOptions"),
         "accel_train.data": (
             "BatchSamplerShard",
             "DataLoaderDispatcher",

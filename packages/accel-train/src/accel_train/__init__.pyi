@@ -201,6 +201,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer as AcceleratedOptimi
 from accel_train.loop.optimizer import move_to_device as move_to_device
 from accel_train.loop.preemption import PreemptionConfig as PreemptionConfig
 from accel_train.loop.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel_train.mesh import Mesh as Mesh
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
@@ -209,11 +210,16 @@ from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
+from accel_train.plugins import StrategyPlugin as StrategyPlugin
 from accel_train.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_train.ranks import Ranks as Ranks
 from accel_train.setup.compile import compile_regions as compile_regions
 from accel_train.state import AcceleratorState as AcceleratorState
 from accel_train.state import GradientState as GradientState
 from accel_train.state import is_initialized as is_initialized
+from accel_train.strategies.base import Capabilities as Capabilities
+from accel_train.strategies.base import Strategy as Strategy
+from accel_train.strategies.base import StrategyOptions as StrategyOptions
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions
 from accel_train.unwrap import is_compiled_module as is_compiled_module
