@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from testkit import conformance
 from testkit.worlds import run
 
 BATCHES = 6  # of each rank
@@ -119,3 +121,220 @@ def test_training_continues_exactly_from_what_the_main_process_saved(
             assert resumed[rank]["samples"][step] == oracle[rank]["samples"][step]
             for name, value in oracle[rank]["weights"][step].items():
                 assert torch.equal(weights[name], value), (rank, step, name)
+
+
+def repeatedly(folder: str) -> Any:
+    """Automatic names: the main process alone, all, alone, all."""
+    from accel_train import ProjectConfiguration
+
+    accelerator = accelerator_of(
+        project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=3)
+    )
+    model, optimizer, *_ = build(accelerator, 0)
+    hooked = []
+    accelerator.register_save_state_pre_hook(lambda models, weights, where: hooked.append(where))
+
+    def train() -> None:
+        accelerator.backward(model(torch.ones(2, 4, dtype=torch.float64)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    saved = []
+    train()
+    for turn in range(2):
+        if accelerator.is_main_process:
+            accelerator.save_state()  # two in a row
+            saved.append(accelerator.save_state().name)
+            accelerator.save_model(model, f"{folder}/model-{turn}")
+        train()
+        saved.append(accelerator.save_state().name)
+        train()
+    accelerator.wait_for_everyone()
+    return saved, len(hooked), accelerator.load_state().name, accelerator.save_state().name
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_numbers_stay_the_same_on_all_ranks(tmp_path: Path, ranks: int) -> None:
+    main, *others = run(repeatedly, ranks, str(tmp_path))
+    assert main == (
+        ["checkpoint_1", "checkpoint_2", "checkpoint_4", "checkpoint_5"],
+        6,
+        "checkpoint_5",
+        "checkpoint_6",
+    )
+    for other in others:
+        assert other == (["checkpoint_2", "checkpoint_5"], 2, "checkpoint_5", "checkpoint_6")
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_4", "checkpoint_5", "checkpoint_6"]
+
+
+def random_states(folder: str, load: bool) -> tuple[list[float], str]:
+    import io
+    import logging
+
+    accelerator = accelerator_of()
+    build(accelerator, 0)
+    said = io.StringIO()
+    logging.getLogger("accel_train").addHandler(logging.StreamHandler(said))
+    torch.manual_seed(100 + accelerator.process_index)
+    if load:
+        accelerator.load_state(folder)
+    elif accelerator.is_main_process:
+        accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    return torch.rand(3).tolist(), said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_random_states_of_the_others_are_derived_and_it_is_logged_once(tmp_path: Path, ranks: int) -> None:
+    folder = str(tmp_path / "state")
+    before = run(random_states, 2, folder, load=False)
+    after = run(random_states, ranks, folder, load=True)
+    again = run(random_states, ranks, folder, load=True)
+    assert after == again
+    assert after[0][0] == before[0][0]
+    assert len({tuple(numbers) for numbers, _ in [*after, before[1]]}) == ranks + 1
+    messages = [said for _, said in after if said]
+    assert len(messages) == 1
+    assert "was saved by the main process alone; rank 1" in messages[0]
+
+
+def during_asynchronous(folder: str) -> list[str]:
+    accelerator = accelerator_of()
+    build(accelerator, 0)
+    handle = accelerator.save_state(f"{folder}/background", asynchronous=True)
+    if accelerator.is_main_process:
+        accelerator.save_state(f"{folder}/alone")
+        assert handle.done()
+        with pytest.raises(ValueError, match="needs all processes"):
+            accelerator.save_state(f"{folder}/refused", asynchronous=True)
+    else:
+        from accel_state import CollectiveMismatchError
+
+        with pytest.raises(CollectiveMismatchError, match="OptionError: save_state"):
+            accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()
+    accelerator.save_state(f"{folder}/all", asynchronous=True).result()
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_saves_in_the_background_need_all(tmp_path: Path) -> None:
+    assert run(during_asynchronous, 2, str(tmp_path)) == [["all", "alone", "background"]] * 2
+
+
+def unfinished(folder: str) -> str:
+    from accel_ckpt import CheckpointSaveError
+
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer, _, loader = build(accelerator, 0)
+    error = ""
+    for number, (_, x) in enumerate(loader):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 2 and accelerator.is_main_process:
+            with pytest.raises(CheckpointSaveError) as caught:
+                accelerator.save_state(folder)
+            error = str(caught.value)
+    accelerator.wait_for_everyone()
+    return error
+
+
+def test_an_unfinished_window_is_refused_and_training_may_continue(tmp_path: Path) -> None:
+    error, _ = run(unfinished, 2, str(tmp_path / "state"))
+    assert "inside an accumulation window" in error
+    assert not (tmp_path / "state").exists()
+
+
+def divided(folder: str, waits: bool) -> tuple[str, float]:
+    from accel_ckpt import CheckpointSaveError
+    from accel_state import CollectiveMismatchError
+
+    case = conformance.Case("fsdp2_witness")
+    accelerator = conformance.make_accelerator(case)
+    model = conformance.make_model(case)
+    model, optimizer = accelerator.prepare(model, conformance.make_optimizer(case, model))
+    x = torch.ones(2, conformance.DIM, dtype=case.dtype)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.wait_for_everyone()
+    began = time.monotonic()
+    error = ""
+    if accelerator.is_main_process:
+        with pytest.raises(CheckpointSaveError) as caught:
+            accelerator.save_state(folder)
+        error = str(caught.value)
+    elif waits:
+        with pytest.raises(CollectiveMismatchError) as mismatch:
+            accelerator.wait_for_everyone()
+        error = str(mismatch.value)
+    if not waits:
+        model(x)  # the others wait here, in a collective of FSDP
+    took = time.monotonic() - began
+    accelerator.wait_for_everyone()
+    accelerator.save_state(folder)
+    return error, took
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_divided_models_need_all_ranks(tmp_path: Path, waits: bool) -> None:
+    main, *others = run(divided, 3, str(tmp_path / "state"), waits)
+    assert "the strategy 'fsdp2_witness' divides the model" in main[0]
+    assert "Call save_state() on all processes" in main[0]
+    assert main[1] < 15
+    for error, took in others:
+        assert not waits or "rank 0: save_state at " in error
+        assert not waits or "CheckpointSaveError: save_state() was called on the main process only" in error
+        assert took < 15
+    assert (tmp_path / "state" / "manifest.json").is_file()
+
+
+def only_some(folder: str, saving: list[int]) -> str:
+    from accel_state import CollectiveMismatchError
+
+    accelerator = accelerator_of()
+    build(accelerator, 0)
+    with pytest.raises(CollectiveMismatchError) as caught:
+        if accelerator.process_index in saving:
+            accelerator.save_state(folder)
+        else:
+            accelerator.gather(torch.ones(2))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("saving", [[1], [0, 1], [1, 2]])
+def test_any_other_mismatch_stays_an_error_on_all_ranks(tmp_path: Path, saving: list[int]) -> None:
+    for text in run(only_some, 3, str(tmp_path / "state"), saving):
+        assert "save_state" in text
+        assert re.search(r"gather( \(#1\))? at ", text)
+        assert "Every rank must call the same collectives in the same order." in text
+    assert not (tmp_path / "state").exists()
+
+
+def never_comes(folder: str) -> str:
+    from accel_state import set_collective_checks
+
+    accelerator = accelerator_of()
+    build(accelerator, 0)
+    set_collective_checks(report_after=0.5)
+    if accelerator.is_main_process:
+        import contextlib
+        import io
+
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            accelerator.save_state(folder)
+        accelerator.wait_for_everyone()
+        return said.getvalue()
+    time.sleep(2.5)  # so far nobody knows whether this rank comes
+    accelerator.wait_for_everyone()
+    return ""
+
+
+def test_a_save_that_waits_for_a_busy_rank_is_reported(tmp_path: Path) -> None:
+    report, _ = run(never_comes, 2, str(tmp_path / "state"))
+    assert "rank 0 has been waiting for" in report
+    assert "save_state at " in report
+    assert "not arrived: rank 1" in report
+    assert (tmp_path / "state" / "manifest.json").is_file()

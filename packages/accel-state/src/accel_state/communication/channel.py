@@ -120,13 +120,13 @@ class Channel:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         config = str(dist.get_backend_config(group))
-        self.device_types = {part.partition(":")[0] for part in config.split(",")}
-        self.device = torch.device("cpu") if "cpu" in self.device_types else device
+        self._device_types = {part.partition(":")[0] for part in config.split(",")}
+        self.device = torch.device("cpu") if "cpu" in self._device_types else device
         self.settings = settings
         self.failure: DistributedOperationException | None = None
         self._fatal_error: CollectiveMismatchError | None = None
         self._position: tuple[int, str | None, int] = (0, None, 0)
-        self._counters = _counters(group, self.device_types)
+        self._counters = _counters(group, self._device_types)
         self._issued_before = self._issued()
         self._entering = ""
         self._in_message = False
@@ -161,7 +161,7 @@ class Channel:
 
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which this group transfers tensors of ``device``."""
-        return device if device.type in self.device_types else self.device
+        return device if device.type in self._device_types else self.device
 
     # --- position of this rank; read by the watchdog ---
 

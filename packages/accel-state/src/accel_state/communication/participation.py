@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from accel_state.communication.channel import Channels
@@ -37,6 +38,7 @@ class Participation:
     Args:
         rank: this process's rank in the world.
         store: a client of the world's store.
+        device: of this process.
         channels: of this process. Without a watchdog every operation counts as called by all.
 
     Attributes:
@@ -44,13 +46,14 @@ class Participation:
         ranks: all ranks.
     """
 
-    def __init__(self, rank: int, store: Store, channels: Channels) -> None:
+    def __init__(self, rank: int, store: Store, device: torch.device, channels: Channels) -> None:
         world = channels.of(None)
         assert world is not None, "a world of one has no channels"
         self.name = "participation"
         self.ranks = world.ranks
         self._rank = rank
         self._channels = channels
+        self._on_cpu = device.type == "cpu"
         # A second PartialState in this world must not read what the first has left.
         generation = store.add(f"participation/{rank}", 1)
         self._store: Store = PrefixStore(f"participation/{generation}", store)
@@ -121,9 +124,7 @@ class Participation:
     def _compares(self, operation: str | None) -> bool:
         if operation in _ALWAYS_COMPARED:
             return True
-        world = self._world
-        on_cpu = world.check_cpu and world.device_types == {"cpu"}
-        return on_cpu and operation not in (None, "scatter")
+        return self._on_cpu and self._world.check_cpu and operation not in (None, "scatter")
 
     def _find_elsewhere(self, watchdog: Watchdog) -> list[RankStatus]:
         """The ranks that do not call; empty when all ranks have called."""
@@ -163,7 +164,8 @@ class Participation:
 
     def _look(self, watchdog: Watchdog) -> list[RankStatus]:
         """The ranks that do not call; empty while that is unknown of some rank."""
-        statuses = watchdog.ask(self)
+        self._world.raise_failure()
+        statuses = watchdog.ask(self._world)
         failed = [rank for rank in statuses if rank.gone not in (None, *ENDED)]
         if failed:
             listing = "\n".join(f"  {rank}" for rank in statuses)

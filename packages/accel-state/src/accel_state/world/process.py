@@ -446,7 +446,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "channels": channels,
         "participation": None
         if member is None or channels is None
-        else Participation(topology.rank, member.store, channels),
+        else Participation(topology.rank, member.store, device, channels),
     }
 
 
