@@ -25,23 +25,33 @@ class Replaced:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = {}
+        self._led_to: dict[int, list[int]] = {}  # keys of what a parameter is in the place of, by its `id`
 
     def add(self, old: Tensor, new: Tensor) -> None:
-        """`new` is in the place of `old` now."""
-        key = id(old)
-        self._found[key] = weakref.ref(old, lambda _: self._found.pop(key, None)), weakref.ref(new)
+        """`new` is in the place of `old` now, and of all that `old` replaced."""
+        key, successor = id(old), id(new)
+        latest = weakref.ref(new, lambda _: self._led_to.pop(successor, None))
+        keys = [key]
+        for earlier in self._led_to.pop(key, []):  # `old` may be gone when somebody asks for its successor
+            found = self._found.get(earlier)
+            if found is not None and found[1]() is old:
+                self._found[earlier] = found[0], latest
+                keys.append(earlier)
+        self._found[key] = weakref.ref(old, lambda _: self._found.pop(key, None)), latest
+        self._found.pop(successor, None)  # what is in a model has no successor
+        self._led_to.setdefault(successor, []).extend(keys)
 
     def successor(self, parameter: Tensor) -> Tensor | None:
         """What is in the place of `parameter` now; None if it was never replaced, or its model no longer exists."""
         found = self._found.get(id(parameter))
-        if found is None or found[0]() is not parameter:
-            return None
-        new = found[1]()
-        return None if new is None else self.successor(new) or new
+        return None if found is None or found[0]() is not parameter else found[1]()
 
     def __contains__(self, parameter: Tensor) -> bool:
         found = self._found.get(id(parameter))
         return found is not None and found[0]() is parameter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Replaced, ()  # parameters of a copy are other objects
 
     def relink(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer, and its state, the parameters that are in the models now.
