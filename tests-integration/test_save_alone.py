@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -296,11 +297,10 @@ def only_some(folder: str, saving: list[int]) -> str:
 
     accelerator = accelerator_of()
     build(accelerator, 0)
+    saves = accelerator.process_index in saving
+    call = partial(accelerator.save_state, folder) if saves else partial(accelerator.gather, torch.ones(2))
     with pytest.raises(CollectiveMismatchError) as caught:
-        if accelerator.process_index in saving:
-            accelerator.save_state(folder)
-        else:
-            accelerator.gather(torch.ones(2))
+        call()
     return str(caught.value)
 
 
