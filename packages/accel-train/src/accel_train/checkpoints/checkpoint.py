@@ -112,7 +112,7 @@ def save_model(
     each_node = accelerator.project_configuration.save_on_each_node
     writer = accelerator.process_index - accelerator.local_process_index if each_node else 0
 
-    def write() -> None:
+    def write(writer: int | None = None) -> None:
         uploads = accelerator.is_main_process
         accel_ckpt.save_model(
             extract_model_from_parallel(model, keep_torch_compile=False),
@@ -125,10 +125,10 @@ def save_model(
         )
 
     if push_to_hub is None:
-        write()
+        write(writer)  # the others return when it is complete
     else:
         accel_ckpt.run_together(
-            write,
+            lambda: write() if _writes(accelerator) else None,
             accel_ckpt.default_coordinator(),
             doing=f"uploading the model to {push_to_hub}",
             error=accel_ckpt.CheckpointSaveError,
