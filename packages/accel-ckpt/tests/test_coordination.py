@@ -157,7 +157,9 @@ def test_a_folder_that_a_rank_does_not_see_is_an_error(tmp_path):
             def exchange(value):
                 calls.append(1)
                 result = original(value)
-                return [(name, "not-the-token") for name, _ in result] if len(calls) == 1 else result
+                if len(calls) > 1:
+                    return result
+                return [((name, "not-the-token", prepared), error) for (name, _, prepared), error in result]
 
             coordinator.exchange = exchange
         return save(coordinator, tmp_path / "c")

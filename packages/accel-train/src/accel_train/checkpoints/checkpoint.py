@@ -82,7 +82,7 @@ def save_model(
     each_node = here.project.save_on_each_node
     writer = process.process_index - process.local_process_index if each_node else 0
 
-    def write() -> None:
+    def write(writer: int | None = None) -> None:
         uploads = process.is_main_process
         accel_ckpt.save_model(
             weights,
@@ -95,10 +95,10 @@ def save_model(
         )
 
     if push_to_hub is None:
-        write()
+        write(writer)  # the others return when it is complete
     else:
         accel_ckpt.run_together(
-            write,
+            lambda: write() if _writes(here) else None,
             accel_ckpt.default_coordinator(),
             doing=f"uploading the model to {push_to_hub}",
             error=accel_ckpt.CheckpointSaveError,

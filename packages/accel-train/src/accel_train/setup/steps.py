@@ -60,7 +60,7 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
     if device_map is not None and len(set(device_map.values())) > 1:
         return model
     devices = {tensor.device.type for tensors in (model.parameters(), model.buffers()) for tensor in tensors}
-    if devices <= {"cpu"} and device.type == "cpu":
+    if devices <= {"cpu"} and device.type == "cpu" and type(model).to is nn.Module.to:
         return model  # nothing can be elsewhere; walking the modules to find that out takes most of `prepare`
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
