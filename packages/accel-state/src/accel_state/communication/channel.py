@@ -489,8 +489,9 @@ class Channels:
         )
         if self._watchdog is None:
             self._watchdog = self._make_watchdog()
-            for group in self._watched if self._watchdog is not None else ():
-                self._watchdog.add(group)
+            if self._watchdog is not None:
+                for group in self._watched:
+                    self._watchdog.add(group)
         for channel in self._by_name.values():
             if channel.watchdog is None and self._watchdog is not None:
                 channel.watchdog = self._watchdog
@@ -544,7 +545,7 @@ def _counters(group: dist.ProcessGroup, device_types: Collection[str]) -> list[A
     found: list[Any] = []
     for device_type in sorted(device_types):
         try:
-            backend = group._get_backend(torch.device(device_type))
+            backend: Any = group._get_backend(torch.device(device_type))
             backend._get_sequence_number_for_group()
         except RuntimeError as error:  # no such backend here, or it does not count
             _logger.debug(
