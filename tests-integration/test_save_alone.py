@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 import warnings
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,9 +297,8 @@ def only_some(folder: str, saving: list[int]) -> str:
     accelerator = accelerator_of()
     build(accelerator, 0)
     saves = accelerator.process_index in saving
-    call = partial(accelerator.save_state, folder) if saves else partial(accelerator.gather, torch.ones(2))
     with pytest.raises(CollectiveMismatchError) as caught:
-        call()
+        accelerator.save_state(folder) if saves else accelerator.gather(torch.ones(2))
     return str(caught.value)
 
 
@@ -309,7 +307,7 @@ def test_any_other_mismatch_stays_an_error_on_all_ranks(tmp_path: Path, saving: 
     for text in run(only_some, 3, str(tmp_path / "state"), saving):
         assert "save_state" in text
         assert re.search(r"gather( \(#1\))? at ", text)
-        assert "Every rank must call the same collectives in the same order." in text
+        assert "Every rank must call the same collectives in the same order" in text
     assert not (tmp_path / "state").exists()
 
 

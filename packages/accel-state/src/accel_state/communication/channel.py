@@ -488,10 +488,10 @@ class Channels:
             now.mode if mode is None else mode, now.report_after if report_after is None else report_after
         )
         if self._watchdog is None:
-            self._watchdog = watchdog = self._make_watchdog()
-            if watchdog is not None:
+            self._watchdog = self._make_watchdog()
+            if self._watchdog is not None:
                 for group in self._watched:
-                    watchdog.add(group)
+                    self._watchdog.add(group)
         for channel in self._by_name.values():
             if channel.watchdog is None and self._watchdog is not None:
                 channel.watchdog = self._watchdog
@@ -545,8 +545,8 @@ def _counters(group: dist.ProcessGroup, device_types: Collection[str]) -> list[A
     found: list[Any] = []
     for device_type in sorted(device_types):
         try:
-            backend = group._get_backend(torch.device(device_type))
-            backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
+            backend: Any = group._get_backend(torch.device(device_type))
+            backend._get_sequence_number_for_group()
         except RuntimeError as error:  # no such backend here, or it does not count
             _logger.debug(
                 "group %s does not count collectives on %s: %s", group.group_name, device_type, error

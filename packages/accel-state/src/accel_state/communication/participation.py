@@ -10,6 +10,7 @@ continues when this one gets there. Programs whose ranks exchange messages of th
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -27,6 +28,7 @@ __all__ = ["Participation"]
 
 _FIRST_LOOK = 0.1
 """Seconds until the main process asks where the others are; usually all have called by then."""
+_WITHDRAWN = b"-"
 _logger = logging.getLogger(__name__)
 
 _ALWAYS_COMPARED = ("wait_for_everyone", "gather_object")
@@ -59,6 +61,7 @@ class Participation:
         self._store: Store = PrefixStore(f"participation/{generation}", store)
         self._world = world
         self._completed = 0
+        self._calls = 0
         self._operation: str | None = None
         self._thread = 0
         self._failure: CollectiveMismatchError | None = None
@@ -131,7 +134,8 @@ class Participation:
         self._world.raise_failure()
         here, count = f"{self._completed}/{self._rank}", f"{self._completed}/count"
         self._failure = None
-        self._store.set(here, "")
+        self._calls += 1
+        self._store.set(here, str(self._calls))
         called = self._store.add(count, 1)
         try:
             elsewhere = self._wait(watchdog, count) if called < len(self.ranks) else []
@@ -148,8 +152,12 @@ class Participation:
         # Each look reads the records of all ranks, and only the main process may go on alone.
         every = max(1.0, len(self.ranks) / 64) * (2 * _FIRST_LOOK if self._rank == 0 else 1.0)
         look_at = time.monotonic() + (_FIRST_LOOK if self._rank == 0 else every)
+        refused = f"refused/{self._rank}/{self._calls}"
         pause = 0.0002
         while self._store.add(count, 0) < len(self.ranks):
+            if self._store.check([refused]):
+                absent = json.loads(self._store.get(refused))
+                return [rank for rank in watchdog.ask(self._world) if rank.rank in absent]
             if time.monotonic() >= look_at:
                 elsewhere = self._look(watchdog)
                 if elsewhere:
@@ -173,19 +181,30 @@ class Participation:
                 f"{self._operation} cannot complete: rank {failed[0].rank} is gone ({failed[0].gone})\n{listing}"
             )
         self._some_ended = any(rank.gone is not None for rank in statuses)
-        # Asked after the positions were read, so that a rank that called meanwhile is found here.
-        absent = [
-            rank
-            for rank in statuses
-            if rank.rank != self._rank and not self._store.check([f"{self._completed}/{rank.rank}"])
-        ]
+        # Read after the positions, so that a rank that called meanwhile is found here, and one that is past because it
+        # has refused has said so before.
+        present = self._present()
+        absent = [rank for rank in statuses if rank.rank not in present]
         mine = watchdog.reach()
-        return absent if all(_is_past(rank, mine) for rank in absent) else []
+        unknown = not absent or not all(_is_past(rank, mine) for rank in absent)
+        if unknown or self._store.check([f"refused/{self._rank}/{self._calls}"]):
+            return []
+        for rank, call in present.items():
+            if rank != self._rank:  # it must not take this rank for one that did not call
+                self._store.set(f"refused/{rank}/{call}", json.dumps([status.rank for status in absent]))
+        return absent
+
+    def _present(self) -> dict[int, str]:
+        """The ranks that have called, with the number of their call."""
+        keys = {rank: f"{self._completed}/{rank}" for rank in self.ranks}
+        written = [rank for rank, key in keys.items() if self._store.check([key])]
+        calls = self._store.multi_get([keys[rank] for rank in written])
+        return {rank: call.decode() for rank, call in zip(written, calls, strict=True) if call != _WITHDRAWN}
 
     def _withdraw(self, here: str, count: str) -> None:
         """Undo the call, so that the next one finds the store as this one has."""
         try:
-            self._store.delete_key(here)
+            self._store.set(here, _WITHDRAWN.decode())
             self._store.add(count, -1)
         except RuntimeError as error:  # the process that hosts the store is gone, which raises elsewhere
             _logger.debug("could not withdraw: %s", error)
