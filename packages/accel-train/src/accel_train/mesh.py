@@ -81,8 +81,8 @@ class Mesh:
         return mesh
 
     def submesh(self, *names: str) -> DeviceMesh | None:
-        """The mesh of these dimensions, those with one rank left out; None if none is left."""
-        used = tuple(name for name in names if self.degrees[name] > 1)
+        """The mesh of these dimensions in its own order, those with one rank left out; None if none is left."""
+        used = tuple(name for name in sorted(names, key=DIMENSIONS.index) if self.degrees[name] > 1)
         return self.device_mesh[used] if used and self.device_mesh is not None else None
 
     def _ranks(self, alike: Collection[str], world_size: int, rank: int) -> Ranks:

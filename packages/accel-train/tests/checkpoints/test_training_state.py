@@ -9,10 +9,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ckpt import CheckpointNotFoundError, CorruptCheckpointError, Manifest, StateMismatchError
+from accel_ckpt import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    Manifest,
+    StateMismatchError,
+)
+from accel_state import PartialState
 from accel_train import Accelerator, GradScalerKwargs
 from accel_train.checkpoints import training_state
 from accel_train.checkpoints.training_state import read
+from testkit import worlds
 
 
 def build(accelerator, seed=0, width=4):
@@ -231,3 +238,91 @@ def test_nothing_is_changed_when_a_model_or_an_optimizer_does_not_fit(tmp_path, 
 )
 def test_fingerprints_of_odd_buffers(buffer):
     assert training_state._fingerprint(buffer) == training_state._fingerprint(buffer.clone())
+
+
+def test_collecting_changes_nothing_and_separates_what_ranks_share():
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2)
+    model, optimizer, scheduler, _ = build(accelerator)
+    accelerator.register_for_checkpointing(Held({"a": 1}))
+    accelerator.step = 3
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+    before = snapshot(model, optimizer, scheduler), model.weight.grad.clone()
+    shared, own = training_state.collect(accelerator._prepared)
+    assert sorted(shared) == ["custom_0", "optimizer_0", "progress", "scaler", "scheduler_0", "step"]
+    assert sorted(own) == ["buffers", "loader_0", "replicas", "rng", "windows"]
+    assert (shared["step"], shared["custom_0"]) == (3, {"a": 1})
+    assert shared["progress"] == {"save_iteration": 1, "optimizers": [{"skipped": False, "spent": False}]}
+    after = snapshot(model, optimizer, scheduler)
+    assert torch.equal(before[0][3], after[3]), "no random number was drawn"
+    assert torch.equal(before[1], model.weight.grad)
+    assert accelerator.save_iteration == 0
+
+
+class Failing:
+    """Has no state on rank 1."""
+
+    def state_dict(self):
+        if PartialState().process_index == 1:
+            raise KeyError("no state now")
+        return {}
+
+    load_state_dict = state_dict
+
+
+def collected_with_a_failure():
+    accelerator = Accelerator()
+    accelerator.register_for_checkpointing(Failing())
+    try:
+        training_state.collect(accelerator._prepared)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def test_collecting_that_fails_on_a_rank_fails_on_all():
+    (kind, message), own = worlds.run(collected_with_a_failure, 2)
+    assert kind == "CheckpointSaveError"
+    assert "collecting the training state" in message
+    assert "no state now" in message
+    assert own == ("KeyError", "'no state now'")
+
+
+def test_flags_and_counters_come_back(tmp_path):
+    scaling = GradScalerKwargs(init_scale=8.0)
+    accelerator = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+    model, optimizer, *_ = build(accelerator)
+    accelerator.backward(model(torch.ones(2, 4)).sum() * 1e30)
+    optimizer.step()
+    accelerator.step = 11
+    folder = accelerator.save_state(tmp_path / "state")
+    other = Accelerator(mixed_precision="fp16", kwargs_handlers=[scaling])
+    _, restored, *_ = build(other)
+    assert not restored.step_was_skipped
+    other.load_state(folder)
+    assert (restored.step_was_skipped, restored.gradients_spent) == (True, True)
+    assert other.step == 11
+
+
+@pytest.mark.parametrize("saved_with", ["no", "fp16"])
+def test_a_scaler_that_only_one_side_has_is_named(tmp_path, saved_with):
+    accelerator = Accelerator(mixed_precision=saved_with)
+    build(accelerator)
+    folder = accelerator.save_state(tmp_path / "state")
+    other = Accelerator(mixed_precision="fp16" if saved_with == "no" else "no")
+    build(other)
+    message = "it lacks scaler" if saved_with == "no" else "nothing was prepared or registered for its scaler"
+    with pytest.raises(StateMismatchError, match=message):
+        other.load_state(folder)
+
+
+def test_the_models_that_a_load_hook_left_are_paired_by_identity(tmp_path):
+    accelerator = Accelerator()
+    first, second = accelerator.prepare(nn.Linear(2, 2), nn.Linear(2, 2))
+    folder = accelerator.save_state(tmp_path / "state")
+    here = accelerator._prepared
+    saved = read(here, folder, allow_missing_rng=False, trust_custom_objects=False)
+    [(model, weights)] = training_state.fit(here, saved, [second], strict=True)
+    assert model is second
+    assert weights is saved.models[1]
+    pairs = training_state.fit(here, saved, [second, first], strict=True)
+    assert [model for model, _ in pairs] == [first, second], "in the order of preparation"

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_train import Accelerator
+from accel_ckpt import StateMismatchError
+from accel_train import Accelerator, AccumulationError
+from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, is_open, load
+from accel_train.strategies.base import Capabilities, Strategy
 
 
 def build(accelerator, seed=0, width=4):
@@ -77,3 +80,263 @@ def test_a_window_of_a_model_that_was_not_prepared_cannot_be_saved(tmp_path):
     with pytest.raises(RuntimeError, match="no part of a prepared model"):
         accelerator.save_state(tmp_path / "state")
     assert not (tmp_path / "state").exists()
+
+
+# Names
+
+
+class Shared(nn.Module):
+    """A weight under two names, and one that is inside a compiled part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2, bias=False)
+        self.second = nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+        self.part = torch.compile(nn.Linear(2, 1), backend="eager")
+
+
+def trained_of(models=(), optimizers=(), loaders=(), prepared=None):
+    return Trained(models, models if prepared is None else prepared, optimizers, loaders)
+
+
+def test_every_parameter_has_one_name_and_those_of_no_model_are_the_optimizers():
+    model, other, own = Shared(), nn.Linear(2, 1), nn.Parameter(torch.ones(1))
+    groups = [{"params": [model.first.weight]}, {"params": [other.bias, own]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    named = trained_of([model, other], [optimizer]).parameters()
+    assert {name: id(parameter) for name, parameter in named.items()} == {
+        "model_0.first.weight": id(model.first.weight),
+        "model_0.part.weight": id(model.part._orig_mod.weight),
+        "model_0.part.bias": id(model.part._orig_mod.bias),
+        "model_1.weight": id(other.weight),
+        "model_1.bias": id(other.bias),
+        "optimizer_0.1.1": id(own),
+    }
+
+
+def test_prepared_models_and_parts_of_models_are_found_again_by_name():
+    model, other = Shared(), nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
+    wrapper = nn.Sequential(other)
+    trained = trained_of([model, other], prepared=[model, wrapper])
+    named = {model: "prepared_0", wrapper: "prepared_1", other[1][0]: "model_1.1.0", other: "model_1."}
+    for module, name in named.items():
+        assert trained.name_of(module) == name
+        assert trained.model_called(name) is module
+    with pytest.raises(AccumulationError, match="given a Linear that is no part of a prepared model"):
+        trained.name_of(nn.Linear(1, 1))
+
+
+def test_a_skipping_loader_is_the_loader_it_was_made_of():
+    accelerator = Accelerator()
+    *_, loader = build(accelerator)
+    other = accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))
+    trained = trained_of(loaders=[loader, other])
+    assert [trained.number_of(item) for item in (loader, other)] == [0, 1]
+    assert trained.number_of(accelerator.skip_first_batches(other, 1)) == 1
+    assert trained.number_of(accelerator.prepare(DataLoader(TensorDataset(torch.ones(4, 1))))) is None
+
+
+# Saving and loading
+
+
+def dumped(accelerator):
+    return dump(accelerator._accumulator, trained_here(accelerator), accelerator.strategy)
+
+
+def trained_here(accelerator):
+    here = accelerator._prepared
+    return Trained(here.models, here.prepared_models, here.optimizers, here.loaders)
+
+
+def test_between_steps_nothing_is_open():
+    accelerator, _ = open_window(steps=1, taken=1)
+    assert is_open(dumped(accelerator)), "gradients wait for a step"
+    accelerator._optimizers[0].step()
+    tree = dumped(accelerator)
+    assert not is_open(tree)
+    assert (tree["windows"], tree["gradients"]) == ([], {})
+
+
+def test_a_window_is_open_also_before_its_first_gradient():
+    accelerator, (model, *_) = open_window(taken=0)
+    assert not is_open(dumped(accelerator))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.zeros(2, 4)).sum() * 0, num_items=1)
+    tree = dumped(accelerator)
+    assert is_open(tree)
+    assert tree["gradients"] == {"model_0.weight": "zeros", "model_0.bias": "zeros"}
+
+
+def test_a_window_by_hand_comes_back(tmp_path):
+    def begin():
+        accelerator = Accelerator(gradient_accumulation_steps=3)
+        return accelerator, build(accelerator)[0]
+
+    def micro(accelerator, model, number):
+        accelerator.backward(model(torch.full((2, 4), number + 1.0)).sum(), num_items=2 + number)
+
+    runs = []
+    for resumed in (False, True):
+        accelerator, model = begin()
+        with accelerator.no_sync(model):
+            micro(accelerator, model, 0)
+        if resumed:
+            folder = accelerator.save_state(tmp_path / "state")
+            accelerator, model = begin()
+            accelerator.load_state(folder)
+        micro(accelerator, model, 1)
+        runs.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_gradients_come_back_sparse(coalesced):
+    def begin():
+        accelerator = Accelerator(gradient_accumulation_steps=2)
+        return accelerator, accelerator.prepare(nn.Embedding(5, 2, sparse=True))
+
+    accelerator, model = begin()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.tensor([1, 3, 1])).sum())
+    if coalesced:
+        model.weight.grad = model.weight.grad.coalesce()
+    other, restored = begin()
+    load(other._accumulator, trained_here(other), dumped(accelerator))
+    gradient = restored.weight.grad
+    assert gradient.is_sparse
+    assert gradient.is_coalesced() is coalesced
+    assert torch.equal(gradient.to_dense(), model.weight.grad.to_dense())
+
+
+class Unsaved(Strategy):
+    """Cannot save inside a window."""
+
+    name = "unsaved"
+    capabilities = Capabilities(saves_windows=False)
+
+
+class Hiding(Strategy):
+    """Keeps gradients in a form of its own."""
+
+    name = "hiding"
+    capabilities = Capabilities(hides_gradients=True)
+
+
+def test_a_strategy_that_cannot_save_windows_says_so_and_saves_between_steps(register, tmp_path):
+    register(Unsaved)
+    accelerator = Accelerator(strategy="unsaved")
+    model, optimizer, *_ = build(accelerator)
+    accelerator.save_state(tmp_path / "first")
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    with pytest.raises(
+        AccumulationError, match=r"'unsaved' cannot save them\. Save after optimizer\.step\(\)"
+    ):
+        accelerator.save_state(tmp_path / "second")
+    assert not (tmp_path / "second").exists()
+    optimizer.step()
+    accelerator.save_state(tmp_path / "third")
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "continued_by", "same_ranks", "message"),
+    [
+        ("single", "single", True, None),
+        ("single", "single", False, None),
+        ("hiding", "hiding", True, None),
+        ("hiding", "hiding", False, r"form of the strategy 'hiding'; .* 'hiding' .* on another number of ranks"),
+        ("hiding", "single", True, r"form of the strategy 'hiding'; the strategy 'single' cannot continue"),
+        ("single", "hiding", True, r"form of plain tensors; the strategy 'hiding' cannot continue with them\. Cont"),
+    ],
+)  # fmt: skip
+def test_gradients_of_one_engine_are_not_taken_for_anothers(
+    register, saved_by, continued_by, same_ranks, message
+):
+    register(Hiding)
+    accelerator = Accelerator(strategy=saved_by)
+    model, *_ = build(accelerator)
+    closed = dumped(accelerator)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    tree = dumped(accelerator)
+    other = Accelerator(strategy=continued_by)
+    build(other)
+    arguments = trained_here(other), other.strategy
+    check(arguments[0], closed, arguments[1], same_ranks=same_ranks)  # between steps nothing has a form
+    if message is None:
+        check(arguments[0], tree, arguments[1], same_ranks=same_ranks)
+    else:
+        with pytest.raises(StateMismatchError, match=message):
+            check(arguments[0], tree, arguments[1], same_ranks=same_ranks)
+
+
+def test_gradients_of_parameters_that_are_not_here_are_named():
+    accelerator, _ = open_window()
+    with pytest.raises(
+        StateMismatchError, match=r"window for model_0\.bias, model_0\.weight, which no prepared"
+    ):
+        check(trained_of([nn.ReLU()]), dumped(accelerator), accelerator.strategy, same_ranks=True)
+
+
+# Another number of ranks
+
+
+def tree_of(gradient, items=0, weighted=False, micro_batches=1, models=("prepared_0",)):
+    """What one rank saved: one window, and a window by hand that was not used."""
+    window = {
+        "models": list(models), "micro_batches": micro_batches, "planned": 4, "backwards": 1, "items": items,
+        "weighted": weighted, "loader": None,
+    }  # fmt: skip
+    manual = {**window, "models": [], "micro_batches": 0, "backwards": 0, "items": 0, "weighted": False}
+    packed = {} if gradient is None else {"model_0.weight": gradient}
+    return {"averaged_over": 2, "windows": [window], "manual": manual, "gradients": packed}
+
+
+def value(tree):
+    return tree["gradients"]["model_0.weight"].tolist()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_mean_over_ranks_is_their_mean_for_any_number(ranks):
+    """Two ranks left 1 and 3. At the end gradients are averaged: each of the new ones brings 2."""
+    trees = [tree_of(torch.tensor([1.0])), tree_of(torch.tensor([3.0]))]
+    for rank in range(ranks):
+        found = for_other_ranks(trees, ranks, rank)
+        assert value(found) == [2.0]
+        assert found["averaged_over"] == ranks
+        assert found["windows"][0]["micro_batches"] == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("models", [("prepared_0",), ("model_0.",), ()])
+def test_a_sum_over_items_is_kept_and_items_are_counted_once(ranks, models):
+    """4.0 of 8 items in all: whatever the number of ranks, sums and counts over them stay."""
+    trees = [
+        tree_of(torch.tensor([1.0]), items=3, weighted=True, models=models),
+        tree_of(torch.tensor([3.0]), items=5, weighted=True, models=models),
+    ]
+    found = [for_other_ranks(trees, ranks, rank) for rank in range(ranks)]
+    assert sum(value(tree)[0] for tree in found) == 4.0
+    assert [tree["windows"][0]["items"] for tree in found] == [8] + [0] * (ranks - 1)
+
+
+def test_what_another_window_weighs_is_a_mean():
+    trees = [tree_of(torch.tensor([1.0]), items=3, weighted=True, models=["prepared_1"]) for _ in range(2)]
+    assert value(for_other_ranks(trees, 4, 0)) == [1.0]
+
+
+def test_zeros_sparse_and_missing_gradients_count_as_what_they_are():
+    sparse = {
+        "indices": torch.tensor([[1]]), "values": torch.tensor([6.0]), "size": [2], "coalesced": True
+    }  # fmt: skip
+    found = for_other_ranks([tree_of("zeros"), tree_of(sparse), tree_of(None)], 2, 1)
+    assert value(found) == [0.0, 2.0]
+    assert for_other_ranks([tree_of("zeros"), tree_of(None)], 2, 0)["gradients"] == {
+        "model_0.weight": "zeros"
+    }
+    assert for_other_ranks([tree_of(None), tree_of(None)], 2, 0)["gradients"] == {}
+
+
+def test_ranks_with_different_numbers_of_micro_batches_are_refused():
+    trees = [tree_of(None, micro_batches=1), tree_of(None, micro_batches=2)]
+    with pytest.raises(AccumulationError, match=r"held \[\[1\], \[2\]\] micro-batches\. 3 ranks cannot"):
+        for_other_ranks(trees, 3, 0)
