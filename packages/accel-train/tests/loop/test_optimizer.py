@@ -208,9 +208,9 @@ def test_steps_are_counted_while_somebody_asks():
 
 def test_flags_of_a_saved_run_come_back():
     ours, _ = wrapped(may_drop=False)
+    give_gradients(ours)
     ours.restore_flags(skipped=True, spent=True)
     assert (ours.step_was_skipped, ours.gradients_spent) == (True, True)
-    give_gradients(ours)
     ours.zero_grad()
     assert all(parameter.grad is None for parameter in parameters(ours))
 
