@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
-from accel_ckpt import Part
+from accel_ckpt import NamedModel, Part
 from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
 from accel_train.mesh import Mesh
 from accel_train.plugins import StrategyPlugin
@@ -182,11 +182,11 @@ class FakeEngine(Strategy):
         shape = engine.whole[name].shape
         return Part(rows, (engine.span(shape).start, *(0 for _ in shape[1:])), tuple(shape))
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """Rows as parts; buffers as they are."""
         engine = self._engine(model)
         if engine is None:
-            return super().model_state(model)
+            return super().model_state(model, named)
         names = {id(rows): name for name, rows in engine.rows.items()}
         state = engine.module.state_dict(keep_vars=True)
         named = accel_ckpt.canonical_state_dict(state, engine.module)
@@ -209,7 +209,9 @@ class FakeEngine(Strategy):
             for key, value in named.items()
         }
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Any:
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
         """States of rows as parts, like the rows."""
 
         def part(engine: Engine, name: str, value: Any) -> Any:
@@ -237,11 +239,11 @@ class FakeEngine(Strategy):
 
         super().load_optimizer_state(optimizer, self._mapped(tree, models, rows), models)
 
-    def _mapped(self, tree: Any, models: Sequence[nn.Module], change: Callable[..., Any]) -> Any:
+    def _mapped(self, tree: Any, models: Sequence[nn.Module | NamedModel], change: Callable[..., Any]) -> Any:
         """An optimizer's tree with the states of parameters of engines changed."""
         state = dict(tree["state"])
         for number, model in enumerate(models):
-            engine = self._engine(model)
+            engine = self._engine(model.module if isinstance(model, NamedModel) else model)
             for name in () if engine is None else engine.rows:
                 key = f"model_{number}.{name}"
                 if key in state:

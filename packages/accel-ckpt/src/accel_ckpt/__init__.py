@@ -60,6 +60,7 @@ __getattr__, __dir__, __all__ = attach(
             "set_module_tensor_to_device",
         ],
         "accel_ckpt.modules.ties": ["find_tied_parameters", "retie_parameters"],
+        "accel_ckpt.modules.named_model": ["NamedModel"],
         "accel_ckpt.modules.names": ["canonical_name", "canonical_names", "canonical_state_dict"],
         "accel_ckpt.optimizers": ["check_optimizer_state", "load_optimizer_state", "optimizer_state_by_name"],
         "accel_ckpt.parts": ["Part"],

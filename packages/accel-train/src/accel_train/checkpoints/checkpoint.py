@@ -13,7 +13,7 @@ from accel_ckpt.coordination import MainProcess
 from accel_ckpt.optimizers import steps_only
 from accel_ckpt.parts import is_divided, is_leaf
 from accel_train.checkpoints import accelerate_checkpoints, window_state
-from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, read
+from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, named_models, read
 from accel_train.errors import OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
@@ -127,11 +127,14 @@ def save_state(
     saver = here.saver
     ranks = _saving_ranks(here, asynchronous, when_busy)
     directory = _target(here, output_dir)
-    shared, own = collect(here, ranks)
+    named = named_models(here)
+    shared, own = collect(here, ranks, named)
     if isinstance(ranks, MainProcess):
         _check_complete(here, shared, own)
     strategy = here.plan.strategy
-    weights = [strategy.model_state(model) for model in here.prepared_models]
+    weights = [
+        strategy.model_state(model, name) for model, name in zip(here.prepared_models, named, strict=True)
+    ]
 
     def run_hooks(folder: Path) -> None:
         for hook in here.hooks.save.values():

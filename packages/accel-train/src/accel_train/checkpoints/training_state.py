@@ -19,6 +19,7 @@ from torch import nn
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
+from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.tensor_storage import as_bytes
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
@@ -28,7 +29,7 @@ from accel_train.errors import OptionError
 from accel_train.prepared import Prepared, Registered
 from accel_train.strategies.base import SavedModel
 
-__all__ = ["Pairs", "Saved", "apply", "collect", "fit", "read"]
+__all__ = ["Pairs", "Saved", "apply", "collect", "fit", "named_models", "read"]
 
 _logger = get_logger(__name__)
 
@@ -52,27 +53,33 @@ class Saved:
 # Collecting. Nothing here may change what the training does next.
 
 
-def collect(here: Prepared, ranks: accel_ckpt.Coordinator) -> tuple[dict[str, Any], dict[str, Any]]:
+def collect(
+    here: Prepared,
+    ranks: accel_ckpt.Coordinator | None = None,
+    named: Sequence[NamedModel] | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The shared trees, and this rank's own; of one moment. Collective: if it fails, then on every rank.
 
     Tensors in them are the training's own, so a save copies them before it lets the training go on.
 
     Args:
         here: what to save.
-        ranks: those that save; the main process alone where the others do not take part.
+        ranks: those that save; the main process alone where the others do not take part; None: all.
+        named: the models with their canonical names; None: they are worked out here.
     """
+    named = named_models(here) if named is None else named
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
 
     def work() -> dict[str, str]:
-        shared, own = _shared_trees(here), _rank_trees(here)
-        buffers = _replicated_buffers(here)
+        shared, own = _shared_trees(here, named), _rank_trees(here, named)
+        buffers = _replicated_buffers(here, named)
         marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
         found.append((shared, own, buffers, marks))
         return marks
 
     first, *_ = accel_ckpt.run_together(
         work,
-        ranks,
+        ranks or accel_ckpt.default_coordinator(),
         doing="collecting the training state",
         error=accel_ckpt.CheckpointSaveError,
     )
@@ -83,17 +90,21 @@ def collect(here: Prepared, ranks: accel_ckpt.Coordinator) -> tuple[dict[str, An
     return shared, own
 
 
-def _replicated_buffers(here: Prepared) -> dict[str, torch.Tensor]:
+def named_models(here: Prepared) -> list[NamedModel]:
+    """The prepared models; their canonical names are worked out once for all that uses this list."""
+    return [NamedModel(here.plan.strategy.plain(model)) for model in here.prepared_models]
+
+
+def _replicated_buffers(here: Prepared, named: Sequence[NamedModel]) -> dict[str, torch.Tensor]:
     """Buffers of models of which every rank has a copy, by name."""
     if here.process.num_processes == 1:
         return {}
     strategy = here.plan.strategy
     found: dict[str, torch.Tensor] = {}
-    for index, (plain, prepared) in enumerate(zip(here.models, here.prepared_models, strict=True)):
+    for index, (model, prepared) in enumerate(zip(named, here.prepared_models, strict=True)):
         if strategy.keeps_replicas(prepared):
-            buffers = dict(plain.named_buffers())
-            saved = accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
-            for name, buffer in accel_ckpt.canonical_state_dict(buffers, plain).items():
+            saved = model.state_dict()
+            for name, buffer in model.buffers().items():
                 if name in saved:
                     found[f"model_{index}.{name}"] = buffer
     return found
@@ -104,7 +115,7 @@ def _fingerprint(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(as_bytes(plain), digest_size=16).hexdigest()
 
 
-def _shared_trees(here: Prepared) -> dict[str, Any]:
+def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
     """The trees that are the same on every rank."""
     shared: dict[str, Any] = {
         "step": here.step,
@@ -117,7 +128,7 @@ def _shared_trees(here: Prepared) -> dict[str, Any]:
         },
     }
     for index, optimizer in enumerate(here.optimizers):
-        shared[f"optimizer_{index}"] = here.plan.strategy.optimizer_state(optimizer.optimizer, here.models)
+        shared[f"optimizer_{index}"] = here.plan.strategy.optimizer_state(optimizer.optimizer, named)
     for index, scheduler in enumerate(here.schedulers):
         shared[f"scheduler_{index}"] = scheduler.state_dict()
     scaler = here.plan.precision.state_dict(_inner_optimizers(here))
@@ -129,12 +140,12 @@ def _shared_trees(here: Prepared) -> dict[str, Any]:
     return shared
 
 
-def _rank_trees(here: Prepared) -> dict[str, Any]:
+def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
     """The trees that are this rank's own."""
     trees: dict[str, Any] = {"rng": get_rng_state()}
     for index, loader in enumerate(here.loaders):
         trees[f"loader_{index}"] = loader.state_dict()
-    trees["windows"] = window_state.dump(here.accumulator, _trained(here), here.plan.strategy)
+    trees["windows"] = window_state.dump(here.accumulator, _trained(here, named), here.plan.strategy)
     strategy = here.plan.strategy
     trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
     return trees
@@ -155,8 +166,8 @@ def _is_plain(state: Any) -> bool:
     return True
 
 
-def _trained(here: Prepared) -> window_state.Trained:
-    return window_state.Trained(here.models, here.prepared_models, here.optimizers, here.loaders)
+def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.Trained:
+    return window_state.Trained(here.models, here.prepared_models, here.optimizers, here.loaders, named)
 
 
 def _inner_optimizers(here: Prepared) -> list[torch.optim.Optimizer]:
@@ -389,6 +400,6 @@ def _restore_replicas(here: Prepared, replicas: Mapping[str, Any]) -> None:
     strategy = here.plan.strategy
     for model, state in zip(here.prepared_models, replicas.get("states", []), strict=False):
         strategy.load_window_state(model, state)
-    buffers = _replicated_buffers(here)
+    buffers = _replicated_buffers(here, named_models(here))
     for name, saved in replicas.get("buffers", {}).items():
         buffers[name].copy_(saved)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.modules.named_model import NamedModel, named_models
 from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
@@ -33,20 +34,21 @@ class Trained:
         prepared: the same as the script knows them.
         optimizers: the prepared optimizers.
         loaders: the prepared loaders.
+        named: the models with their canonical names, where these are worked out already.
     """
 
     models: Sequence[nn.Module]
     prepared: Sequence[nn.Module]
     optimizers: Sequence[AcceleratedOptimizer]
     loaders: Sequence[Any]
+    named: Sequence[NamedModel] = ()
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Everything that can have a gradient, by name, each once."""
         found: dict[str, nn.Parameter] = {}
         seen: set[int] = set()
-        for index, model in enumerate(self.models):
-            named = dict(model.named_parameters())
-            for name, parameter in accel_ckpt.canonical_state_dict(named, model).items():
+        for index, model in enumerate(self.named or named_models(self.models)):
+            for name, parameter in model.parameters().items():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[f"model_{index}.{name}"] = parameter

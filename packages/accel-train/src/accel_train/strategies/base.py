@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed, misfits, under_own_names
 from accel_ckpt.parts import is_divided, is_leaf, shape_of
 from accel_state.enums import DistributedType
@@ -321,10 +322,14 @@ class Strategy:
 
     # State
 
-    def model_state(self, model: nn.Module) -> dict[str, Any]:
-        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s."""
-        plain = self.plain(model)
-        return accel_ckpt.canonical_state_dict(plain.state_dict(), plain)
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
+
+        Args:
+            model: the prepared model.
+            named: its module, whose canonical names are worked out already.
+        """
+        return (named or NamedModel(self.plain(model))).state_dict()
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
         """Why saved weights cannot be loaded to a prepared model; reads and checks what loading will read.
@@ -369,7 +374,9 @@ class Strategy:
         """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts."""
         return self.model_state(model)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> Any:
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
         """An optimizer's state by parameter name; leaves as in `model_state`."""
         return accel_ckpt.optimizer_state_by_name(optimizer, models)
 
