@@ -252,7 +252,11 @@ def test_collecting_changes_nothing_and_separates_what_ranks_share():
     assert sorted(shared) == ["custom_0", "optimizer_0", "progress", "scaler", "scheduler_0", "step"]
     assert sorted(own) == ["buffers", "loader_0", "replicas", "rng", "windows"]
     assert (shared["step"], shared["custom_0"]) == (3, {"a": 1})
-    assert shared["progress"] == {"save_iteration": 1, "optimizers": [{"skipped": False, "spent": False}]}
+    assert shared["progress"] == {
+        "save_iteration": 1,
+        "optimizers": [{"skipped": False, "spent": False}],
+        "main_process_alone": False,
+    }
     after = snapshot(model, optimizer, scheduler)
     assert torch.equal(before[0][3], after[3]), "no random number was drawn"
     assert torch.equal(before[1], model.weight.grad)
