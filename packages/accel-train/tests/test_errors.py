@@ -8,7 +8,7 @@ from accel_train import errors
 
 
 @pytest.mark.parametrize("name", errors.__all__)
-def test_each_error_is_also_a_builtin_one_and_stands_in_the_tree(name):
+def test_each_error_is_also_a_builtin_one_and_in_the_tree(name):
     kind = getattr(errors, name)
     assert issubclass(kind, AccelError)
     [line] = [line for line in errors.__doc__.splitlines() if f"─ {name} " in line]

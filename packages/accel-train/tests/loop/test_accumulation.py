@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from accel_train import Accelerator, AccumulationError, AmbiguousLoaderError
+from accel_train.strategies.base import Capabilities, Strategy
 
 
 def setup(steps=2, sizes=(10,), **kwargs):
@@ -251,3 +252,151 @@ def test_the_planned_length_may_change_inside_a_window():
     reference = make()[0]
     reference(x).mean().backward()
     torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+
+
+# What a strategy declares
+
+
+class Planned(Strategy):
+    """Must know how many micro-batches a window holds when it opens, and notes what it is told."""
+
+    name = "planned"
+    capabilities = Capabilities(window="planned", num_items=False)
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.told = []
+
+    def begin_micro_batch(self, models, *, last, loss_factor):
+        self.told.append((list(models), last, loss_factor))
+
+    def end_micro_batch(self, models, *, last):
+        self.told.append((list(models), last))
+
+
+class Hiding(Strategy):
+    """Keeps gradients of open windows to itself."""
+
+    name = "hiding"
+    capabilities = Capabilities(hides_gradients=True)
+
+
+def test_a_strategy_is_told_of_every_micro_batch_and_of_the_factor_of_its_loss(register):
+    register(Planned)
+    accelerator, model, optimizer, [train] = setup(steps=2, sizes=(6,), strategy="planned")
+    for x in train:
+        micro_batch(accelerator, model, optimizer, x)
+    ends = [(False, 0.5), (True, 0.5), (True, 1.0)]
+    expected = [item for last, factor in ends for item in (([model], last, factor), ([model], last))]
+    assert accelerator.strategy.told == expected
+
+
+def test_without_a_name_all_models_are_in_the_micro_batch(register):
+    register(Planned)
+    accelerator, model, _, _ = setup(steps=1, strategy="planned")
+    other = accelerator.prepare(nn.Linear(1, 1))
+    with accelerator.accumulate():
+        pass
+    assert accelerator.strategy.told == [([model, other], True, 1.0), ([model, other], True)]
+
+
+def test_a_planned_window_needs_a_loader_that_tells_its_length(register):
+    register(Planned)
+    accelerator, model, optimizer, _ = setup(steps=2, strategy="planned")
+    train = accelerator.prepare(DataLoader(Stream(4), batch_size=2))
+    iterator = iter(train)  # the window belongs to the loader that is being iterated
+    x = next(iterator)
+    with pytest.raises(AccumulationError, match=r"'planned' must know how many .*Give the dataset a length"):
+        micro_batch(accelerator, model, optimizer, x)
+    accelerator.gradient_accumulation_steps = 1
+    assert micro_batch(accelerator, model, optimizer, x)
+
+
+def test_a_planned_window_cannot_become_another(register):
+    register(Planned)
+    accelerator, model, optimizer, _ = setup(steps=3, strategy="planned")
+    x = torch.ones(2, 1)
+    micro_batch(accelerator, model, optimizer, x)
+    accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(
+        AccumulationError, match=r"holds 2 micro-batches and 3 were planned .*'planned' cannot correct"
+    ):
+        micro_batch(accelerator, model, optimizer, x)
+
+
+def test_a_strategy_that_cannot_weigh_by_items_says_so(register):
+    register(Planned)
+    accelerator, model, _, _ = setup(steps=1, strategy="planned")
+    with pytest.raises(
+        AccumulationError, match=r"'planned' cannot weigh .*Call backward\(loss\) with the mean"
+    ):
+        accelerator.backward(model(torch.ones(1, 1)).sum(), num_items=1)
+
+
+def test_hidden_gradients_cannot_follow_the_loss_scale(register):
+    register(Hiding)
+    accelerator, model, _, _ = setup(steps=2, strategy="hiding")
+    accelerator._accumulator.rescale_pending(0.5)  # nothing waits
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(
+        AccumulationError, match=r"'hiding' cannot rescale those\. Step optimizers equally often"
+    ):
+        accelerator._accumulator.rescale_pending(0.5)
+
+
+# The two contracts
+
+
+def plain_gradient(model, loss):
+    copied = nn.Linear(1, 1)
+    copied.load_state_dict(model.state_dict())
+    loss(copied).backward()
+    return copied.weight.grad
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_window_of_items_is_one_big_batch(steps, tensors):
+    accelerator, model, _, _ = setup(steps=steps)
+    parts = [torch.arange(1.0, size + 1).view(-1, 1) for size in (4, 1, 3)[:steps]]
+    expected = plain_gradient(model, lambda copied: copied(torch.cat(parts)).square().mean())
+    for x in parts:
+        with accelerator.accumulate(model):
+            count = torch.tensor(len(x)) if tensors else len(x)
+            accelerator.backward(model(x).square().sum(), num_items=count)
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_a_window_without_items_has_gradients_of_zero(tensors):
+    accelerator, model, _, _ = setup(steps=2)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum(), num_items=torch.tensor(0) if tensors else 0)
+    assert torch.equal(model.weight.grad, torch.zeros(1, 1))
+
+
+def test_the_mean_of_a_window_by_hand():
+    accelerator, model, optimizer, _ = setup(steps=2)
+    x = torch.tensor([[1.0], [3.0]])
+    expected = plain_gradient(model, lambda copied: copied(x).square().mean())
+    with accelerator.no_sync(model):
+        accelerator.backward(model(x[:1]).square().sum())
+    accelerator.backward(model(x[1:]).square().sum())
+    torch.testing.assert_close(model.weight.grad, expected)
+    optimizer.step()
+    assert accelerator._accumulator.manual.backwards == 0, "the next backward opens a window"
+
+
+def test_gradients_may_be_dropped_before_the_first_backward_and_after_the_last():
+    accelerator, model, _, _ = setup(steps=2)
+    may_drop = accelerator._accumulator.may_drop_gradients
+    found = [may_drop()]
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            found.append(may_drop())
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            found.append(may_drop())
+        found.append(may_drop())
+    assert found == [True, True, False, False, False, True, True]

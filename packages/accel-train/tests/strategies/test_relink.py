@@ -160,7 +160,7 @@ def test_a_preparation_that_failed_notes_nothing():
 
 
 def test_state_goes_to_the_new_parameter():
-    """The training goes on as if nothing had been replaced."""
+    """The training continues as if nothing had been replaced."""
 
     def train(change):
         replaced, model = Replaced(), make()
@@ -216,7 +216,7 @@ def test_state_that_cannot_be_divided_is_refused_and_nothing_changes():
     assert snapshot(optimizer) == before
 
 
-def test_state_of_another_shape_than_the_parameter_goes_along():
+def test_state_of_another_shape_than_the_parameter_is_kept():
     """As factored moments have."""
     replaced, old, new = Replaced(), parameter(4, 2), parameter(8)
     replaced.add(old, new)
