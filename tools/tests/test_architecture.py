@@ -83,6 +83,7 @@ def test_the_tables_of_folders_name_their_modules_and_all_of_them():
     for folder in (
         "accel_bigmodel/streaming/",
         "accel_train/data/",
+        "accel_train/data/dispatch/",
         "accel_train/data/sampling/",
         "accel_state/launching/",
     ):

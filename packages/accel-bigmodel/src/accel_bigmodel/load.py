@@ -19,10 +19,10 @@ from accel_bigmodel.offload_cache import CacheFile, OffloadCache, check_folder
 from accel_ckpt.coordination import do_together
 from accel_ckpt.loading.load_model import (
     LoadReport,
+    LoadTarget,
     Placer,
     Request,
     Step,
-    Target,
     assign,
     converted,
     load_weights,
@@ -291,7 +291,7 @@ class MapPlacer(Placer):
         self._file: CacheFile | None = None
         self._stored: dict[str, Step] = {}
 
-    def home(self, target: Target) -> torch.device | None:
+    def home(self, target: LoadTarget) -> torch.device | None:
         """The device that the map gives; the CPU for tensors on disk."""
         return self._destination(target).home
 
@@ -340,7 +340,7 @@ class MapPlacer(Placer):
         if self._file is not None:
             self._file.abandon()
 
-    def finish(self, rest: Sequence[Target]) -> None:
+    def finish(self, rest: Sequence[LoadTarget]) -> None:
         """Map the tensors that were written to the cache, and move those that are not in the checkpoint."""
         if self._file is not None:
             if not self._file.is_there:
@@ -350,7 +350,7 @@ class MapPlacer(Placer):
                 assign(step.target, views[name])
         super().finish(rest)
 
-    def _destination(self, target: Target) -> _Destination:
+    def _destination(self, target: LoadTarget) -> _Destination:
         if len(target.names) == 1:
             return self._entry(target.names[0])
         return min(map(self._entry, target.names), key=lambda destination: destination.slowness)

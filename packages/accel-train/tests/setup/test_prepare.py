@@ -555,3 +555,13 @@ def test_on_an_accelerator_a_quantised_model_may_have_no_part_on_the_cpu(quantis
     )
     with pytest.raises(PrepareError, match="parts on cpu by its device_map"):
         module._check_device_map(here, model)
+
+
+def test_an_optimizer_that_is_given_twice_is_prepared_once():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(2, 2)
+    raw = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, first, second = accelerator.prepare(model, raw, raw)
+    assert first is second
+    assert accelerator.prepare(raw) is first
+    assert accelerator._optimizers == [first]

@@ -30,7 +30,7 @@ from accel_bigmodel.quantization.selection import (
     warn_of_unknown,
 )
 from accel_ckpt.errors import UninitializedTensorError
-from accel_ckpt.loading.load_model import Placer, Request, Step, Target, load_weights
+from accel_ckpt.loading.load_model import LoadTarget, Placer, Request, Step, load_weights
 from accel_ckpt.loading.weights import WeightSource
 from accel_ckpt.memory import mapped_file_of, trim_heap
 from accel_ckpt.modules.names import listed
@@ -162,7 +162,7 @@ class _QuantizingPlacer(Placer):
         self._packed = PackedWeights(source, self._linear, self._config.dtype)
         return self._packed
 
-    def home(self, target: Target) -> torch.device:
+    def home(self, target: LoadTarget) -> torch.device:
         """As the device map says."""
         return self._devices_of.of(target.names[0])
 
@@ -235,7 +235,7 @@ class _QuantizingPlacer(Placer):
             new = self._engine.quantize(layer.module, value.to(self.dtype(step)), home)
         self._replace(layer, new)
 
-    def finish(self, rest: Sequence[Target]) -> None:
+    def finish(self, rest: Sequence[LoadTarget]) -> None:
         """Quantise and convert tensors that are not in the checkpoint."""
         model = self._model
         self._packed = None

@@ -32,10 +32,10 @@ from accel_state.errors import DeviceError, NotAvailableError
 
 __all__ = [
     "LoadReport",
+    "LoadTarget",
     "Placer",
     "Request",
     "Step",
-    "Target",
     "assign",
     "converted",
     "load_checkpoint_in_model",
@@ -278,7 +278,7 @@ class Request:
 
 
 @dataclass(slots=True, eq=False)
-class Target:
+class LoadTarget:
     """A tensor of the model and all its names there."""
 
     tensor: torch.Tensor
@@ -295,7 +295,7 @@ class Step(NamedTuple):
     saved: torch.dtype
     nbytes: int
     """In the checkpoint."""
-    target: Target
+    target: LoadTarget
     home: torch.device
 
 
@@ -328,7 +328,7 @@ class Placer:
         """The weights as they are compared with the model; these: as they are saved."""
         return source
 
-    def home(self, target: Target) -> torch.device | None:
+    def home(self, target: LoadTarget) -> torch.device | None:
         """The device of a tensor; ``None``: it is not loaded here."""
         if self.device is not None:
             return self.device
@@ -376,7 +376,7 @@ class Placer:
     def abandon(self) -> None:
         """Called instead of ``finish`` after an error."""
 
-    def finish(self, rest: Sequence[Target]) -> None:
+    def finish(self, rest: Sequence[LoadTarget]) -> None:
         """Called when all that is read is in the model.
 
         Args:
@@ -393,7 +393,7 @@ def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> to
     return value if value.dtype == dtype and value.device == home else value.to(home, dtype)
 
 
-def assign(target: Target, value: torch.Tensor) -> None:
+def assign(target: LoadTarget, value: torch.Tensor) -> None:
     """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
     old = target.tensor
     if not old.is_meta:
@@ -488,9 +488,9 @@ def _fill_model(
 
 
 class _ModelTensors(NamedTuple):
-    targets: dict[str, Target]
+    targets: dict[str, LoadTarget]
     """What a state dict of the model holds, by canonical name; tied names share a target."""
-    hidden: list[Target]
+    hidden: list[LoadTarget]
     """Buffers that a state dict leaves out."""
     extra: dict[str, nn.Module]
     """Modules that take extra state, by its name in a state dict."""
@@ -500,8 +500,8 @@ def _tensors_of(model: nn.Module) -> _ModelTensors:
     check_is_module(model)
     reshard(model)
     modules = prefixed_modules(model)
-    found: dict[int, Target] = {}
-    targets: dict[str, Target] = {}
+    found: dict[int, LoadTarget] = {}
+    targets: dict[str, LoadTarget] = {}
     own_names: dict[str, str] = {}
     for kind in ("_parameters", "_buffers"):
         for prefix, canonical, module in modules:
@@ -514,7 +514,7 @@ def _tensors_of(model: nn.Module) -> _ModelTensors:
                     continue
                 target = found.get(id(tensor))
                 if target is None:
-                    target = found[id(tensor)] = Target(tensor, [prefix + leaf], [tensors])
+                    target = found[id(tensor)] = LoadTarget(tensor, [prefix + leaf], [tensors])
                 else:
                     target.names.append(prefix + leaf)
                     target.owners.append(tensors)
@@ -536,7 +536,7 @@ def _tensors_of(model: nn.Module) -> _ModelTensors:
     return _ModelTensors(targets, hidden, extra)
 
 
-def _refuse_unloadable(target: Target) -> None:
+def _refuse_unloadable(target: LoadTarget) -> None:
     name, tensor = target.names[0], target.tensor
     if is_lazy(tensor):
         raise UninitializedTensorError(
@@ -553,8 +553,8 @@ def _refuse_unloadable(target: Target) -> None:
 class _Plan:
     report: LoadReport
     steps: list[Step]
-    targets: dict[str, Target]
-    hidden: list[Target]
+    targets: dict[str, LoadTarget]
+    hidden: list[LoadTarget]
     extra: dict[str, nn.Module]
     """Name in the checkpoint → the module that takes this as its extra state."""
     ties: dict[tuple[str, str], str]

@@ -24,8 +24,8 @@ from accel_ckpt.memory import FileImage, HostBuffers
 from accel_ckpt.saving.commit import Contribution
 from accel_ckpt.saving.draft import StatePlan
 from accel_ckpt.saving.writer import (
+    FileLayout,
     FileRecord,
-    Layout,
     PlannedFile,
     about_tensors,
     lay_out,
@@ -63,7 +63,7 @@ class Staging:
     def __init__(self, plan: StatePlan, optimizers: Sequence[Stepping], buffers: HostBuffers) -> None:
         self._plan = plan
         self._buffers = buffers
-        self._images: dict[str, tuple[FileImage, Layout]] = {}
+        self._images: dict[str, tuple[FileImage, FileLayout]] = {}
         self._pickled: dict[str, io.BytesIO] = {}
         self._on_host: deque[tuple[torch.Tensor, FileImage, int]] = deque()
         self._streams: dict[torch.device, torch.Stream] = {}  # for what is copied while a device computes

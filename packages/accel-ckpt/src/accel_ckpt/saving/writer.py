@@ -21,9 +21,9 @@ from accel_ckpt.saving.blocks import BlockStream
 from accel_ckpt.tensor_storage import DTYPE_NAMES, as_bytes, compact, why_not_plain
 
 __all__ = [
+    "FileLayout",
     "FileRecord",
     "FileWriter",
-    "Layout",
     "PlannedFile",
     "about_tensors",
     "check_writable",
@@ -170,7 +170,7 @@ def write_safetensors_from(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FileLayout:
     """The layout of a safetensors file: header, and byte range of every tensor."""
 
     header: bytes
@@ -187,7 +187,7 @@ class Layout:
 
 def lay_out(
     about: Mapping[str, tuple[Sequence[int], torch.dtype]], metadata: Mapping[str, str] | None
-) -> Layout:
+) -> FileLayout:
     """Lay out a safetensors file for tensors of these shapes and dtypes."""
     entries, end = {}, 0
     for name in sorted(about, key=lambda name: _alignment_order(name, *about[name])):
@@ -198,7 +198,7 @@ def lay_out(
     header = json.dumps({**extra, **entries}, separators=(",", ":"), ensure_ascii=False).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     header = len(header).to_bytes(8, "little") + header
-    return Layout(header, entries, len(header) + end)
+    return FileLayout(header, entries, len(header) + end)
 
 
 def write_image(path: Path, image: FileImage, disk: Disk = LOCAL) -> FileRecord:

@@ -1,7 +1,7 @@
 """Data loaders for many processes: sharding by arithmetic, dispatch, device transfer, resume."""
 
 from accel_train.data.active_loaders import ActiveLoaders
-from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
 from accel_train.data.prepare import get_sampler, prepare_data_loader

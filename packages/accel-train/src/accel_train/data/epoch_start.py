@@ -18,7 +18,7 @@ from accel_train.data.iteration import Iteration
 from accel_train.data.loader import Indexes, PreparedLoader
 from accel_train.data.position import batches_of_stream, check_fits
 from accel_train.data.rng_replay import Randomness
-from accel_train.data.sampling.batches import Opening, Plan, plan_of
+from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
 from accel_train.data.sampling.index_streams import ArithmeticStream
 from accel_train.data.sampling.samplers import announce_epoch
 from accel_train.data.shared_reading import ReadingSource, begin_shared_reading
@@ -85,7 +85,7 @@ def _synchronize(loader: PreparedLoader, restored: Restored | None) -> None:
 
 
 def open_own_part(
-    loader: PreparedLoader, iteration: Iteration, plan: Plan | None, restored: Restored | None
+    loader: PreparedLoader, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None
 ) -> None:
     """Open what a rank reads that reads for itself."""
     if loader.ranks.repeats:
@@ -105,7 +105,11 @@ def open_own_part(
 
 
 def _open_indexes(
-    loader: PreparedLoader, indexes: Indexes, plan: Plan, iteration: Iteration, restored: Restored | None
+    loader: PreparedLoader,
+    indexes: Indexes,
+    plan: SamplerPlan,
+    iteration: Iteration,
+    restored: Restored | None,
 ) -> bool:
     """Open a map-style dataset; whether the iteration begins at the saved position."""
     resume = restored if loader.use_stateful_dataloader else None

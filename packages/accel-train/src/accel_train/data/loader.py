@@ -16,7 +16,13 @@ from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.position import check_fits
 from accel_train.data.rng_replay import Randomness, generators_of
-from accel_train.data.sampling.batches import Plan, ShardedBatchSampler, SkipBatchSampler, length_of, plan_of
+from accel_train.data.sampling.batches import (
+    SamplerPlan,
+    ShardedBatchSampler,
+    SkipBatchSampler,
+    length_of,
+    plan_of,
+)
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.samplers import (
     announce_epoch,
@@ -27,7 +33,7 @@ from accel_train.data.sampling.samplers import (
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
 from accel_train.data.stateful import StatefulReader, is_stateful
-from accel_train.data.transfer import DirectTransfer, Transfer
+from accel_train.data.transfer import BatchTransfer, DirectTransfer
 from accel_train.data.workers import Ending
 from accel_train.ranks import Ranks
 
@@ -102,7 +108,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     """Whether `skip_batches` counts for map-style datasets, too; otherwise their batch sampler skips."""
     reads_own_part: bool = False
     """Whether each rank reads for itself."""
-    transfer: Transfer | None = None
+    transfer: BatchTransfer | None = None
     may_pad: bool = False
     """Whether rows can be padding."""
     may_be_uneven: bool = False
@@ -495,7 +501,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         return self._iterator is not None if reader is None else reader.keeps_workers
 
     @abstractmethod
-    def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
+    def open_source(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> None:
         """Open what an iteration reads from, and fill it in; called by `begin_epoch`.
 
         Args:
@@ -519,5 +525,5 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         self.__dict__["stateful_reader"] = StatefulReader(self.dataset) if self.asks_dataset else None
         self._find_generators()
 
-    def _make_transfer(self) -> Transfer | None:
+    def _make_transfer(self) -> BatchTransfer | None:
         return None if self.device is None else DirectTransfer(self.device, self._non_blocking)

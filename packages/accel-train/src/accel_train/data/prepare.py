@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from accel_state.world.process import PartialState
 from accel_train.data.active_loaders import ActiveLoaders
-from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable import IterableDatasetShard, native_shard, parts_of
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.batches import ShardedBatchSampler, check_split

@@ -14,7 +14,7 @@ from accel_train.data.sampling.batches import (
     padded_rows,
     plan_of,
 )
-from accel_train.data.transfer import Transfer, choose_transfer
+from accel_train.data.transfer import BatchTransfer, choose_transfer
 
 __all__ = ["DataLoaderShard"]
 
@@ -34,7 +34,7 @@ class DataLoaderShard(PreparedLoader):
     def _shard(self) -> IterableDatasetShard | None:
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
-    def _make_transfer(self) -> Transfer | None:
+    def _make_transfer(self) -> BatchTransfer | None:
         return choose_transfer(
             self.device, non_blocking=self._non_blocking, background_workers=self.num_workers > 0
         )

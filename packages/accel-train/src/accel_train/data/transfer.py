@@ -9,10 +9,10 @@ from torch import Tensor
 
 from accel_state.trees import recursively_apply, send_to_device
 
-__all__ = ["DirectTransfer", "StreamTransfer", "Transfer", "choose_transfer"]
+__all__ = ["BatchTransfer", "DirectTransfer", "StreamTransfer", "choose_transfer"]
 
 
-class Transfer(Protocol):
+class BatchTransfer(Protocol):
     """Two halves of a move: what can be started early, and what must happen when the batch is returned."""
 
     ahead: bool
@@ -95,7 +95,7 @@ def _used_by(leaf: Tensor, stream: torch.Stream) -> Tensor:
 
 def choose_transfer(
     device: torch.device | None, *, non_blocking: bool, background_workers: bool
-) -> Transfer | None:
+) -> BatchTransfer | None:
     """How a loader's batches get to `device`; None when they stay where they are.
 
     The next batch is fetched ahead only when worker processes load: fetching ahead in this process would

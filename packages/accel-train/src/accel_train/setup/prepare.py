@@ -73,10 +73,12 @@ class _Objects:
         """Find what is new, and refuse what the strategy cannot prepare; changes nothing."""
         self._models = {place: self.results[place] for place in self._of_kind(nn.Module)}
         self._find_new_models()
-        known = {id(optimizer) for optimizer in self._here.optimizers}
-        self._fresh = [
-            place for place in self._of_kind(torch.optim.Optimizer) if id(self.results[place]) not in known
-        ]
+        seen = {id(_inner(optimizer)) for optimizer in self._here.optimizers}
+        for place in self._of_kind(torch.optim.Optimizer):
+            inner = id(_inner(self.results[place]))
+            if inner not in seen:
+                seen.add(inner)
+                self._fresh.append(place)
         self._check_together()
 
     def loaders(self) -> None:
@@ -102,6 +104,9 @@ class _Objects:
             self.results[place] = prepared
         for place, optimizer in zip(fresh, parts.optimizers, strict=True):
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
+        wrapped = {id(known.optimizer): known for known in here.optimizers}
+        for place in self._of_kind(torch.optim.Optimizer):
+            self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
         for place, model in self._models.items():
             if place not in new:
                 known_as = _known_as(here, strategy.plain(model))

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from accel_state.errors import ConfigError
 from accel_state.world.clusters.base import Cluster, Topology, read_int
 
-__all__ = ["SingleProcess"]
+__all__ = ["NoLauncher"]
 
 
-class SingleProcess(Cluster):
+class NoLauncher(Cluster):
     """No other cluster matched. Variables that announce more processes than this one raise instead of being ignored."""
 
     name = "single"

@@ -17,7 +17,7 @@ from accel_train.data.sampling.index_streams import (
     SingleIndexStream,
     SingleStream,
 )
-from accel_train.data.sampling.layout import Layout
+from accel_train.data.sampling.layout import BatchLayout
 from accel_train.data.sampling.permutations import (
     OrderSource,
     Record,
@@ -32,7 +32,7 @@ from accel_train.errors import DataError
 __all__ = [
     "BatchSamplerShard",
     "Opening",
-    "Plan",
+    "SamplerPlan",
     "ShardedBatchSampler",
     "SkipBatchSampler",
     "open_stream",
@@ -109,11 +109,11 @@ class ShardedBatchSampler(BatchSampler):
         """Number of batches of the shared batch sampler."""
         return len(self.batch_sampler)
 
-    def layout(self, total: int, start: int = 0) -> Layout:
+    def layout(self, total: int, start: int = 0) -> BatchLayout:
         """The rounds of an epoch of `total` samples, from position `start`."""
         size = 1 if self.batch_size is None else self.batch_size
         each = size // self.num_processes if self.split_batches else size
-        return Layout(
+        return BatchLayout(
             total=total,
             batch=each,
             ranks=self.num_processes,
@@ -123,7 +123,7 @@ class ShardedBatchSampler(BatchSampler):
             even=self.even_batches,
         )
 
-    def open(self, opening: Opening, plan: Plan | None = None) -> IndexStream:
+    def open(self, opening: Opening, plan: SamplerPlan | None = None) -> IndexStream:
         """Begin an epoch.
 
         Args:
@@ -222,7 +222,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplerPlan:
     """What torch's loader iterates, taken apart: a batch sampler, or a sampler of single indices.
 
     Args:
@@ -254,7 +254,7 @@ class Plan:
         position = opening.position or {}
         if source is not None and isinstance(sampler, BatchSampler):
             size = sampler.batch_size
-            layout = Layout(
+            layout = BatchLayout(
                 total=self.samples,
                 batch=size,
                 ranks=1,
@@ -280,7 +280,7 @@ class Plan:
         return stream
 
 
-def plan_of(sampler: Any) -> Plan:
+def plan_of(sampler: Any) -> SamplerPlan:
     """Take apart what torch's loader iterates."""
     skip = skip_base = 0
     while isinstance(sampler, SkipBatchSampler):
@@ -293,7 +293,7 @@ def plan_of(sampler: Any) -> Plan:
             skip_base += base.skip_batches
             base = base.batch_sampler
     source = _source_of(base)
-    return Plan(sampler, skip, skip_base, source, 0 if source is None else source.length())
+    return SamplerPlan(sampler, skip, skip_base, source, 0 if source is None else source.length())
 
 
 def open_stream(sampler: Any, opening: Opening) -> IndexStream:

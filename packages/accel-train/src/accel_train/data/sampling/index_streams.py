@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from accel_train.data.sampling.layout import Layout, clip_rows
+from accel_train.data.sampling.layout import BatchLayout, clip_rows
 from accel_train.data.sampling.permutations import Order, OrderSource, Record
 from accel_train.data.sampling.shared_seed import Sharing
 from accel_train.errors import DataError
@@ -118,7 +118,7 @@ class ArithmeticStream(IndexStream):
     """
 
     def __init__(
-        self, layout: Layout, source: OrderSource, sharing: Sharing, recorded: Record | None = None
+        self, layout: BatchLayout, source: OrderSource, sharing: Sharing, recorded: Record | None = None
     ) -> None:
         self.layout = layout
         self.record = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Layout", "clip_rows"]
+__all__ = ["BatchLayout", "clip_rows"]
 
 
 def clip_rows(real: int, batch: int, ranks: int) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ def clip_rows(real: int, batch: int, ranks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BatchLayout:
     """The rounds of one epoch.
 
     Args:

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.data import dispatch_cut
-from accel_train.data.dispatch_cut import pieces_of
+from accel_train.data.dispatch import cut
+from accel_train.data.dispatch.cut import pieces_of
 from accel_train.errors import DataError, DispatchError
 
 
 def cut_round(batches, first, ranks, **options):
-    return dispatch_cut.cut_round(batches, lambda: first, ranks, **options)
+    return cut.cut_round(batches, lambda: first, ranks, **options)
 
 
 def rows(*values):
@@ -46,9 +46,9 @@ def test_the_first_batch_is_only_asked_for_where_something_must_be_completed():
     def first():
         raise AssertionError("nothing to complete")
 
-    dispatch_cut.cut_round([rows(6, 7, 8), rows(9)], first, 2, split=False, last=True)
-    dispatch_cut.cut_round([rows(6, 7)], first, 2, split=True, last=False)
-    dispatch_cut.cut_round([rows(6, 7), rows(1)], first, 2, split=False, last=False)
+    cut.cut_round([rows(6, 7, 8), rows(9)], first, 2, split=False, last=True)
+    cut.cut_round([rows(6, 7)], first, 2, split=True, last=False)
+    cut.cut_round([rows(6, 7), rows(1)], first, 2, split=False, last=False)
 
 
 def test_the_tail_is_shared_out_evenly():

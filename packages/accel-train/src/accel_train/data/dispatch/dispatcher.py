@@ -9,15 +9,15 @@ import torch
 
 from accel_state.communication.scatter import Scatterer
 from accel_state.world.process import PartialState
-from accel_train.data.dispatch_cut import Round, cut_round
-from accel_train.data.dispatch_wire import Envelope, Kind, receive, send, send_error, send_stop
+from accel_train.data.dispatch.cut import Round, cut_round
+from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_error, send_stop
 from accel_train.data.epoch import Restored
 from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
 from accel_train.data.iteration import NOT_COUNTED, Iteration
 from accel_train.data.iterators import LoaderIterator, early_end
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.rng_replay import Randomness
-from accel_train.data.sampling.batches import Opening, Plan
+from accel_train.data.sampling.batches import Opening, SamplerPlan
 from accel_train.data.sampling.index_streams import ArithmeticStream, IndexStream
 from accel_train.data.sampling.permutations import OrderSource
 from accel_train.data.sampling.shared_seed import Alone
@@ -195,7 +195,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     # Beginning an iteration
 
-    def open_source(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> None:
+    def open_source(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> None:
         """Open what rank 0 reads, or the connection to rank 0."""
         assert isinstance(iteration, DispatchIteration), "a dispatcher begins only such iterations"
         iteration.several = self.ranks.world_size > 1
@@ -227,7 +227,7 @@ class DataLoaderDispatcher(PreparedLoader):
         iteration.first_base = base
         iteration.skipped = -(-base // each)
 
-    def _read(self, iteration: Iteration, plan: Plan | None, restored: Restored | None) -> _Reader:
+    def _read(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> _Reader:
         indexes, base = self.indexes, iteration.first_base
         state = source_to_load(self, restored if self.use_stateful_dataloader else None)
         passed: list[Any] = []

@@ -1,6 +1,6 @@
 import pytest
 
-from accel_train.data.dispatch_wire import (
+from accel_train.data.dispatch.wire import (
     Envelope,
     Kind,
     pack_error,
