@@ -14,6 +14,7 @@ from accel_ckpt import (
     run_together,
     save_training_state,
 )
+from accel_ckpt.coordination import MainProcess
 
 
 class Threads:
@@ -166,3 +167,20 @@ def test_a_folder_that_a_rank_does_not_see_is_an_error(tmp_path):
     assert "not visible here" in str(second)
     assert "rank 1: CheckpointSaveError" in str(first)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_main_process_saves_alone_what_a_larger_world_loads(tmp_path):
+    folder = save_training_state(
+        tmp_path / "state",
+        models=[{"w": torch.ones(3)}],
+        shared={"optimizer": {"m": torch.zeros(1 << 16)}},
+        per_rank={"rng": 7},
+        replicated=["optimizer"],
+        coordinator=MainProcess(4),
+    )
+    checkpoint = open_training_state(folder)
+    assert checkpoint.manifest.world_size == 4
+    assert checkpoint.manifest.ranks == (0,)
+    assert checkpoint.per_rank(0)["rng"] == 7
+    assert checkpoint.per_rank(3, allow_missing=True) is None
+    assert torch.equal(checkpoint.shared["optimizer"]["m"], torch.zeros(1 << 16))

@@ -434,3 +434,21 @@ def test_kill_9_leaves_the_checkpoint_before(tmp_path):
         BackgroundSaver().save(tmp_path / "c", models=[], shared={"step": 3}, per_rank={}).result()
     assert os.listdir(tmp_path) == ["c"]
     assert open_training_state(tmp_path / "c").shared["step"] == 3
+
+
+def test_one_rank_waits_without_asking_how_the_save_ended(tmp_path):
+    gate = Gate(OSError(28, "No space left on device"))
+    saver = BackgroundSaver(gate)
+    saver.make_room_alone()  # nothing to wait for
+    model, optimizer = build()
+    handle = save(saver, tmp_path / "c", model, optimizer)
+    with pytest.raises(SaveInProgressError, match="rank 0"):
+        saver.make_room_alone("refuse")
+    with pytest.raises(ValueError, match="'wait' or 'refuse'"):
+        saver.make_room_alone("queue")
+    threading.Timer(0.2, gate.opened.set).start()
+    saver.make_room_alone()
+    assert handle.done()
+    saver.make_room_alone("refuse")
+    with pytest.raises(CheckpointSaveError, match="No space left"):
+        saver.make_room()

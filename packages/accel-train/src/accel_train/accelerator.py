@@ -858,6 +858,9 @@ class Accelerator(ProcessView):
     ) -> Path | SaveHandle:
         """Save everything prepared and registered; the folder appears when it is complete.
 
+        All processes call it, or the main process alone, where every process has a replica of the models; the random
+        states of the others are derived on load then.
+
         Args:
             output_dir: the folder; unused with automatic naming.
             safe_serialization: weights as safetensors, or as files of `torch.save`.
@@ -871,7 +874,9 @@ class Accelerator(ProcessView):
             The folder, or with `asynchronous` a handle with `done()`, `result()`, `staged()` and `wait_staged()`.
 
         Raises:
-            CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed.
+            CheckpointSaveError: nothing was saved; or an earlier asynchronous save has failed; or the main process
+                calls alone where others hold parts of the state.
+            CollectiveMismatchError: only some processes call, and not the main process alone.
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
         return checkpoint.save_state(
