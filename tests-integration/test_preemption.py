@@ -429,7 +429,7 @@ def test_a_killed_rank_goes_on_from_the_newest_checkpoint_or_anew(launches, save
     assert "restarting all ranks (1 of 1)" in done.stderr
     for rank in range(size):
         assert [resumed for _, resumed in launches.starts(name, rank)] == [False, saved]
-    assert done.stderr.count("yet; training starts anew") == (1 if saved else 2)
+    assert done.stderr.count("yet; training starts from the beginning") == (1 if saved else 2)
     assert_same_run(launches, name, size, repeats=True)
 
 
