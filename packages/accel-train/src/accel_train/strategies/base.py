@@ -266,7 +266,8 @@ class Strategy:
         """Compute gradients. After the last backward of a window they are averaged over `self.loss`.
 
         Args:
-            models: the prepared models that are trained in this micro-batch.
+            models: the models that `accumulate()` names, or else all prepared ones. Scripts may train more than they
+                name, so an engine that reduces gradients by itself reduces those of all models that it prepared.
             loss: already multiplied by the factor of its micro-batch.
             pending: gradients of an open window, computed before this call, wait for a step.
             kwargs: arguments of `Tensor.backward`.
