@@ -223,8 +223,16 @@ class MappedShard:
         self.header = read_header(path)
         self._file: MappedFile | None = None
         if xxh3 is not None:
-            content = torch.frombuffer(self._map(), dtype=torch.uint8)
-            check_digest(path, _mapped_digest(content) or file_digest(path), xxh3)
+            self.verify(xxh3)
+
+    def verify(self, xxh3: str) -> None:
+        """Compare the content with a checksum; in the one pass that also brings it into memory.
+
+        Raises:
+            CorruptCheckpointError: it has another checksum.
+        """
+        content = torch.frombuffer(self._map(), dtype=torch.uint8)
+        check_digest(self.header.file, _mapped_digest(content) or file_digest(self.header.file), xxh3)
 
     def again(self) -> MappedShard:
         """The same file, to be mapped once more: writing to tensors of the one does not change those of the other."""

@@ -179,7 +179,7 @@ class TrainingCheckpoint:
         for path in files:
             shard = MappedShard(path)
             if not is_divided(shard.header):
-                self._check([path])
+                self._check.mapped(shard)
                 found |= {name: shard.tensor(name) for name in shard.header.entries}
                 found |= {alias: found[original] for alias, original in shard.header.aliases.items()}
         return found

@@ -14,7 +14,14 @@ from pathlib import Path
 import torch
 
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError
-from accel_ckpt.format.reader import TensorEntry, check_digest, file_digest, read_header, read_pickled
+from accel_ckpt.format.reader import (
+    MappedShard,
+    TensorEntry,
+    check_digest,
+    file_digest,
+    read_header,
+    read_pickled,
+)
 from accel_ckpt.format.sharding import Place, places_of
 from accel_ckpt.geometry import Box, overlap
 from accel_ckpt.loading.box_reads import BoxRead, read_boxes
@@ -47,6 +54,18 @@ class FileChecks:
             if expected is not None:
                 check_digest(path, file_digest(path), expected)
             self._checked.add(path)
+
+    def mapped(self, shard: MappedShard) -> None:
+        """The same for a file that is mapped, whose views are used next: hashing brings their pages into memory.
+
+        Raises:
+            CorruptCheckpointError: the file has changed.
+        """
+        path = shard.header.file
+        expected = None if path in self._checked else self._checksum(path.name)
+        if expected is not None:
+            shard.verify(expected)
+        self._checked.add(path)
 
 
 @dataclass(frozen=True, slots=True)
