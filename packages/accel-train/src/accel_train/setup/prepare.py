@@ -219,16 +219,12 @@ def _check_device_map(here: Prepared, model: nn.Module) -> None:
         return
     devices = sorted({str(device) for device in device_map.values()})
     quantised = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
-    away = [device for device in devices if device in ("cpu", "disk")]
-    if quantised and away and here.plan.device.type != "cpu":
+    untrained = ("disk",) if here.plan.device.type == "cpu" else ("cpu", "disk")
+    away = [device for device in devices if device in untrained]
+    if quantised and away:
         raise PrepareError(
             f"The quantised model has parts on {' and '.join(away)} by its device_map, where they cannot be trained. "
             "Load it with device_map={'': accelerator.device}."
-        )
-    if quantised and "disk" in away:
-        raise PrepareError(
-            "The quantised model has parts on disk by its device_map, where they cannot be trained. Load it with "
-            "device_map={'': accelerator.device}."
         )
     if len(devices) < 2 or here.process.num_processes == 1:
         return
