@@ -1,4 +1,4 @@
-"""None"""
+"""Collectives on tensors, nested data and objects, against what the data of the ranks say."""
 
 from __future__ import annotations
 

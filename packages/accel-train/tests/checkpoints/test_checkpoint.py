@@ -21,32 +21,7 @@ from accel_ckpt import (
 )
 from accel_ckpt.disk import LOCAL, Disk
 from accel_train import Accelerator, DataLoaderConfiguration, OptionError, ProjectConfiguration
-
-
-def build(accelerator, seed=0, width=4):
-    torch.manual_seed(seed)
-    model = nn.Linear(width, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    loader = DataLoader(TensorDataset(torch.randn(8, width)), batch_size=2, shuffle=True)
-    return accelerator.prepare(model, optimizer, scheduler, loader)
-
-
-def train(accelerator, model, optimizer, scheduler, loader):
-    for (x,) in loader:
-        accelerator.backward(model(x).mean())
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-
-
-def snapshot(model, optimizer, scheduler):
-    return (
-        [p.detach().clone() for p in model.parameters()],
-        [state["exp_avg"].clone() for state in optimizer.state.values()],
-        scheduler.scheduler.last_epoch,
-        torch.get_rng_state(),
-    )
+from testkit.small_run import build, snapshot, train
 
 
 def test_a_state_comes_back_whole(tmp_path):

@@ -9,15 +9,7 @@ from accel_ckpt import StateMismatchError
 from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, is_open, load
 from accel_train.strategies.base import Capabilities, Strategy
-
-
-def build(accelerator, seed=0, width=4):
-    torch.manual_seed(seed)
-    model = nn.Linear(width, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    loader = DataLoader(TensorDataset(torch.randn(8, width)), batch_size=2, shuffle=True)
-    return accelerator.prepare(model, optimizer, scheduler, loader)
+from testkit.small_run import build
 
 
 def open_window(steps=4, taken=2, seed=0, precision="no"):
