@@ -30,25 +30,25 @@ from testkit.conformance import (
     oracle,
     prepare_apart,
     save_whole_model,
+    strategies_installed,
     train,
     train_and_save,
     train_two,
     uneven,
     unwrapped,
-    use_installed,
 )
 
-use_installed()
-MEMBERS = STRATEGIES.names()
+with strategies_installed():
+    MEMBERS = {name: STRATEGIES.get(name) for name in STRATEGIES.names()}
 TOLERANCE = {"no": 1e-12, "bf16": 2e-2, "fp16": 5e-3}
 
 
 def ranks_of(name: str) -> list[int]:
-    return [2, 4] if STRATEGIES.get(name).capabilities.needs_process_group else [1]
+    return [2, 4] if MEMBERS[name].capabilities.needs_process_group else [1]
 
 
 def precisions_of(name: str) -> list[str]:
-    declared = STRATEGIES.get(name).capabilities.precisions
+    declared = MEMBERS[name].capabilities.precisions
     return [precision for precision in PRECISIONS.names() if declared is None or precision in declared]
 
 
@@ -95,7 +95,7 @@ def test_short_window(name, ranks):
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_items(name, ranks, accumulation):
     case = Case(name, accumulation=accumulation, items=True)
-    if STRATEGIES.get(name).capabilities.num_items:
+    if MEMBERS[name].capabilities.num_items:
         check(case, *run(case, ranks))
     else:
         with pytest.raises(worlds.RankError, match=f"AccumulationError.*{name}.*cannot weigh micro-batches"):
@@ -200,7 +200,7 @@ def test_gather_for_metrics(name, ranks, use_objects):
 def test_uneven(name, ranks):
     """A rank without data counts as a gradient of zero, or the strategy refuses."""
     case = Case(name, optimizer="SGD", rounds=3)
-    if ranks > 1 and not hasattr(STRATEGIES.get(name), "join"):
+    if ranks > 1 and not hasattr(MEMBERS[name], "join"):
         with pytest.raises(worlds.RankError, match=f"IncompatibleOptionsError.*{name}.*even_batches=True"):
             worlds.run(uneven, ranks, case)
         return
@@ -237,7 +237,7 @@ def test_undeclared_precisions_are_refused(name, ranks):
         pattern = f"IncompatibleOptionsError.*{name}.*cannot compute with mixed_precision='{precision}'"
         with pytest.raises(worlds.RankError, match=pattern):
             worlds.run(train, ranks, Case(name, precision))
-    assert refused or STRATEGIES.get(name).capabilities.precisions is None
+    assert refused or MEMBERS[name].capabilities.precisions is None
 
 
 @smallest
@@ -259,7 +259,7 @@ def test_resume(tmp_path, name, ranks, accumulation):
 @smallest
 def test_resume_inside_a_window(tmp_path, name, ranks):
     case = Case(name, accumulation=3)
-    if not STRATEGIES.get(name).capabilities.saves_windows:
+    if not MEMBERS[name].capabilities.saves_windows:
         with pytest.raises(worlds.RankError, match=rf"{name}.*cannot save them\. Save after optimizer\.step"):
             worlds.run(train_and_save, ranks, case, str(tmp_path / "state"), 2)
         assert not (tmp_path / "state").exists()
@@ -273,7 +273,7 @@ def test_resume_inside_a_window(tmp_path, name, ranks):
 
 
 def saves_hidden_gradients(name: str) -> bool:
-    capabilities = STRATEGIES.get(name).capabilities
+    capabilities = MEMBERS[name].capabilities
     return capabilities.hides_gradients and capabilities.saves_windows
 
 

@@ -7,7 +7,8 @@ update with plain PyTorch on one process, from all of them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,27 +121,31 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(trained, lr=0.02, eps=1e-2)
 
 
-def use_installed() -> None:
-    """Make the test kit's strategies known to this process the way installed packages are."""
-    if INSTALLED not in sys.path:
-        sys.path.insert(0, INSTALLED)
+@contextmanager
+def strategies_installed() -> Iterator[None]:
+    """Make the test kit's strategies known to this process the way installed packages are, inside the block only."""
+    sys.path.insert(0, INSTALLED)
+    try:
+        yield
+    finally:
+        sys.path.remove(INSTALLED)
 
 
 def make_accelerator(case: Case, **arguments: Any) -> Any:
     """An `Accelerator` of the case."""
     from accel_train import Accelerator, GradScalerKwargs
 
-    use_installed()
     selected = {} if case.strategy in ("single", "ddp") else {"strategy": case.strategy}
     # A scale at which no gradient overflows: a skipped step is a test of its own.
     scaling = GradScalerKwargs(init_scale=case.scale)
-    return Accelerator(
-        mixed_precision=case.precision,
-        gradient_accumulation_steps=case.accumulation,
-        kwargs_handlers=[scaling],
-        **selected,
-        **arguments,
-    )
+    with strategies_installed():
+        return Accelerator(
+            mixed_precision=case.precision,
+            gradient_accumulation_steps=case.accumulation,
+            kwargs_handlers=[scaling],
+            **selected,
+            **arguments,
+        )
 
 
 def micro_batch(case: Case, accelerator: Any, model: nn.Module, row: Any, record: Record) -> Tensor:
