@@ -251,10 +251,10 @@ __getattr__, __dir__, __all__ = attach(
             "GradientState",
             "is_initialized",
         ),
+        "accel_train.strategies.wrappers": ("is_compiled_module",),
         "accel_train.unwrap": (
             "extract_model_from_parallel",
             "has_compiled_regions",
-            "is_compiled_module",
         ),
     },
 )

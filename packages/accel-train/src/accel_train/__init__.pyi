@@ -220,8 +220,8 @@ from accel_train.state import is_initialized as is_initialized
 from accel_train.strategies.base import Capabilities as Capabilities
 from accel_train.strategies.base import Strategy as Strategy
 from accel_train.strategies.base import StrategyOptions as StrategyOptions
+from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions
-from accel_train.unwrap import is_compiled_module as is_compiled_module
 
 __all__: list[str]

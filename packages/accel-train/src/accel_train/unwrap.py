@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
-import torch
 from torch import nn
 
 from accel_train.precision.autocast import restore_forward
 from accel_train.state import newest_strategy
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.ddp import inside_parallel
+from accel_train.strategies.wrappers import innermost, inside_compiled, is_compiled_module
 
 __all__ = [
     "extract_model_from_parallel",
     "has_compiled_regions",
-    "is_compiled_module",
     "plain_module",
     "unwrap",
 ]
-
-
-def is_compiled_module(module: Any) -> bool:
-    """Whether `module` is what `torch.compile(model)` returns."""
-    return isinstance(module, torch._dynamo.OptimizedModule) if _dynamo_loaded() else False
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -34,11 +25,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def plain_module(model: nn.Module) -> nn.Module:
     """The user's own module inside wrappers of ddp and `torch.compile`, which stay as they are."""
-    while True:
-        inner = model._orig_mod if is_compiled_module(model) else inside_parallel(model)
-        if inner is model:
-            return model
-        model = inner  # type: ignore[assignment]
+    return innermost(model, inside_compiled, inside_parallel)
 
 
 def extract_model_from_parallel(
@@ -70,17 +57,15 @@ def unwrap(
 ) -> nn.Module:
     """`extract_model_from_parallel` for the models of a given strategy; None: for those that ddp wraps."""
     compiled = is_compiled_module(model)
-    outer: nn.Module = model._orig_mod if compiled else model  # type: ignore[assignment]
+    outer = inside_compiled(model)
     inner = _inside(strategy, outer)
     was_parallel = inner is not outer
-    inner_compiled = is_compiled_module(inner)
-    if inner_compiled and not keep_torch_compile:
-        inner = inner._orig_mod  # type: ignore[assignment]
+    if not keep_torch_compile:
+        inner = inside_compiled(inner)
     if recursive:
         _unwrap_children(strategy, inner)
     if not keep_fp32_wrapper:
-        plain = inner._orig_mod if is_compiled_module(inner) else inner
-        restore_forward(plain)  # type: ignore[arg-type]
+        restore_forward(inside_compiled(inner))
     if not keep_torch_compile:
         for item in inner.modules():
             if _compiled_in_place(item):
@@ -95,11 +80,7 @@ def unwrap(
 
 def _inside(strategy: Strategy | None, model: nn.Module) -> nn.Module:
     """The module inside all wrappers of a strategy, and of ddp."""
-    while True:
-        inner = inside_parallel(model if strategy is None else strategy.unwrap(model))
-        if inner is model:
-            return model
-        model = inner
+    return innermost(model, inside_parallel, *(() if strategy is None else (strategy.unwrap,)))
 
 
 def _unwrap_children(strategy: Strategy | None, module: nn.Module) -> None:
@@ -112,8 +93,3 @@ def _unwrap_children(strategy: Strategy | None, module: nn.Module) -> None:
 
 def _compiled_in_place(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _dynamo_loaded() -> bool:
-    # Importing torch._dynamo takes a second; nothing is compiled before it has been imported.
-    return "torch._dynamo" in sys.modules

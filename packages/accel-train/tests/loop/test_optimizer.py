@@ -174,7 +174,7 @@ def test_a_skipped_step_is_said_and_is_over_with_the_next():
     assert not ours.step_was_skipped
     assert ours.step() == "skipped"
     assert ours.step_was_skipped
-    ours.follow(*[getattr(wrapped()[0], name) for name in ("_accumulator", "_strategy")])
+    ours.follow(*[getattr(wrapped()[0], name) for name in ("optimizer", "_accumulator", "_strategy")])
     ours.step()
     assert not ours.step_was_skipped
 

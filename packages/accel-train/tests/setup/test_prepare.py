@@ -311,6 +311,20 @@ def test_an_optimizer_trains_the_parameters_that_preparation_put_into_the_model(
     torch.testing.assert_close(model.weight.detach(), before - 0.1)
 
 
+def test_an_optimizer_of_another_accelerator_steps_with_what_this_one_s_strategy_returned(register):
+    register(Copying)
+    model, optimizer = make()
+    before = model.weight.detach().clone()
+    theirs = Accelerator().prepare(optimizer)
+    accelerator = Accelerator(strategy="copying")
+    model, ours = accelerator.prepare(model, theirs)
+    assert ours is theirs
+    assert isinstance(ours.optimizer, Own)
+    accelerator.backward(model(torch.ones(1, 3, dtype=torch.float64)).sum())
+    ours.step()
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
 def test_a_scheduler_follows_its_own_optimizer_or_all():
     accelerator = Accelerator()
     optimizers = [torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2)]

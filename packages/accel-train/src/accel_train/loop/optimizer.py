@@ -61,8 +61,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if device_placement:
             move_state_to_parameters(optimizer)
 
-    def follow(self, accumulator: Accumulator, strategy: Strategy) -> None:
-        """Belong to the accelerator that prepared this optimizer last."""
+    def follow(self, optimizer: torch.optim.Optimizer, accumulator: Accumulator, strategy: Strategy) -> None:
+        """Belong to the accelerator that prepared this optimizer last, and wrap what its strategy returned for it."""
+        self.optimizer = optimizer
         self._accumulator = accumulator
         self._strategy = strategy
 

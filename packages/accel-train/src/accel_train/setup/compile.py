@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from accel_train.plugins import TorchDynamoPlugin
-from accel_train.unwrap import has_compiled_regions, is_compiled_module
+from accel_train.strategies.wrappers import is_compiled_module
+from accel_train.unwrap import has_compiled_regions
 
 __all__ = ["compile_model", "compile_regions", "repeated_blocks"]
 

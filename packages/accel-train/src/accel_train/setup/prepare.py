@@ -21,6 +21,7 @@ from accel_train.prepared import Prepared, mark_prepared
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
 from accel_train.strategies.relink import followed
+from accel_train.strategies.wrappers import inside_compiled
 
 __all__ = [
     "overridden_even_batches",
@@ -161,7 +162,7 @@ class _Objects:
         mark_prepared(prepared)
         plain = self._strategy.plain(prepared)
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
-        own = model if getattr(model, "_orig_mod", model) is plain else plain
+        own = model if inside_compiled(model) is plain else plain
         self._here.add_model(own, prepared)
 
     def _wrap_optimizer(
@@ -170,7 +171,7 @@ class _Objects:
         here = self._here
         if isinstance(given, AcceleratedOptimizer):  # another accelerator's
             wrapped = given
-            wrapped.follow(here.accumulator, self._strategy)
+            wrapped.follow(inner, here.accumulator, self._strategy)
         else:
             wrapped = AcceleratedOptimizer(
                 inner, device_placement=placed, accumulator=here.accumulator, strategy=self._strategy

@@ -21,6 +21,7 @@ from accel_ckpt.parts import is_divided, is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
+from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
     "Capabilities",
@@ -398,19 +399,10 @@ class Strategy:
 
     def plain(self, model: nn.Module) -> nn.Module:
         """The user's own module inside wrappers of this strategy and of `torch.compile`."""
-        while True:
-            inner = getattr(model, "_orig_mod", None) if _is_compiled(model) else self.unwrap(model)
-            if inner is None or inner is model:
-                return model
-            model = inner
+        return innermost(model, inside_compiled, self.unwrap)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    # What torch.compile returns has the wrapped module under this name; asking for the class imports torch._dynamo.
-    return "_orig_mod" in model._modules
 
 
 def _local(gradient: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_train.errors import PrepareError
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.wrappers import inside_compiled
 
 __all__ = ["DDPStrategy", "inside_parallel"]
 
@@ -74,7 +75,7 @@ class DDPStrategy(Strategy):
 
     def is_outdated(self, model: nn.Module) -> bool:
         """Whether a parameter that was frozen when the model was wrapped is trained now."""
-        return any(guard.first_unfrozen() is not None for guard in _guards_of(_inside_compiled(model)))
+        return any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model)))
 
     def release(self) -> None:
         """Forget wrappers that were not used yet."""
@@ -120,7 +121,7 @@ class DDPStrategy(Strategy):
 
     def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Torch's `Join` over the given models and optimizers."""
-        inner = [_inside_compiled(item) if isinstance(item, nn.Module) else item for item in joinables]
+        inner = [inside_compiled(item) if isinstance(item, nn.Module) else item for item in joinables]
         wrong = [type(item).__name__ for item in inner if not isinstance(item, Joinable)]
         if wrong:
             raise PrepareError(
@@ -178,13 +179,9 @@ def inside_parallel(model: nn.Module) -> nn.Module:
     )
 
 
-def _inside_compiled(model: nn.Module) -> nn.Module:
-    return getattr(model, "_orig_mod", model)
-
-
 def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper, compiled or not; None if the model has none."""
-    inner = _inside_compiled(model)
+    inner = inside_compiled(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
