@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from accel_train.mesh import Mesh
-from accel_train.setup.compile import repeated_blocks
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy
+from accel_train.strategies.blocks import repeated_blocks
 
 __all__ = ["FSDP2Witness"]
 

@@ -203,6 +203,7 @@ __getattr__, __dir__, __all__ = attach(
             "DDPCommunicationHookType",
             "DataLoaderConfiguration",
             "DistributedDataParallelKwargs",
+            "FullyShardedDataParallelPlugin",
             "GradScalerKwargs",
             "GradientAccumulationPlugin",
             "ProfileKwargs",

@@ -206,6 +206,7 @@ from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_train.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
+from accel_train.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import ProfileKwargs as ProfileKwargs

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from accel_train import Accelerator, TorchDynamoPlugin
-from accel_train.setup.compile import compile_model, compile_regions, repeated_blocks
+from accel_train.setup.compile import compile_model, compile_regions
+from accel_train.strategies.blocks import repeated_blocks
 from accel_train.strategies.wrappers import is_compiled_module
 from accel_train.unwrap import has_compiled_regions
 

@@ -49,7 +49,6 @@ class MissingEngine:
 
 
 MISSING_ENGINES = (
-    MissingEngine("FSDP", "fsdp", "distributed_type", "FSDP"),
     MissingEngine("DeepSpeed", "deepspeed", "distributed_type", "DEEPSPEED"),
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
     MissingEngine("TPU", "tpu", "distributed_type", "XLA"),

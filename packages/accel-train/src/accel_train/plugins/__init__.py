@@ -11,6 +11,7 @@ from accel_train.plugins.base import SectionPlugin, StrategyPlugin
 from accel_train.plugins.data_loader import DataLoaderConfiguration
 from accel_train.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
 from accel_train.plugins.dynamo import TorchDynamoPlugin
+from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
@@ -20,6 +21,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "ProfileKwargs",

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from accel_train.plugins import TorchDynamoPlugin
+from accel_train.strategies.blocks import repeated_blocks
 from accel_train.strategies.wrappers import is_compiled_module
 from accel_train.unwrap import has_compiled_regions
 
-__all__ = ["compile_model", "compile_regions", "repeated_blocks"]
+__all__ = ["compile_model", "compile_regions"]
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
@@ -53,17 +54,6 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         # nn.Module.__call__ runs this in place of _call_impl; one compiled function per kind is one cache per kind.
         block._compiled_call_impl = _Bound(compiled[kind], block)
     return module
-
-
-def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Members of every non-empty `ModuleList` whose members are all of one class, outermost lists only."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.ModuleList) and len(child) > 0 and len({type(item) for item in child}) == 1:
-            found.extend(child)
-        else:
-            found.extend(repeated_blocks(child))
-    return found
 
 
 def _call_of(kind: type[nn.Module]) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from accel_train.plugins import (
     GradScalerKwargs,
     StrategyPlugin,
 )
+from accel_train.plugins.launched import launched_plugin, launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
@@ -73,9 +74,11 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
-    name = strategy_name(given.strategy, process.num_processes)
+    config: Any = given.strategy if given.strategy is not None else launched_plugin(launched)
+    name = strategy_name(config, process.num_processes)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
+    _check_launched(launched, strategy_class)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -88,7 +91,6 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             scaler_kwargs=scaler.to_kwargs(),
         )
     )
-    config: Any = given.strategy
     if config is None or isinstance(config, str):
         config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
     mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
@@ -144,6 +146,17 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
             f"The environment asks for {engine.name} ({variable} is set), which is not available yet in this version. "
             f"Launch without it, or unset {variable}."
         )
+
+
+def _check_launched(launched: LaunchConfig, strategy: type[Strategy]) -> None:
+    """Refuse a strategy of the script that is not the one which the launcher asks for."""
+    asked = launched_plugin_type(launched)
+    if asked is None or strategy.distributed_type == launched.distributed_type:
+        return
+    raise IncompatibleOptionsError(
+        f"The launcher asks for {launched.distributed_type} (strategy {asked.strategy!r}) and the script for strategy "
+        f"{strategy.name!r}, and a run has one. Leave one of them out."
+    )
 
 
 def _check(

@@ -21,10 +21,12 @@ from accel_ckpt.parts import is_divided, is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
+from accel_train.strategies.gradients import any_divided, clip_by_norm, local_part, total_norm
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
     "Capabilities",
+    "DTypes",
     "DefersSync",
     "JoinsUneven",
     "ModelSteps",
@@ -67,8 +69,32 @@ class Capabilities:
     requires: tuple[str, ...] = ()
 
 
+class DTypes(Protocol):
+    """The dtypes of a precision; None: as they are. See `accel_train.precision.base.DTypePolicy`."""
+
+    @property
+    def param(self) -> torch.dtype | None:
+        """What parameters are stored in."""
+        ...
+
+    @property
+    def compute(self) -> torch.dtype | None:
+        """What forward and backward compute in."""
+        ...
+
+    @property
+    def reduce(self) -> torch.dtype | None:
+        """What gradients are reduced in."""
+        ...
+
+
 class PrecisionVerbs(Protocol):
     """What a strategy asks of the precision axis; see `accel_train.precision.base.Precision`."""
+
+    @property
+    def dtypes(self) -> DTypes:
+        """The dtypes, for strategies that cast by themselves."""
+        ...
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -285,7 +311,7 @@ class Strategy:
             factor: a number, or a 0-d tensor on the gradients' device.
         """
         gradients = {id(parameter): parameter.grad for parameter in parameters if parameter.grad is not None}
-        _multiply([_local(gradient) for gradient in gradients.values()], factor)
+        _multiply([local_part(gradient) for gradient in gradients.values()], factor)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Undo the loss scale of fp16 in an optimizer's gradients, once per step however often it is asked."""
@@ -295,10 +321,14 @@ class Strategy:
         self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Clip the norm of all gradients together; returns the norm before clipping, a plain 0-d tensor."""
+        if any_divided(parameters):
+            return clip_by_norm(parameters, max_norm, norm_type)
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         """Norm of all gradients together, a plain 0-d tensor; changes nothing."""
+        if any_divided(parameters):
+            return total_norm(parameters, norm_type)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type=norm_type)
 
@@ -403,12 +433,6 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator
-
-
-def _local(gradient: Tensor) -> Tensor:
-    """This rank's part of a `DTensor`; in-place changes of it change the `DTensor`."""
-    to_local = getattr(gradient, "to_local", None)
-    return gradient if to_local is None else to_local()
 
 
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:

@@ -1,0 +1,382 @@
+"""Options of fully sharded data parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from accel_state.config.sections.fsdp import FSDP_SHARDING_STRATEGIES, FsdpSection
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["FullyShardedDataParallelPlugin"]
+
+_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
+_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
+_HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_KEEPS_WHOLE = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+_DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "no": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+}
+_POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+
+
+@positional(
+    "fsdp_version",
+    "sharding_strategy",
+    "reshard_after_forward",
+    "backward_prefetch",
+    "mixed_precision_policy",
+    "auto_wrap_policy",
+    "cpu_offload",
+    "ignored_modules",
+    "state_dict_type",
+    "state_dict_config",
+    "optim_state_dict_config",
+    "limit_all_gathers",
+    "use_orig_params",
+    "param_init_fn",
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "cpu_ram_efficient_loading",
+    "transformer_cls_names_to_wrap",
+    "min_num_params",
+    "activation_checkpointing_offload",
+    "dp_replicate_size",
+    "checkpoint",
+)
+@dataclass(frozen=True, repr=False, eq=False)
+class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection):
+    """Shard parameters, gradients and optimizer states over ranks with `torch.distributed.fsdp.fully_shard` (FSDP2).
+
+    Passing one selects the strategy "fsdp2"; unset fields come from the launcher's environment. Configurations of
+    version 1 (`FullyShardedDataParallel`) are translated; `translations` says how.
+
+    Attributes:
+        fsdp_version: 2; 1 is accepted, and trains with version 2.
+        sharding_strategy: of version 1. FULL_SHARD and HYBRID_SHARD free gathered parameters after forward,
+            SHARD_GRAD_OP and HYBRID_SHARD_ZERO2 keep them until backward; the hybrid ones keep a replica of the model
+            on each machine.
+        reshard_after_forward: free gathered parameters after forward; a number of at least 2 reshards them over groups
+            of so many ranks. A name of version 1 is read as `sharding_strategy`.
+        backward_prefetch: of version 1; version 2 gathers the next parameters before they are needed (BACKWARD_PRE).
+        mixed_precision_policy: `MixedPrecisionPolicy`, a mapping with its fields, a dtype or its name for all of them,
+            or version 1's `MixedPrecision`; None: as `mixed_precision` of the `Accelerator` says.
+        auto_wrap_policy: which modules are sharded as one unit: "transformer_based_wrap" (classes by name),
+            "size_based_wrap", "no_wrap" (the model is one unit), a function from a module to whether it is a unit, or a
+            policy of `torch.distributed.fsdp.wrap`. None: the classes of `transformer_cls_names_to_wrap`, else the
+            model's `_no_split_modules`, else the repeated blocks of its `ModuleList`s.
+        cpu_offload: keep parameters, gradients and optimizer states in host memory between uses; also a
+            `CPUOffloadPolicy`.
+        ignored_modules: modules whose parameters stay whole on every rank: modules, or a regular expression that
+            matches their whole name.
+        state_dict_type: SHARDED_STATE_DICT or FULL_STATE_DICT; checkpoints are the same for both, and any number of
+            ranks loads them.
+        state_dict_config, optim_state_dict_config: of version 1; not taken, because state dicts are always on the CPU.
+        limit_all_gathers: of version 1; version 2 always does.
+        use_orig_params: of version 1; version 2 always has the original parameters.
+        param_init_fn: called with each module that has parameters on the meta device, after they have memory; None:
+            the module's `reset_parameters`.
+        sync_module_states: ranks start with rank 0's weights; False: the script makes them equal.
+        forward_prefetch: gather the parameters of the next unit while one computes in forward.
+        activation_checkpointing: recompute the activations of every unit in backward instead of storing them.
+        cpu_ram_efficient_loading: rank 0 has the weights and sends each rank its part; the others may have their
+            model on the meta device.
+        transformer_cls_names_to_wrap: names of the classes whose instances are units.
+        min_num_params: parameters from which on "size_based_wrap" makes a unit.
+        activation_checkpointing_offload: keep the inputs of checkpointed units in host memory.
+        dp_replicate_size: number of replicas of the model, each sharded over a part of the ranks (HSDP).
+        checkpoint: weights of a model that is on the meta device, as `load_checkpoint_in_model` takes them; each rank
+            reads the parts that it keeps.
+
+    Raises:
+        OptionError: a value that cannot be used.
+        IncompatibleOptionsError: two options exclude each other.
+        ConfigError: an option is unset and its variable holds a value that cannot be used.
+    """
+
+    strategy: ClassVar[str] = "fsdp2"
+    section: ClassVar[str] = "fsdp"
+    argument: ClassVar[str] = "fsdp_plugin"
+    when_unset: ClassVar[Mapping[str, Any]] = MappingProxyType(
+        {
+            "fsdp_version": 2,
+            "cpu_offload": False,
+            "state_dict_type": "SHARDED_STATE_DICT",
+            "sync_module_states": True,
+            "forward_prefetch": False,
+            "activation_checkpointing": False,
+            "activation_checkpointing_offload": False,
+            "cpu_ram_efficient_loading": False,
+            "min_num_params": 100_000_000,
+        }
+    )
+
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: str | Iterable[nn.Module] | None = None  # type: ignore[assignment]
+    state_dict_type: Any = None
+    transformer_cls_names_to_wrap: Any = None
+    mixed_precision_policy: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool = True
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    dp_replicate_size: int | None = None
+    checkpoint: str | Path | None = None
+
+    def check(self) -> Mapping[str, Any]:
+        """Refuse what cannot be used; give names, sharding and policies their normal form."""
+        if str(self.fsdp_version) not in ("1", "2"):
+            raise OptionError(
+                f"fsdp_version is {self.fsdp_version!r}; expected 2, or 1, which is translated."
+            )
+        for name in ("state_dict_config", "optim_state_dict_config"):
+            if getattr(self, name) is not None:
+                raise OptionError(
+                    f"{name}={type(getattr(self, name)).__name__}(…) is an option of FSDP version 1. Leave it out: "
+                    "get_state_dict() gives whole tensors in host memory, and checkpoints can be loaded by any number "
+                    "of ranks."
+                )
+        for name in (
+            "sync_module_states",
+            "forward_prefetch",
+            "activation_checkpointing",
+            "limit_all_gathers",
+        ):
+            self._check_truth(name)
+        for name in ("cpu_ram_efficient_loading", "activation_checkpointing_offload"):
+            self._check_truth(name)
+        sharding, reshard = self._read_sharding()
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise IncompatibleOptionsError(
+                "cpu_ram_efficient_loading=True sends rank 0's weights to the others, and sync_module_states=False keeps "
+                "each rank's own. Leave sync_module_states out."
+            )
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise IncompatibleOptionsError(
+                "activation_checkpointing_offload=True needs activation_checkpointing=True: it says where the inputs "
+                "of checkpointed modules are kept."
+            )
+        return {
+            "fsdp_version": 2,
+            "sharding_strategy": sharding,
+            "reshard_after_forward": reshard,
+            "backward_prefetch": _name_of("backward_prefetch", self.backward_prefetch, _PREFETCHES),
+            "auto_wrap_policy": self._read_wrap_policy(),
+            "cpu_offload": _read_offload(self.cpu_offload),
+            "ignored_modules": _read_ignored(self.ignored_modules),
+            "state_dict_type": self._read_state_dict_type(),
+            "transformer_cls_names_to_wrap": _read_names(self.transformer_cls_names_to_wrap),
+            "min_num_params": _read_count("min_num_params", self.min_num_params, 0),
+            "mixed_precision_policy": _read_precision(self.mixed_precision_policy),
+            "dp_replicate_size": self._read_replicas(sharding),
+        }
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether each machine keeps a replica of the model (HYBRID_SHARD of version 1)."""
+        return self.sharding_strategy in _HYBRID
+
+    @property
+    def translations(self) -> list[str]:
+        """What options of version 1 mean here, a sentence each."""
+        found = []
+        if self.sharding_strategy is not None:
+            where = ", with a replica of the model on each machine" if self.is_hybrid else ""
+            now = f"reshard_after_forward={self.reshard_after_forward}{where}"
+            found.append(f"sharding_strategy={self.sharding_strategy} is {now}")
+        if self.backward_prefetch in ("BACKWARD_POST", "NO_PREFETCH"):
+            found.append(
+                f"backward_prefetch={self.backward_prefetch} is not there; the next parameters are prefetched"
+            )
+        if self.use_orig_params is False:
+            found.append("use_orig_params=False is not there; parameters are always the original ones")
+        if not self.limit_all_gathers:
+            found.append("limit_all_gathers=False is not there; all-gathers are always limited")
+        return found
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """What `fully_shard` takes as `offload_policy`."""
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        if isinstance(self.cpu_offload, bool):
+            return (
+                CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+                if self.cpu_offload
+                else OffloadPolicy()
+            )
+        policy: OffloadPolicy = self.cpu_offload
+        return policy
+
+    def _check_truth(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(f"{name} takes True or False, got {type(value).__name__}: {value!r:.80}.")
+
+    def _read_sharding(self) -> tuple[str | None, bool | int]:
+        """The sharding strategy of version 1, if one was given, and `reshard_after_forward`."""
+        given = self.reshard_after_forward
+        if isinstance(given, str) and given.lower() in ("true", "false"):
+            given = given.lower() == "true"
+        sharding = _name_of("sharding_strategy", self.sharding_strategy, FSDP_SHARDING_STRATEGIES)
+        if given is not None and not isinstance(given, bool | int):
+            sharding = _name_of("reshard_after_forward", given, FSDP_SHARDING_STRATEGIES)
+            given = None
+        if sharding == "NO_SHARD":
+            raise OptionError(
+                "sharding_strategy=NO_SHARD keeps all parameters on every rank, which is data parallelism without "
+                "sharding. Leave the FSDP plugin (or --use_fsdp) out: several processes then train with ddp."
+            )
+        if given is None:
+            return sharding, sharding not in _KEEPS_WHOLE
+        if not isinstance(given, bool) and given < 2:
+            raise OptionError(
+                f"reshard_after_forward={given} is the size of the groups over which parameters are resharded after "
+                "forward; give at least 2, or True or False."
+            )
+        return sharding if sharding in _HYBRID else None, given
+
+    def _read_wrap_policy(self) -> Any:
+        policy = self.auto_wrap_policy
+        if policy is None or callable(policy):
+            return policy
+        return _name_of("auto_wrap_policy", policy, _POLICIES)
+
+    def _read_state_dict_type(self) -> str:
+        known = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
+        name = _name_of("state_dict_type", self.state_dict_type, known)
+        if name == "LOCAL_STATE_DICT":
+            raise OptionError(
+                "state_dict_type=LOCAL_STATE_DICT is of FSDP version 1; use SHARDED_STATE_DICT or FULL_STATE_DICT."
+            )
+        assert name is not None, "it has a default"
+        return name
+
+    def _read_replicas(self, sharding: str | None) -> int | None:
+        if self.dp_replicate_size is None:
+            return None
+        count = _read_count("dp_replicate_size", self.dp_replicate_size, 1)
+        if sharding in ("FULL_SHARD", "SHARD_GRAD_OP") and count > 1:
+            raise IncompatibleOptionsError(
+                f"dp_replicate_size={count} asks for replicas, and sharding_strategy={sharding} shards over all ranks. "
+                "Leave sharding_strategy out."
+            )
+        return count
+
+
+def _name_of(option: str, value: object, known: tuple[str, ...]) -> str | None:
+    """The name of a choice that is given as a name, a member of torch's enumeration, or a number from 1."""
+    if value is None:
+        return None
+    name = getattr(value, "name", None) or str(value).upper()
+    if (isinstance(value, int) and not isinstance(value, bool)) or name.isdigit():
+        number = int(name)
+        name = known[number - 1] if 0 < number <= len(known) else name
+    if name not in known:
+        raise OptionError(f"{option} is {value!r}; known: {', '.join(known)}.")
+    return str(name)
+
+
+def _read_offload(value: object) -> Any:
+    """True, False, or a policy of `fully_shard`."""
+    from torch.distributed.fsdp import OffloadPolicy
+
+    if isinstance(value, bool | OffloadPolicy):
+        return value
+    version_1 = getattr(value, "offload_params", None)
+    if isinstance(version_1, bool):
+        return version_1
+    raise ArgumentTypeError(
+        f"cpu_offload takes True, False or a CPUOffloadPolicy, got {type(value).__name__}: {value!r:.80}."
+    )
+
+
+def _read_ignored(value: str | Iterable[nn.Module] | None) -> str | tuple[nn.Module, ...] | None:
+    if value is None or isinstance(value, str):
+        try:
+            re.compile(value or "")
+        except re.error as error:
+            raise OptionError(f"ignored_modules={value!r} is no regular expression: {error}.") from error
+        return value or None
+    modules = tuple(value)
+    wrong = [item for item in modules if not isinstance(item, nn.Module)]
+    if wrong:
+        raise ArgumentTypeError(
+            f"ignored_modules takes modules, or a regular expression for their names, got {wrong[0]!r:.80}."
+        )
+    return modules
+
+
+def _read_names(value: str | Iterable[str] | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    names = value.split(",") if isinstance(value, str) else value
+    found = tuple(name.strip() for name in names if name.strip())
+    return found or None
+
+
+def _read_count(option: str, value: object, low: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise OptionError(f"{option} is {value!r}; expected a whole number of at least {low}.")
+    return value
+
+
+def _read_dtype(option: str, value: object) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    found = _DTYPES.get(str(value).removeprefix("torch."))
+    if found is None:
+        raise OptionError(f"{option} is {value!r}; expected a dtype, or one of {', '.join(_DTYPES)}.")
+    return found
+
+
+def _read_precision(value: Any) -> MixedPrecisionPolicy | None:
+    if value is None:
+        return None
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if isinstance(value, MixedPrecisionPolicy):
+        return value
+    if isinstance(value, str | torch.dtype):
+        dtype = _read_dtype("mixed_precision_policy", value)
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
+    if not isinstance(value, Mapping):  # MixedPrecision of version 1
+        if not hasattr(value, "param_dtype"):
+            raise ArgumentTypeError(
+                "mixed_precision_policy takes a MixedPrecisionPolicy, a mapping with its fields or a dtype, got "
+                f"{type(value).__name__}: {value!r:.80}."
+            )
+        value = {
+            "param_dtype": value.param_dtype,
+            "reduce_dtype": value.reduce_dtype,
+            "cast_forward_inputs": value.cast_forward_inputs or value.cast_root_forward_inputs,
+        }
+    unknown = value.keys() - set(_POLICY_FIELDS)
+    if unknown:
+        raise OptionError(
+            f"mixed_precision_policy has {', '.join(sorted(unknown))}; it takes {', '.join(_POLICY_FIELDS)}."
+        )
+    dtypes = {name: _read_dtype(name, value[name]) for name in _POLICY_FIELDS[:3] if name in value}
+    return MixedPrecisionPolicy(**dtypes, cast_forward_inputs=value.get("cast_forward_inputs", True))

@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism on `torch.distributed.fsdp.fully_shard`."""

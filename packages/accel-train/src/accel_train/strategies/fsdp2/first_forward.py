@@ -1,0 +1,33 @@
+"""A first forward under `torch.inference_mode()`, as an evaluation before the training has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = ["allow_inference_first"]
+
+
+def allow_inference_first(model: nn.Module) -> None:
+    """Let a divided model compute under `torch.inference_mode()` before anything else.
+
+    FSDP2 makes the memory for gathered parameters when they are gathered first. Made under inference mode, it could
+    not be filled outside of it any more. The hook costs nothing after the first forward.
+    """
+    handles: list[Any] = []
+
+    def gather_once(module: nn.Module, inputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        if not torch.is_inference_mode_enabled():
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in module.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.unshard()
+                    unit.reshard()
+
+    handles.append(model.register_forward_pre_hook(gather_once, prepend=True))

@@ -1,0 +1,157 @@
+"""First values of parameters that are about to be divided among ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import accel_ckpt
+from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_state.communication.collectives import broadcast, gather_object
+from accel_train.errors import PrepareError
+
+__all__ = ["Held", "Start", "agree", "read_parts"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank has of a model before it is divided.
+
+    Attributes:
+        outline: digest of the names, shapes and dtypes of parameters and buffers.
+        meta: names of those on the meta device.
+        kind: class of the model, for messages.
+    """
+
+    outline: str
+    meta: tuple[str, ...]
+    kind: str
+
+
+def agree(model: nn.Module) -> list[Held]:
+    """What every rank has of a model. Collective.
+
+    Raises:
+        PrepareError: on all ranks, if their models differ in names, shapes or dtypes.
+    """
+    tensors = list(_named_tensors(model))
+    text = "\n".join(f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for name, t in tensors)
+    meta = tuple(name for name, tensor in tensors if tensor.is_meta)
+    mine = Held(hashlib.blake2b(text.encode(), digest_size=16).hexdigest(), meta, type(model).__name__)
+    held: list[Held] = gather_object([mine])
+    odd = [rank for rank, other in enumerate(held) if other.outline != held[0].outline]
+    if odd:
+        raise PrepareError(
+            f"The model {held[0].kind} of rank 0 has other parameters or buffers than that of rank "
+            f"{', '.join(map(str, odd))} ({held[odd[0]].kind}): names, shapes, dtypes or requires_grad differ. Build "
+            "the same model on every rank before prepare()."
+        )
+    return held
+
+
+@dataclass
+class Start:
+    """Gives the tensors of one unit after the other their values, whole, just before the unit is divided.
+
+    Attributes:
+        device: where a unit is made.
+        sends: whether rank 0 sends its values to the others.
+        makes: whether no rank has values, so that modules make their own.
+        init: makes the values of a module's own parameters; None: its `reset_parameters`.
+    """
+
+    device: torch.device
+    sends: bool
+    makes: bool
+    init: Callable[[nn.Module], None] | None = None
+    _done: set[int] = field(default_factory=set)
+
+    @torch.no_grad()
+    def fill(self, unit: nn.Module) -> None:
+        """Give memory and values to what the unit holds itself, without the units inside it."""
+        modules = [module for module in unit.modules() if id(module) not in self._done]
+        self._done.update(map(id, modules))
+        empty = _materialise(modules, self.device)
+        if self.makes:
+            for module in empty:
+                self._make(module)
+        if self.sends:
+            tensors = [tensor.detach() for tensor in _distinct(modules)]
+            if tensors:
+                broadcast(tensors)
+
+    def _make(self, module: nn.Module) -> None:
+        make = self.init or getattr(type(module), "reset_parameters", None)
+        if make is None:
+            raise PrepareError(
+                f"{type(module).__name__} has parameters on the meta device and no reset_parameters(), so nothing says "
+                "which values they start with. Pass FullyShardedDataParallelPlugin(param_init_fn=…), or "
+                "checkpoint=… to read them."
+            )
+        make(module)
+
+
+def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device) -> None:
+    """Give the parts of a divided model on the meta device memory, and read them; each rank reads what it keeps.
+
+    Raises:
+        PrepareError: a buffer on the meta device that no checkpoint holds.
+        StateMismatchError: names or shapes of the checkpoint are not the model's.
+    """
+    real: list[tuple[nn.Module, str, Tensor]] = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                real.append((module, name, buffer))
+            elif buffer is not None and name in module._non_persistent_buffers_set:
+                raise PrepareError(
+                    f"The buffer {prefix}.{name} is on the meta device, and checkpoints do not hold it. Build the model "
+                    "with init_empty_weights(include_buffers=False), so that buffers have values."
+                )
+    ties = find_tied_parameters(model)
+    model.to_empty(device=device)
+    retie_parameters(model, ties)
+    for module, name, buffer in real:
+        module._buffers[name] = buffer.to(device)
+    accel_ckpt.load_checkpoint_in_model(model, checkpoint)
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _distinct(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The modules' own tensors, tied ones once, in an order that is the same on every rank."""
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                found.setdefault(id(tensor), tensor)
+    return list(found.values())
+
+
+def _materialise(modules: Iterable[nn.Module], device: torch.device) -> list[nn.Module]:
+    """Put empty tensors in the place of those on the meta device; returns the modules that had any."""
+    made: dict[int, Tensor] = {}
+    empty: list[nn.Module] = []
+    for module in modules:
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if not empty or empty[-1] is not module:
+                    empty.append(module)
+                new = made.get(id(tensor))
+                if new is None:
+                    new = torch.empty_like(tensor, device=device)
+                    if isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    made[id(tensor)] = new
+                tensors[name] = new  # type: ignore[assignment]
+    return empty

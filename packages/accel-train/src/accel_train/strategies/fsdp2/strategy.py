@@ -1,0 +1,193 @@
+"""Fully sharded data parallelism: every rank holds a part of each parameter, gradient and optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from accel_state.enums import DistributedType
+from accel_state.log import get_logger
+from accel_state.world.process import PartialState
+from accel_train.errors import IncompatibleOptionsError
+from accel_train.mesh import Mesh
+from accel_train.plugins import FullyShardedDataParallelPlugin
+from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.fsdp2.activations import checkpoint_blocks
+from accel_train.strategies.fsdp2.first_forward import allow_inference_first
+from accel_train.strategies.fsdp2.start import Held, Start, agree, read_parts
+from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
+from accel_train.strategies.gradients import average
+
+__all__ = ["FSDP2Strategy"]
+
+_logger = get_logger(__name__)
+
+
+class FSDP2Strategy(Strategy):
+    """Parameters are gathered unit by unit while they compute; gradients are reduced to the ranks' parts."""
+
+    name: ClassVar[str] = "fsdp2"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        needs_process_group=True, hides_gradients=True, saves_windows=False
+    )
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
+        self._whole: list[nn.Parameter] = []  # that every rank holds: those of ignored modules
+        self._holds_back = False
+        for translation in self.plugin.translations:
+            _logger.warning_once("FSDP version 1: %s", translation)
+
+    @classmethod
+    def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
+        """All ranks read different samples; each replica of the model is divided among `dp_shard` of them."""
+        plugin: FullyShardedDataParallelPlugin = config or FullyShardedDataParallelPlugin()
+        replicas = plugin.dp_replicate_size
+        if replicas is None:
+            replicas = PartialState().topology.num_nodes if plugin.is_hybrid else 1
+        if world_size % replicas or world_size == replicas:
+            raise IncompatibleOptionsError(
+                f"dp_replicate_size={replicas}: {world_size} processes cannot hold {replicas} replicas of the model "
+                f"that are each divided among several. Choose a number below {world_size} that divides it."
+            )
+        degrees = {"dp_replicate": replicas, "dp_shard": world_size // replicas}
+        return Mesh(degrees, device.type, world_size, rank)
+
+    # Preparing
+
+    def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
+        """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
+        model = steps.convert(model)
+        plain = self.plain(model)
+        if not isinstance(plain, FSDPModule):
+            self._divide(plain)
+        return steps.compile(model)
+
+    def _divide(self, model: nn.Module) -> None:
+        plugin = self.plugin
+        units = find_units(model, plugin)
+        ignored = ignored_parameters(model, plugin.ignored_modules)
+        held = agree(model)
+        start = self._start(held)
+        if plugin.activation_checkpointing:
+            checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
+        reshard = plugin.reshard_after_forward
+        for unit in [*units, model]:
+            if start is not None:
+                start.fill(unit)
+            fully_shard(
+                unit,
+                mesh=self.options.mesh.submesh("dp_replicate", "dp_shard"),
+                # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
+                reshard_after_forward=None if unit is model and reshard else reshard,
+                mp_policy=self._precision_policy(),
+                offload_policy=plugin.offload_policy,
+                ignored_params=ignored,
+            )
+        if start is None and plugin.checkpoint is not None:
+            device = torch.device("cpu") if plugin.cpu_offload else self.options.device
+            read_parts(model, plugin.checkpoint, device)
+        if plugin.forward_prefetch:
+            _prefetch(units)
+        allow_inference_first(model)
+        self._whole += [parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")]
+
+    def _start(self, held: list[Held]) -> Start | None:
+        """How tensors get their values; None: each rank reads its parts from files."""
+        makes = bool(held[0].meta)
+        if makes and self.plugin.checkpoint is not None:
+            return None
+        sends = bool(self.plugin.sync_module_states) or any(rank.meta for rank in held)
+        return Start(self.options.device, sends, makes, self.plugin.param_init_fn)
+
+    def _precision_policy(self) -> MixedPrecisionPolicy:
+        if self.plugin.mixed_precision_policy is not None:
+            policy: MixedPrecisionPolicy = self.plugin.mixed_precision_policy
+            return policy
+        dtypes = self.precision.dtypes
+        if dtypes.compute is None:
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce or torch.float32)
+
+    # One micro-batch
+
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """Hold back the reduction of all but the last micro-batch: gradients stay whole until then."""
+        if not last and not self.options.sync_each_batch:
+            self._set_sync(models, False)
+            self._holds_back = True
+
+    def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
+        """Reduce again."""
+        if not last and not self.options.sync_each_batch:
+            self._set_sync(models, True)
+            self._holds_back = False
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """The engine reduces in backward; what it does not manage is averaged afterwards."""
+        super().backward(models, loss, pending=pending, kwargs=kwargs)
+        if self._whole and not self._holds_back:
+            average([parameter for parameter in self._whole if parameter.requires_grad], self.loss)
+
+    def _set_sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+        for model in models:
+            plain = self.plain(model)
+            if isinstance(plain, FSDPModule):
+                plain.set_requires_gradient_sync(enabled)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside keep whole gradients on this rank; the next one outside reduces all."""
+        self._set_sync([model], False)
+        self._holds_back = True
+        try:
+            yield
+        finally:
+            self._set_sync([model], True)
+            self._holds_back = False
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Reduce in backward passes inside, although `no_sync` is in force."""
+        self._set_sync([model], True)
+        held, self._holds_back = self._holds_back, False
+        try:
+            yield
+        finally:
+            self._set_sync([model], not held)
+            self._holds_back = held
+
+    def release(self) -> None:
+        """Forget the parameters that it averages."""
+        self._whole.clear()
+
+    # State
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """Whole tensors in host memory, gathered one after the other on every rank."""
+        return {name: _whole(value) for name, value in self.model_state(model).items()}
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    gather = getattr(value, "full_tensor", None)
+    return (value if gather is None else gather()).detach().cpu()
+
+
+def _prefetch(units: Sequence[nn.Module]) -> None:
+    """Gather each unit's successor while it computes in forward."""
+    for unit, following in itertools.pairwise(units):
+        assert isinstance(unit, FSDPModule)
+        assert isinstance(following, FSDPModule)
+        unit.set_modules_to_forward_prefetch([following])

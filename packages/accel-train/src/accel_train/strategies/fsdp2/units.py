@@ -1,0 +1,159 @@
+"""Which modules of a model are sharded as one unit."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from accel_train.errors import PrepareError
+from accel_train.strategies.blocks import repeated_blocks
+
+if TYPE_CHECKING:
+    from accel_train.plugins import FullyShardedDataParallelPlugin
+
+__all__ = ["find_units", "ignored_parameters"]
+
+# Their children are used as a list or by the module's own forward, so they are no units themselves.
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_WHOLE = (nn.MultiheadAttention,)
+
+
+def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    """The modules below `model` that are units, inner ones before those that contain them.
+
+    Args:
+        model: the model; it is a unit itself and not in the result.
+        plugin: its `auto_wrap_policy` decides.
+
+    Raises:
+        PrepareError: no module has a class of the names that are to be wrapped, or the policy cannot be called.
+    """
+    policy = plugin.auto_wrap_policy
+    if policy == "NO_WRAP":
+        return []
+    if policy == "SIZE_BASED_WRAP":
+        return list(_by_size(model, plugin.min_num_params or 0))
+    if policy is None or policy == "TRANSFORMER_BASED_WRAP":
+        names = plugin.transformer_cls_names_to_wrap or _no_split(model)
+        if names:
+            return _by_class(model, names, given=plugin.transformer_cls_names_to_wrap is not None)
+        return _inner_first(model, {id(block) for block in repeated_blocks(model)}.__contains__)
+    chosen = _by_policy(model, policy)
+    return _inner_first(model, chosen.__contains__)
+
+
+def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | None) -> set[nn.Parameter]:
+    """Parameters that stay whole on every rank.
+
+    Args:
+        model: the model.
+        ignored: modules of it, or a regular expression that matches the whole names of modules.
+
+    Raises:
+        PrepareError: no module has such a name, or a module is not one of the model's.
+    """
+    if ignored is None:
+        return set()
+    named = dict(model.named_modules())
+    if isinstance(ignored, str):
+        modules = [module for name, module in named.items() if re.fullmatch(ignored, name)]
+        if not modules:
+            raise PrepareError(
+                f"ignored_modules={ignored!r} matches no module of {type(model).__name__}; names look like "
+                f"{_some(name for name in named if name)}."
+            )
+    else:
+        modules = list(ignored)
+        own = set(map(id, named.values()))
+        stray = [module for module in modules if id(module) not in own]
+        if stray:
+            raise PrepareError(
+                f"ignored_modules contains {type(stray[0]).__name__}, which is no module of {type(model).__name__}."
+            )
+    return {parameter for module in modules for parameter in module.parameters()}
+
+
+def _inner_first(model: nn.Module, is_unit: Callable[[int], bool]) -> list[nn.Module]:
+    """The units below a model by `id`, each once, inner ones first."""
+    found: dict[int, nn.Module] = {}
+
+    def walk(module: nn.Module) -> None:
+        for child in module.children():
+            walk(child)
+            if is_unit(id(child)) and not isinstance(child, _LISTS):
+                found.setdefault(id(child), child)
+
+    walk(model)
+    found.pop(id(model), None)
+    return list(found.values())
+
+
+def _no_split(model: nn.Module) -> tuple[str, ...]:
+    """Class names of blocks that transformers' models declare; of wrappers around one (PEFT) the model's."""
+    for module in model.modules():
+        names = getattr(module, "_no_split_modules", None)
+        if names:
+            return tuple(names)
+    return ()
+
+
+def _by_class(model: nn.Module, names: tuple[str, ...], given: bool) -> list[nn.Module]:
+    present = {type(module).__name__ for module in model.modules()}
+    missing = [name for name in names if name not in present]
+    if (given and missing) or missing == list(names):
+        near = difflib.get_close_matches(missing[0], present, n=3, cutoff=0.4)
+        hint = f"Did you mean {' or '.join(map(repr, near))}? " if near else ""
+        raise PrepareError(
+            f"{type(model).__name__} has no module of the class {missing[0]!r}, which "
+            f"transformer_cls_names_to_wrap names. {hint}Its classes: {_some(sorted(present))}."
+        )
+    wanted = {id(module) for module in model.modules() if type(module).__name__ in names}
+    return _inner_first(model, wanted.__contains__)
+
+
+def _by_size(module: nn.Module, least: int) -> Iterable[nn.Module]:
+    """Modules that have at least so many parameters outside of units inside them."""
+    taken: set[int] = set()
+
+    def count(parent: nn.Module) -> Iterable[nn.Module]:
+        for child in parent.children():
+            if not isinstance(child, _WHOLE):
+                yield from count(child)
+            left = {id(p): p.numel() for p in child.parameters() if id(p) not in taken}
+            if sum(left.values()) >= max(1, least) and not isinstance(child, _LISTS):
+                taken.update(left)
+                yield child
+
+    return count(module)
+
+
+def _by_policy(model: nn.Module, policy: Callable[..., Any]) -> set[int]:
+    """The modules that a function, or a policy of `torch.distributed.fsdp.wrap`, chooses."""
+    run = getattr(policy, "_run_policy", None)
+    if run is not None:  # ModuleWrapPolicy, CustomPolicy
+        return {id(module) for module in run(model, set(), {})}
+    try:
+        names = set(inspect.signature(policy).parameters)
+    except ValueError as error:
+        raise PrepareError(
+            f"auto_wrap_policy={policy!r:.80} cannot be called with a module: {error}."
+        ) from error
+    if {"recurse", "nonwrapped_numel"} <= names:  # as version 1 calls it
+        return {
+            id(module)
+            for module in model.modules()
+            if policy(
+                module=module, recurse=False, nonwrapped_numel=sum(p.numel() for p in module.parameters())
+            )
+        }
+    return {id(module) for module in model.modules() if policy(module)}
+
+
+def _some(names: Iterable[str], most: int = 8) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (", …" if len(listed) > most else "")

@@ -1,0 +1,130 @@
+"""Norms over gradients of which ranks hold parts, on one mesh or on several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_train.ranks import Ranks
+
+__all__ = ["any_divided", "average", "clip_by_norm", "local_part", "total_norm"]
+
+
+def any_divided(parameters: Iterable[Tensor]) -> bool:
+    """Whether any of them is a `DTensor`."""
+    return any(hasattr(parameter, "device_mesh") for parameter in parameters)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`, any other tensor itself; in-place changes of it change the tensor."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+@torch.no_grad()
+def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Norm of all gradients together as if they were whole; a collective of the ranks that hold parts.
+
+    Gradients are grouped by the ranks that they are divided among. Each group's sum of powers is reduced once, so no
+    gradient is gathered, whatever meshes there are.
+
+    Args:
+        parameters: those whose gradients count; the same on all ranks that hold parts of one.
+        norm_type: as in `torch.nn.utils.clip_grad_norm_`.
+
+    Returns:
+        A plain 0-d float tensor, equal on all ranks that hold the same parameters.
+    """
+    divided: dict[Hashable, list[Tensor]] = {}
+    for parameter in parameters:
+        divided.setdefault(_division_of(parameter), []).append(parameter)
+    if not divided:
+        return torch.zeros(())
+    infinite = math.isinf(norm_type)
+    # A rank without gradients takes part like the others, so dtypes and devices follow from the parameters.
+    wide = any(parameter.dtype == torch.float64 for parameter in parameters)
+    dtype = torch.float64 if wide else torch.float32
+    device = _device_of(parameters[0])
+    whole: list[Tensor] = []
+    for members in divided.values():
+        gradients = [local_part(parameter.grad) for parameter in members if parameter.grad is not None]
+        power = _power(gradients, norm_type, _device_of(members[0]), dtype)
+        for group in _groups_of(members[0]):
+            dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+        whole.append(power.to(device))
+    together = torch.stack(whole)
+    return together.max() if infinite else together.sum() ** (1 / norm_type)
+
+
+@torch.no_grad()
+def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
+    norm = total_norm(parameters, norm_type)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradient = local_part(parameter.grad)
+            by_device.setdefault(gradient.device, []).append(gradient)
+    for device, gradients in by_device.items():
+        torch._foreach_mul_(gradients, factor.to(device))
+    return norm
+
+
+def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Sum of the powers of all elements, or the largest magnitude."""
+    if not gradients:
+        return torch.zeros((), device=device, dtype=dtype)
+    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, norm_type, dtype=dtype)])
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def _device_of(parameter: Any) -> torch.device:
+    """Where the ranks that hold parts of it communicate."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return torch.device(mesh.device_type) if mesh is not None else parameter.device
+
+
+def _division_of(parameter: Any) -> Hashable:
+    """What tells the ranks that a tensor is divided among from others."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return None if mesh is None else (mesh, *_divided_dimensions(parameter))
+
+
+def _groups_of(parameter: Any) -> list[Any]:
+    """The process groups over which a tensor's parts add up to the whole."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return [] if mesh is None else [mesh.get_group(dimension) for dimension in _divided_dimensions(parameter)]
+
+
+def _divided_dimensions(parameter: Any) -> tuple[int, ...]:
+    return tuple(
+        dimension for dimension, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    )
+
+
+@torch.no_grad()
+def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """Average the gradients of parameters that all ranks hold whole; one that no rank has a gradient of keeps none.
+
+    Args:
+        parameters: the same on every rank, on one device and of one dtype or of several.
+        ranks: those that are averaged over.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for members in by_kind.values():
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        present = members[0].new_tensor([float(p.grad is not None) for p in members])
+        together = torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)])
+        dist.all_reduce(together, group=ranks.group)
+        counts, *values = together.split([len(members), *(p.numel() for p in members)])
+        for parameter, count, gradient, value in zip(members, counts.tolist(), gradients, values, strict=True):
+            if count:
+                parameter.grad = gradient.copy_(value.view_as(gradient) / ranks.size)
