@@ -8,7 +8,6 @@ from torch import nn
 
 from accel_train import Accelerator, TorchDynamoPlugin
 from accel_train.setup.compile import compile_model, compile_regions
-from accel_train.strategies.blocks import repeated_blocks
 from accel_train.strategies.wrappers import is_compiled_module
 from accel_train.unwrap import has_compiled_regions
 
@@ -158,25 +157,3 @@ def test_two_models_of_one_kind_do_not_share_weights():
     for model in models:
         compile_regions(model, backend=backend)
     assert all(torch.equal(model(x), out) for model, out in zip(models, expected, strict=True))
-
-
-def layers(*kinds):
-    return nn.ModuleList([kind(2, 2) for kind in kinds])
-
-
-@pytest.mark.parametrize(
-    ("model", "expected"),
-    [
-        (nn.Linear(2, 2), []),
-        (nn.ModuleDict({"empty": nn.ModuleList()}), []),
-        (nn.ModuleDict({"mixed": nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])}), []),
-        (nn.ModuleDict({"one": layers(nn.Linear)}), ["one.0"]),
-        (nn.ModuleDict({"deep": nn.ModuleDict({"two": layers(nn.Linear, nn.Linear)})}), ["deep.two.0", "deep.two.1"]),
-        # a list inside a mixed list is found, one inside a block is part of the block
-        (nn.ModuleDict({"mixed": nn.ModuleList([nn.ReLU(), layers(nn.Linear)])}), ["mixed.1.0"]),
-        (nn.ModuleDict({"outer": nn.ModuleList([layers(nn.Linear), layers(nn.Linear)])}), ["outer.0", "outer.1"]),
-    ],
-)  # fmt: skip
-def test_repeated_blocks_are_members_of_the_outermost_lists_of_one_class(model, expected):
-    named = dict(model.named_modules())
-    assert repeated_blocks(model) == [named[name] for name in expected]

@@ -170,8 +170,8 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         sharding, reshard = self._read_sharding()
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
             raise IncompatibleOptionsError(
-                "cpu_ram_efficient_loading=True sends rank 0's weights to the others, and sync_module_states=False keeps "
-                "each rank's own. Leave sync_module_states out."
+                "cpu_ram_efficient_loading=True sends rank 0's weights to the others, and sync_module_states=False "
+                "keeps each rank's own. Leave sync_module_states out."
             )
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise IncompatibleOptionsError(

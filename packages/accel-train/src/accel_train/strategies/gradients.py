@@ -125,6 +125,8 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
         together = torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)])
         dist.all_reduce(together, group=ranks.group)
         counts, *values = together.split([len(members), *(p.numel() for p in members)])
-        for parameter, count, gradient, value in zip(members, counts.tolist(), gradients, values, strict=True):
+        for parameter, count, gradient, value in zip(
+            members, counts.tolist(), gradients, values, strict=True
+        ):
             if count:
                 parameter.grad = gradient.copy_(value.view_as(gradient) / ranks.size)

@@ -110,8 +110,8 @@ def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device) -
                 real.append((module, name, buffer))
             elif buffer is not None and name in module._non_persistent_buffers_set:
                 raise PrepareError(
-                    f"The buffer {prefix}.{name} is on the meta device, and checkpoints do not hold it. Build the model "
-                    "with init_empty_weights(include_buffers=False), so that buffers have values."
+                    f"The buffer {prefix}.{name} is on the meta device, and checkpoints do not hold it. Build the "
+                    "model with init_empty_weights(include_buffers=False), so that buffers have values."
                 )
     ties = find_tied_parameters(model)
     model.to_empty(device=device)

@@ -98,7 +98,9 @@ class FSDP2Strategy(Strategy):
         if plugin.forward_prefetch:
             _prefetch(units)
         allow_inference_first(model)
-        self._whole += [parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")]
+        self._whole += [
+            parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")
+        ]
 
     def _start(self, held: list[Held]) -> Start | None:
         """How tensors get their values; None: each rank reads its parts from files."""

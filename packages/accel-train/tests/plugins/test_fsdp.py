@@ -1,0 +1,201 @@
+"""Options of fully sharded data parallelism: which work, are translated, or are refused."""
+
+import functools
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullStateDictConfig,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
+
+from accel_state.environment import patch_environment
+from accel_state.errors import ConfigError
+from accel_train import FullyShardedDataParallelPlugin as Plugin
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+
+
+def test_what_nobody_sets():
+    plugin = Plugin()
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward is True
+    assert plugin.auto_wrap_policy is None
+    assert plugin.cpu_offload is False
+    assert plugin.sync_module_states is True
+    assert plugin.cpu_ram_efficient_loading is False
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"
+    assert plugin.mixed_precision_policy is None
+    assert type(plugin.offload_policy) is OffloadPolicy
+    assert plugin.translations == []
+
+
+def test_a_launcher_s_variables_fill_what_is_left_unset():
+    environment = {
+        "fsdp_version": "2",
+        "fsdp_reshard_after_forward": "false",
+        "fsdp_offload_params": "true",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_cls_to_wrap": "Block,Other",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": "true",
+        "fsdp_activation_checkpointing": "true",
+        "fsdp_min_num_params": "7",
+    }
+    with patch_environment(**environment):
+        plugin = Plugin(min_num_params=9)
+    assert plugin.reshard_after_forward is False
+    assert plugin.cpu_offload is True
+    assert plugin.transformer_cls_names_to_wrap == ("Block", "Other")
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+    assert plugin.cpu_ram_efficient_loading is True
+    assert plugin.activation_checkpointing is True
+    assert plugin.min_num_params == 9
+    with patch_environment(fsdp_version="3"), pytest.raises(ConfigError, match="FSDP_VERSION"):
+        Plugin()
+
+
+@pytest.mark.parametrize(
+    ("given", "reshard", "hybrid"),
+    [
+        ({"sharding_strategy": "FULL_SHARD"}, True, False),
+        ({"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}, False, False),
+        ({"sharding_strategy": 2}, False, False),
+        ({"sharding_strategy": "hybrid_shard"}, True, True),
+        ({"reshard_after_forward": "HYBRID_SHARD_ZERO2"}, False, True),
+        ({"reshard_after_forward": "true"}, True, False),
+        ({"reshard_after_forward": 4}, 4, False),
+        ({"reshard_after_forward": True, "sharding_strategy": "SHARD_GRAD_OP"}, True, False),
+    ],
+)
+def test_sharding_strategies_of_version_1(given, reshard, hybrid):
+    plugin = Plugin(fsdp_version=1, **given)
+    assert plugin.fsdp_version == 2
+    assert plugin.reshard_after_forward == reshard
+    assert type(plugin.reshard_after_forward) is type(reshard)
+    assert plugin.is_hybrid is hybrid
+
+
+def test_translations_are_said():
+    plugin = Plugin(
+        fsdp_version=1,
+        sharding_strategy="HYBRID_SHARD",
+        backward_prefetch=BackwardPrefetch.BACKWARD_POST,
+        use_orig_params=False,
+        limit_all_gathers=False,
+    )
+    text = "\n".join(plugin.translations)
+    for name in (
+        "sharding_strategy=HYBRID_SHARD",
+        "backward_prefetch",
+        "use_orig_params",
+        "limit_all_gathers",
+    ):
+        assert name in text
+    assert Plugin(backward_prefetch="BACKWARD_PRE", use_orig_params=True).translations == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "bf16",
+        torch.bfloat16,
+        {"param_dtype": "bfloat16", "reduce_dtype": torch.bfloat16, "output_dtype": "bf16"},
+        MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_a_precision_policy_has_many_forms(given):
+    policy = Plugin(mixed_precision_policy=given).mixed_precision_policy
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+
+
+def test_a_precision_policy_of_version_1():
+    policy = Plugin(
+        mixed_precision_policy=MixedPrecision(torch.bfloat16, torch.float32)
+    ).mixed_precision_policy
+    assert policy == MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"),
+    [
+        (True, CPUOffloadPolicy),
+        (CPUOffload(offload_params=True), CPUOffloadPolicy),
+        (CPUOffload(offload_params=False), OffloadPolicy),
+        (CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy),
+    ],
+)
+def test_offloading(given, kind):
+    plugin = Plugin(cpu_offload=given)
+    assert type(plugin.offload_policy) is kind
+    if given is True:
+        assert plugin.offload_policy.pin_memory is torch.accelerator.is_available()
+
+
+def test_names_and_enumerations():
+    assert Plugin(state_dict_type=StateDictType.FULL_STATE_DICT).state_dict_type == "FULL_STATE_DICT"
+    assert Plugin(auto_wrap_policy="transformer_based_wrap").auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
+    policy = functools.partial(isinstance)
+    assert Plugin(auto_wrap_policy=policy).auto_wrap_policy is policy
+    assert Plugin(transformer_cls_names_to_wrap="A, B,").transformer_cls_names_to_wrap == ("A", "B")
+    linear = nn.Linear(1, 1)
+    assert Plugin(ignored_modules=[linear]).ignored_modules == (linear,)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"fsdp_version": 3}, OptionError, "fsdp_version is 3"),
+        ({"sharding_strategy": "NO_SHARD"}, OptionError, "train with ddp"),
+        ({"sharding_strategy": "SHARD"}, OptionError, "known: FULL_SHARD"),
+        ({"reshard_after_forward": 1}, OptionError, "at least 2"),
+        ({"backward_prefetch": "later"}, OptionError, "BACKWARD_PRE"),
+        ({"auto_wrap_policy": "wrap"}, OptionError, "NO_WRAP"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, OptionError, "SHARDED_STATE_DICT"),
+        ({"state_dict_config": FullStateDictConfig()}, OptionError, "Leave it out"),
+        ({"optim_state_dict_config": FullStateDictConfig()}, OptionError, "Leave it out"),
+        ({"cpu_offload": "yes"}, ArgumentTypeError, "CPUOffloadPolicy"),
+        ({"ignored_modules": "("}, OptionError, "regular expression"),
+        ({"ignored_modules": ["layer"]}, ArgumentTypeError, "takes modules"),
+        ({"forward_prefetch": 1}, ArgumentTypeError, "True or False"),
+        ({"min_num_params": -1}, OptionError, "at least 0"),
+        ({"dp_replicate_size": 0}, OptionError, "at least 1"),
+        ({"mixed_precision_policy": "fp4"}, OptionError, "expected a dtype"),
+        ({"mixed_precision_policy": {"buffer_dtype": "bf16"}}, OptionError, "buffer_dtype"),
+        ({"mixed_precision_policy": 16}, ArgumentTypeError, "MixedPrecisionPolicy"),
+        (
+            {"cpu_ram_efficient_loading": True, "sync_module_states": False},
+            IncompatibleOptionsError,
+            "sync_module_states",
+        ),
+        (
+            {"activation_checkpointing_offload": True},
+            IncompatibleOptionsError,
+            "activation_checkpointing=True",
+        ),
+        (
+            {"dp_replicate_size": 2, "sharding_strategy": "FULL_SHARD"},
+            IncompatibleOptionsError,
+            "sharding_strategy=FULL_SHARD",
+        ),
+    ],
+)
+def test_what_cannot_be_used_is_refused(given, error, message):
+    with pytest.raises(error, match=message):
+        Plugin(**given)
+
+
+def test_positions_are_those_of_accelerate():
+    names = [field.name for field in fields(Plugin)]
+    plugin = Plugin(1, "SHARD_GRAD_OP", None, "BACKWARD_PRE")
+    assert plugin.sharding_strategy == "SHARD_GRAD_OP"
+    assert plugin.backward_prefetch == "BACKWARD_PRE"
+    assert len(names) == len(set(names))

@@ -1,0 +1,138 @@
+"""Which modules are sharded as one unit."""
+
+import functools
+
+import pytest
+from torch import nn
+from torch.distributed.fsdp.wrap import (
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+
+from accel_train import FullyShardedDataParallelPlugin as Plugin
+from accel_train.errors import PrepareError
+from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = Attention()
+        self.mlp = nn.Linear(4, 8)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 10)
+
+
+class Declared(Model):
+    _no_split_modules = ("Attention",)
+
+
+def units(model, **options):
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(unit)] for unit in find_units(model, Plugin(**options))]
+
+
+def test_without_a_policy_blocks_are_units():
+    assert units(Model()) == ["blocks.0", "blocks.1"]
+    assert units(nn.Linear(2, 2)) == []
+
+
+def test_a_model_of_transformers_names_its_units():
+    assert units(Declared()) == ["blocks.0.attention", "blocks.1.attention"]
+    wrapper = nn.Sequential(Declared())  # as PEFT wraps a model
+    assert units(wrapper) == ["0.blocks.0.attention", "0.blocks.1.attention"]
+
+
+def test_classes_by_name_inner_ones_first():
+    found = units(Declared(), transformer_cls_names_to_wrap=["Block", "Attention"])
+    assert found == ["blocks.0.attention", "blocks.0", "blocks.1.attention", "blocks.1"]
+    assert units(
+        Model(), auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block"
+    ) == [
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
+def test_a_name_that_no_module_has_is_refused_with_the_near_ones():
+    with pytest.raises(PrepareError, match=r"no module of the class 'Blok'.*Did you mean 'Block'"):
+        units(Model(), transformer_cls_names_to_wrap=["Blok"])
+    with pytest.raises(PrepareError, match="'Missing'"):
+        units(Model(), transformer_cls_names_to_wrap=["Block", "Missing"])
+
+
+def test_one_unit():
+    assert units(Model(), auto_wrap_policy="no_wrap") == []
+
+
+@pytest.mark.parametrize("least", [1, 20, 40, 55, 60, 100, 10_000])
+def test_sizes_as_version_1_counts_them(least):
+    # What torch's own policy does with FSDP1: children first, then whether enough is left.
+    def expected(module):
+        taken, found = 0, []
+        for child in module.children():
+            inner, names = expected(child)
+            taken += inner
+            found += names
+        left = sum(p.numel() for p in module.parameters()) - taken
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=least)
+        if policy(module=module, recurse=False, nonwrapped_numel=left) and not isinstance(
+            module, nn.ModuleList
+        ):
+            return taken + left, [*found, module]
+        return taken, found
+
+    model = Model()
+    names = {id(module): name for name, module in model.named_modules()}
+    wanted = [names[id(module)] for module in expected(model)[1] if module is not model]
+    assert units(model, auto_wrap_policy="size_based_wrap", min_num_params=least) == wanted
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda module: isinstance(module, Block),
+        ModuleWrapPolicy({Block}),
+        functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
+    ],
+    ids=["function", "policy", "version 1"],
+)
+def test_policies_of_the_script(policy):
+    assert units(Model(), auto_wrap_policy=policy) == ["blocks.0", "blocks.1"]
+
+
+def test_a_shared_module_is_one_unit():
+    block = Block()
+    assert units(
+        nn.ModuleDict({"a": nn.ModuleList([block, block])}), transformer_cls_names_to_wrap="Block"
+    ) == ["a.0"]
+
+
+def test_ignored_modules():
+    model = Model()
+    assert ignored_parameters(model, None) == set()
+    assert ignored_parameters(model, r"embed|blocks\.\d+\.mlp") == {
+        model.embed.weight,
+        *model.blocks[0].mlp.parameters(),
+        *model.blocks[1].mlp.parameters(),
+    }
+    assert ignored_parameters(model, [model.head]) == set(model.head.parameters())
+    with pytest.raises(
+        PrepareError, match="'embedding' matches no module of Model; names look like embed, blocks"
+    ):
+        ignored_parameters(model, "embedding")
+    with pytest.raises(PrepareError, match="Linear, which is no module of Model"):
+        ignored_parameters(model, [nn.Linear(1, 1)])

@@ -1,0 +1,334 @@
+"""FSDP2 on two and four ranks, against ddp on the same batches, and against files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from testkit import worlds
+
+VOCABULARY = 97
+
+
+def llama(meta=False):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    return build(LlamaForCausalLM, config, meta)
+
+
+def gpt2(meta=False):
+    """Its output layer is tied to the embedding."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return build(GPT2LMHeadModel, config, meta)
+
+
+def mixtral(meta=False):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    return build(MixtralForCausalLM, config, meta)
+
+
+def build(kind, config, meta):
+    if meta:
+        from accel_bigmodel import init_empty_weights
+
+        with init_empty_weights(include_buffers=False):
+            return kind(config)
+    torch.manual_seed(0)
+    return kind(config)
+
+
+def prepared(make, strategy="fsdp2", precision="no", **options):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(**options) if strategy == "fsdp2" else None
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, fsdp_plugin=plugin)
+    model = make()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+def batch(accelerator):
+    return torch.arange(40).view(4, 10) % VOCABULARY + accelerator.process_index * 7
+
+
+def steps(accelerator, model, optimizer, count=3):
+    """Mean losses and norms."""
+    ids = batch(accelerator)
+    seen = []
+    for _ in range(count):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert type(norm) is torch.Tensor
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((accelerator.reduce(loss.detach(), "mean").item(), norm.item()))
+    return seen
+
+
+def train(make, evaluate=None, **options):
+    accelerator, model, optimizer = prepared(make, **options)
+    if evaluate is not None:
+        with evaluate():
+            model(input_ids=batch(accelerator))
+    seen = steps(accelerator, model, optimizer)
+    held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in model.parameters()) / sum(
+        p.numel() for p in model.parameters()
+    )
+    return seen, accelerator.get_state_dict(model), held
+
+
+_EXPECTED: dict[object, object] = {}
+
+
+def expected(make, ranks=2):
+    """What ddp reaches; each model is trained once."""
+    if (make, ranks) not in _EXPECTED:
+        _EXPECTED[make, ranks] = worlds.run(train, ranks, make, strategy="ddp")[0]
+    return _EXPECTED[make, ranks]
+
+
+def check(results, wanted, bound=1e-6):
+    losses, weights, _ = wanted
+    for seen, found, _ in results:
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(losses), rtol=bound, atol=bound)
+        assert found.keys() == weights.keys()
+        for name, value in found.items():
+            torch.testing.assert_close(value, weights[name], rtol=bound, atol=max(bound, 1e-5), msg=name)
+
+
+@pytest.mark.parametrize("make", [llama, gpt2, mixtral], ids=lambda make: make.__name__)
+def test_t28_models_of_transformers_train_as_with_ddp(make):
+    results = worlds.run(train, 2, make)
+    check(results, expected(make))
+    assert all(held < 0.55 for *_, held in results), "each rank holds about half"
+
+
+OPTIONS = {
+    "keep gathered": {"reshard_after_forward": False},
+    "checkpointing": {"activation_checkpointing": True},
+    "offloaded checkpointing": {
+        "activation_checkpointing": True,
+        "activation_checkpointing_offload": True,
+    },
+    "offload": {"cpu_offload": True},
+    "prefetch": {"forward_prefetch": True},
+    "one unit": {"auto_wrap_policy": "no_wrap"},
+    "size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 2000},
+    "version 1": {
+        "fsdp_version": 1,
+        "sharding_strategy": "SHARD_GRAD_OP",
+        "backward_prefetch": "NO_PREFETCH",
+    },
+    "ignored": {"ignored_modules": r"model\.embed_tokens"},
+    "own start": {"sync_module_states": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_change_no_result(name):
+    check(worlds.run(train, 2, llama, **OPTIONS[name]), expected(llama))
+
+
+def test_replicas_of_sharded_models():
+    results = worlds.run(train, 4, llama, dp_replicate_size=2)
+    check(results, expected(llama, 4))
+    assert all(held < 0.55 for *_, held in results), "two replicas, each divided among two"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_precision(precision):
+    wanted = worlds.run(train, 2, llama, strategy="ddp", precision=precision)[0]
+    results = worlds.run(train, 2, llama, precision=precision)
+    for seen, weights, _ in results:
+        torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted[0]), rtol=2e-2, atol=2e-2)
+        assert {value.dtype for value in weights.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_t40_evaluation_comes_before_training(mode):
+    check(worlds.run(train, 2, llama, evaluate=mode), expected(llama))
+
+
+# Where the weights come from
+
+
+def only_rank_0():
+    import torch.distributed as dist
+
+    return llama(meta=dist.get_rank() != 0)
+
+
+def test_rank_0_has_the_weights_and_sends_them():
+    check(worlds.run(train, 2, only_rank_0, cpu_ram_efficient_loading=True), expected(llama))
+
+
+@pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
+def test_each_rank_reads_its_parts_from_files(make, tmp_path):
+    make().save_pretrained(tmp_path)
+    results = worlds.run(train, 2, lambda: make(meta=True), checkpoint=str(tmp_path))
+    check(results, expected(make))
+
+
+class Norm(nn.Module):
+    """Parameters, and no way to make their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4), persistent=False)
+
+
+def started(make, **options):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(**options))
+    torch.manual_seed(accelerator.process_index)
+    with torch.device("meta"):
+        model = make()
+    return accelerator.get_state_dict(accelerator.prepare(model))
+
+
+def test_modules_make_their_values_where_nobody_has_any():
+    first, second = worlds.run(started, 2, lambda: nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)).state_dict()
+    for name, value in plain.items():
+        torch.testing.assert_close(first[name], value)
+        torch.testing.assert_close(second[name], value)
+
+
+def ones(module):
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def test_a_function_of_the_script_makes_values():
+    for state in worlds.run(started, 2, Norm, param_init_fn=ones):
+        assert torch.equal(state["weight"], torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (Norm, {}, "Norm has parameters on the meta device and no reset_parameters.*checkpoint="),
+        (Table, {"checkpoint": "nowhere"}, "buffer .table is on the meta device.*include_buffers=False"),
+    ],
+)
+def test_values_that_nothing_gives_are_refused(make, options, message):
+    with pytest.raises(worlds.RankError, match=f"PrepareError.*{message}"):
+        worlds.run(started, 2, make, **options)
+
+
+def prepare_different():
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+    from accel_train.errors import PrepareError
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    with pytest.raises(PrepareError) as caught:
+        accelerator.prepare(nn.Linear(4, 4 + accelerator.process_index))
+    return str(caught.value)
+
+
+def test_t39_models_that_differ_are_an_error_on_all_ranks():
+    first, second = worlds.run(prepare_different, 2)
+    assert first == second
+    assert "rank 1 (Linear): names, shapes, dtypes or requires_grad differ" in first
+
+
+# State
+
+
+def save_and_load(make, folder):
+    accelerator, model, optimizer = prepared(make)
+    steps(accelerator, model, optimizer, 1)
+    accelerator.save_state(folder / "state")
+    wanted = steps(accelerator, model, optimizer, 2)
+    accelerator.save_model(model, folder / "model")
+    weights = accelerator.get_state_dict(model)
+    accelerator.load_state(folder / "state")
+    return steps(accelerator, model, optimizer, 2) == wanted, weights
+
+
+def test_states_are_loaded_and_saved_models_are_transformers_own(tmp_path):
+    from safetensors.torch import load_file
+
+    (first, weights), (second, _) = worlds.run(save_and_load, 2, gpt2, tmp_path)
+    assert first
+    assert second
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    for name, value in written.items():
+        assert torch.equal(value, weights[name])
+    parts = [load_file(path) for path in sorted((tmp_path / "state").glob("model-shard-*"))]
+    assert len(parts) == 2
+    for part in parts:
+        assert all(value.numel() < weights["transformer.wte.weight"].numel() for value in part.values())
+
+
+def compiled(strategy, regional):
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+
+    accelerator = Accelerator(
+        cpu=True,
+        dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional),
+        fsdp_plugin=FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None,
+    )
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return steps(accelerator, model, optimizer), accelerator.get_state_dict(model), 0.0
+
+
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled(regional):
+    check(worlds.run(compiled, 2, "fsdp2", regional), expected(llama), bound=1e-4)
+
+
+def frozen_body():
+    model = llama()
+    model.model.layers.requires_grad_(False)
+    return model
+
+
+def test_frozen_parts():
+    check(worlds.run(train, 2, frozen_body), expected(frozen_body))
