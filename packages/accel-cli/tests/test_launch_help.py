@@ -10,7 +10,13 @@ def test_help_names_every_flag_under_a_topic():
     for bound in schema_of(LaunchConfig).options:
         for flag in bound.flags:
             assert f"{flag}" in text
-    for title in ("Starting and supervising:", "Processes and devices:", "FSDP (not available yet):", "MPI:"):
+    for title in (
+        "Starting and supervising:",
+        "Processes and devices:",
+        "FSDP:",
+        "DeepSpeed (not available yet):",
+        "MPI:",
+    ):
         assert f"\n{title}\n" in text
     assert max(map(len, text.splitlines())) <= 130
     titles = [

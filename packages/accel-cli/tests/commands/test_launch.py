@@ -75,9 +75,9 @@ def test_spellings(flag, script):
         (["--multi_gpu", "--num_processes", "2", "SCRIPT"], 1, "pass --cpu"),
         (["--multi_gpu", "--cpu", "--num_processes", "2", "SCRIPT"], 2, "--cpu contradicts --multi_gpu"),
         (
-            ["--use_fsdp", "SCRIPT"],
+            ["--use_deepspeed", "SCRIPT"],
             1,
-            "--use_fsdp (distributed_type FSDP) needs FSDP, which is not available in this version",
+            "--use_deepspeed (distributed_type DEEPSPEED) needs DeepSpeed, which is not available in this version",
         ),
         (["--aws_access_key_id", "key", "SCRIPT"], 2, "is for a SageMaker job"),
         (["--config_file", "nowhere.yaml", "SCRIPT"], 2, "nowhere.yaml does not exist"),
@@ -128,6 +128,10 @@ def test_a_section_of_the_file_that_is_not_used_is_mentioned(script, tmp_path):
     done = accel("--config_file", str(file), script)
     assert done.returncode == 0
     assert f"accel: fsdp in {file} is not used by this run" in done.stderr
+    done = accel("--cpu", "--fsdp_forward_prefetch", "true", script)
+    assert done.returncode == 0
+    assert "accel: --fsdp_forward_prefetch is used only if the script passes the plugin itself" in done.stderr
+    assert "add --use_fsdp" in done.stderr
 
 
 def test_accelerates_own_file_is_read_and_said(script, tmp_path):

@@ -42,8 +42,9 @@ def test_what_exists_is_not_missing():
     assert missing_engines(LaunchConfig()) == []
     assert missing_engine("distributed_type", "MULTI_GPU") is None
     assert missing_engine("mixed_precision", "bf16") is None
-    assert missing_engine("mixed_precision", "FSDP") is None
-    assert missing_engine("distributed_type", "FSDP").section == "fsdp"
+    assert missing_engine("mixed_precision", "DEEPSPEED") is None
+    assert missing_engine("distributed_type", "DEEPSPEED").section == "deepspeed"
+    assert missing_engine("distributed_type", "FSDP") is None
 
 
 def test_the_tables_of_the_launcher_follow_from_the_one():
@@ -69,8 +70,8 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_fsdp"], ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
-        ["--fsdp_version", "2"], ["--downcast_bf16"], ["--use_fsdp", "--use_parallelism_config"],
+        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
+        ["--zero_stage", "3"], ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -82,8 +83,8 @@ def test_options_of_missing_engines_are_refused(flags):
 
 def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n")
-    with pytest.raises(NotAvailableError, match=r"distributed_type: FSDP in .*config\.yaml"):
+    file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n")
+    with pytest.raises(NotAvailableError, match=r"distributed_type: DEEPSPEED in .*config\.yaml"):
         check_available(resolve(file, environ={}))
 
 

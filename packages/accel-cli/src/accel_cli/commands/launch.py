@@ -11,7 +11,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
-from accel_state.launching.engines import check_available, unused_sections
+from accel_state.launching.engines import check_available, unused_options
 from accel_state.launching.run import launch
 from accel_state.launching.target import Target
 
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     config = check_available(resolved)
     target = _target(config, flags)
     if not config.quiet:
-        unused = [f"{name} in {resolved.file} is not used by this run" for name in unused_sections(resolved)]
-        for note in (*resolved.notes, *unused, *_idle(config, flags)):
+        for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
     return launch(config, target, environ)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
 
 __all__ = [
+    "ENGINE_SECTIONS",
     "MISSING_ENGINES",
     "MISSING_SECTIONS",
     "MISSING_TYPES",
@@ -26,7 +27,7 @@ __all__ = [
     "check_available",
     "missing_engine",
     "missing_engines",
-    "unused_sections",
+    "unused_options",
     "variable_of",
 ]
 
@@ -64,6 +65,9 @@ MISSING_TYPES = {
 
 MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
+
+ENGINE_SECTIONS = frozenset({"fsdp", *MISSING_SECTIONS})
+"""Sections that a run uses only if their engine is selected."""
 
 
 def missing_engine(option: str, value: object) -> MissingEngine | None:
@@ -103,21 +107,32 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
     for path, section in _changed(resolved, config):
-        if resolved.origin(path) >= Origin.FLAG:
+        if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
     return config
 
 
-def unused_sections(resolved: Resolved) -> tuple[str, ...]:
-    """Names of sections that a file sets although the run does not use them."""
+def unused_options(resolved: Resolved) -> list[str]:
+    """A sentence for each section, and each flag, that is set although nothing selects the engine it belongs to."""
     config = resolved.local()
-    found = (section for path, section in _changed(resolved, config) if resolved.origin(path) == Origin.FILE)
-    return tuple(dict.fromkeys(found))
+    found = []
+    for path, section in _changed(resolved, config):
+        if config.is_active(section):
+            continue
+        if resolved.origin(path) == Origin.FILE:
+            found.append(f"{section} in {resolved.file} is not used by this run")
+        elif resolved.origin(path) == Origin.FLAG:
+            label = schema_of(type(config)).by_path[path].label
+            found.append(
+                f"{label} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+            )
+    return list(dict.fromkeys(found))
 
 
 def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, str]]:
+    """Options of engines' sections that have another value than their default."""
     for bound in schema_of(type(config)).options:
-        given = bound.section in MISSING_SECTIONS and resolved.origin(bound.path) != Origin.DEFAULT
+        given = bound.section in ENGINE_SECTIONS and resolved.origin(bound.path) != Origin.DEFAULT
         if given and value_of(config, bound) != bound.default:
             yield bound.path, bound.section
 
