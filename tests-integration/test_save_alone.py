@@ -251,7 +251,7 @@ def divided(folder: str, waits: bool) -> tuple[str, float]:
     from accel_ckpt import CheckpointSaveError
     from accel_state import CollectiveMismatchError
 
-    case = conformance.Case("fsdp2_witness")
+    case = conformance.Case("fsdp2")
     accelerator = conformance.make_accelerator(case)
     model = conformance.make_model(case)
     model, optimizer = accelerator.prepare(model, conformance.make_optimizer(case, model))
@@ -281,7 +281,7 @@ def divided(folder: str, waits: bool) -> tuple[str, float]:
 @pytest.mark.parametrize("waits", [True, False])
 def test_divided_models_need_all_ranks(tmp_path: Path, waits: bool) -> None:
     main, *others = run(divided, 3, str(tmp_path / "state"), waits)
-    assert "the strategy 'fsdp2_witness' divides the model" in main[0]
+    assert "the strategy 'fsdp2' divides the model" in main[0]
     assert "Call save_state() on all processes" in main[0]
     assert main[1] < 15
     for error, took in others:

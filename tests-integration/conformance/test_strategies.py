@@ -19,6 +19,7 @@ from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.registry import STRATEGIES
 from testkit import worlds
 from testkit.conformance import (
+    VARIANTS,
     Case,
     Record,
     Samples,
@@ -40,10 +41,18 @@ from testkit.conformance import (
 
 with strategies_installed():
     MEMBERS = {name: STRATEGIES.get(name) for name in STRATEGIES.names()}
+MEMBERS |= {name: MEMBERS[strategy] for name, (strategy, _) in VARIANTS.items()}
 TOLERANCE = {"no": 1e-12, "bf16": 2e-2, "fp16": 5e-3}
 
 
+def strategy_of(name: str) -> str:
+    """The strategy's name, which messages have."""
+    return MEMBERS[name].name
+
+
 def ranks_of(name: str) -> list[int]:
+    if name == "hsdp":
+        return [4]  # two replicas, each divided among two
     return [2, 4] if MEMBERS[name].capabilities.needs_process_group else [1]
 
 
@@ -53,8 +62,19 @@ def precisions_of(name: str) -> list[str]:
 
 
 CELLS = [(name, ranks) for name in MEMBERS for ranks in ranks_of(name)]
-cells = pytest.mark.parametrize(("name", "ranks"), CELLS)
-smallest = pytest.mark.parametrize(("name", "ranks"), [(name, ranks_of(name)[0]) for name in MEMBERS])
+REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS]
+
+
+def parameters(found: list[tuple[str, int]]) -> pytest.MarkDecorator:
+    """Variants of a strategy are for the long run."""
+    marks = {True: [pytest.mark.full], False: []}
+    return pytest.mark.parametrize(
+        ("name", "ranks"), [pytest.param(*cell, marks=marks[cell[0] in VARIANTS]) for cell in found]
+    )
+
+
+cells = parameters(CELLS)
+smallest = parameters([(name, ranks_of(name)[0]) for name in MEMBERS])
 
 
 def run(case: Case, ranks: int) -> tuple[list[Record], Record]:
@@ -98,7 +118,9 @@ def test_items(name, ranks, accumulation):
     if MEMBERS[name].capabilities.num_items:
         check(case, *run(case, ranks))
     else:
-        with pytest.raises(worlds.RankError, match=f"AccumulationError.*{name}.*cannot weigh micro-batches"):
+        with pytest.raises(
+            worlds.RankError, match=f"AccumulationError.*{strategy_of(name)}.*cannot weigh micro-batches"
+        ):
             worlds.run(train, ranks, case)
 
 
@@ -201,7 +223,9 @@ def test_uneven(name, ranks):
     """A rank without data counts as a gradient of zero, or the strategy refuses."""
     case = Case(name, optimizer="SGD", rounds=3)
     if ranks > 1 and not hasattr(MEMBERS[name], "join"):
-        with pytest.raises(worlds.RankError, match=f"IncompatibleOptionsError.*{name}.*even_batches=True"):
+        with pytest.raises(
+            worlds.RankError, match=f"IncompatibleOptionsError.*{strategy_of(name)}.*even_batches=True"
+        ):
             worlds.run(uneven, ranks, case)
         return
     found = worlds.run(uneven, ranks, case)
@@ -234,7 +258,7 @@ def test_unwrap(name, ranks):
 def test_undeclared_precisions_are_refused(name, ranks):
     refused = set(PRECISIONS.names()) - set(precisions_of(name))
     for precision in sorted(refused):
-        pattern = f"IncompatibleOptionsError.*{name}.*cannot compute with mixed_precision='{precision}'"
+        pattern = f"IncompatibleOptionsError.*{strategy_of(name)}.*cannot compute with mixed_precision='{precision}'"
         with pytest.raises(worlds.RankError, match=pattern):
             worlds.run(train, ranks, Case(name, precision))
     assert refused or MEMBERS[name].capabilities.precisions is None
@@ -260,7 +284,9 @@ def test_resume(tmp_path, name, ranks, accumulation):
 def test_resume_inside_a_window(tmp_path, name, ranks):
     case = Case(name, accumulation=3)
     if not MEMBERS[name].capabilities.saves_windows:
-        with pytest.raises(worlds.RankError, match=rf"{name}.*cannot save them\. Save after optimizer\.step"):
+        with pytest.raises(
+            worlds.RankError, match=rf"{strategy_of(name)}.*cannot save them\. Save after optimizer\.step"
+        ):
             worlds.run(train_and_save, ranks, case, str(tmp_path / "state"), 2)
         assert not (tmp_path / "state").exists()
         return
@@ -290,14 +316,14 @@ def continued(case: Case, folder: str, ranks: int) -> list[Record]:
     return worlds.run(load_and_train, ranks, case, folder)
 
 
-@pytest.mark.parametrize(("name", "ranks"), CELLS)
+@cells
 def test_mobility(tmp_path, name, ranks):
     """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have."""
     case = Case(name, samples=48, epochs=1)
     folder = str(tmp_path / "state")
     saved = worlds.run(train_and_save, ranks, case, folder, samples=16)[0].weights[-1]
     reference: set[int] = set()
-    for other, others in CELLS:
+    for other, others in REGISTERED:
         if others == 4 and ranks == 4 and other != name:
             continue  # covered by the others; four ranks are slow on two cores
         target = dataclasses.replace(case, strategy=other)

@@ -21,6 +21,15 @@ INSTALLED = str(Path(__file__).parent / "installed")
 """Folder with the metadata of the test kit's strategies, as an installed package has it."""
 DIM = 6
 
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hsdp": ("fsdp2", {"dp_replicate_size": 2}),
+    "offload": (
+        "fsdp2",
+        {"cpu_offload": True, "reshard_after_forward": False, "activation_checkpointing": True},
+    ),
+}
+"""Members of the suite beside the registered strategies: a strategy with options of its plugin."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -131,11 +140,21 @@ def strategies_installed() -> Iterator[None]:
         sys.path.remove(INSTALLED)
 
 
+def _selection(member: str) -> Any:
+    """What `Accelerator(strategy=…)` is given for a member of the suite."""
+    strategy, options = VARIANTS.get(member, (member, {}))
+    if not options:
+        return strategy
+    from accel_train.plugins import FullyShardedDataParallelPlugin
+
+    return FullyShardedDataParallelPlugin(**options)
+
+
 def make_accelerator(case: Case, **arguments: Any) -> Any:
     """An `Accelerator` of the case."""
     from accel_train import Accelerator, GradScalerKwargs
 
-    selected = {} if case.strategy in ("single", "ddp") else {"strategy": case.strategy}
+    selected = {} if case.strategy in ("single", "ddp") else {"strategy": _selection(case.strategy)}
     # A scale at which no gradient overflows: a skipped step is a test of its own.
     scaling = GradScalerKwargs(init_scale=case.scale)
     with strategies_installed():
