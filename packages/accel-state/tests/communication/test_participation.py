@@ -157,7 +157,8 @@ def test_ranks_that_have_ended_do_not_take_part() -> None:
             print(state.main_process_alone("work"), state.main_process_alone("work"))
     """
     main, *others = launch(script, 3)
-    assert main[:2] == (0, "True True\n"), main[2]
+    assert main[0] == 0, main[2]
+    assert main[1].splitlines()[-1] == "True True"  # gloo of torch 2.8 prints a line of its own before
     assert [status for status, *_ in others] == [0, 0]
 
 
