@@ -159,7 +159,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+FEW = {"checkpointing", "offload", "version 1", "ignored"}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.full) for name in OPTIONS]
+)
 def test_options_change_no_result(name):
     check(worlds.run(train, 2, llama, **OPTIONS[name]), expected(llama))
 
@@ -252,12 +257,25 @@ def test_a_function_of_the_script_makes_values():
     ("make", "options", "message"),
     [
         (Norm, {}, "Norm has parameters on the meta device and no reset_parameters.*checkpoint="),
-        (Table, {"checkpoint": "nowhere"}, "buffer .table is on the meta device.*include_buffers=False"),
+        (Table, {"checkpoint": "nowhere"}, "buffer table is on the meta device.*include_buffers=False"),
     ],
 )
 def test_values_that_nothing_gives_are_refused(make, options, message):
     with pytest.raises(worlds.RankError, match=f"PrepareError.*{message}"):
         worlds.run(started, 2, make, **options)
+
+
+def only_rank_1():
+    import torch.distributed as dist
+
+    return llama(meta=dist.get_rank() == 0)
+
+
+def test_weights_that_only_another_rank_has_are_not_lost():
+    with pytest.raises(
+        worlds.RankError, match=r"PrepareError.*has values on rank 1.*Load the weights on rank 0"
+    ):
+        worlds.run(train, 2, only_rank_1)
 
 
 def prepare_different():
@@ -319,7 +337,7 @@ def compiled(strategy, regional):
     return steps(accelerator, model, optimizer), accelerator.get_state_dict(model), 0.0
 
 
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize("regional", [pytest.param(False, marks=pytest.mark.full), True])
 def test_compiled(regional):
     check(worlds.run(compiled, 2, "fsdp2", regional), expected(llama), bound=1e-4)
 

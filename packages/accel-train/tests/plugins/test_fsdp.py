@@ -1,7 +1,9 @@
 """Options of fully sharded data parallelism: which work, are translated, or are refused."""
 
 import functools
+import re
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import torch
@@ -199,3 +201,12 @@ def test_positions_are_those_of_accelerate():
     assert plugin.sharding_strategy == "SHARD_GRAD_OP"
     assert plugin.backward_prefetch == "BACKWARD_PRE"
     assert len(names) == len(set(names))
+
+
+def test_the_guide_says_of_every_field_whether_it_works():
+    page = Path(__file__).parents[4] / "docs" / "guides" / "fsdp.md"
+    said = dict(re.findall(r"^\| `(\w+)` \| (works|translated|refused) \|", page.read_text(), re.MULTILINE))
+    assert said.keys() == {field.name for field in fields(Plugin)}
+    for name in (name for name, what in said.items() if what == "refused"):
+        with pytest.raises(OptionError, match=f"{name}=.*Leave it out"):
+            Plugin(**{name: FullStateDictConfig()})

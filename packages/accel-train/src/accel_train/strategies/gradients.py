@@ -124,7 +124,7 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
         present = members[0].new_tensor([float(p.grad is not None) for p in members])
         together = torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)])
         dist.all_reduce(together, group=ranks.group)
-        counts, *values = together.split([len(members), *(p.numel() for p in members)])
+        counts, *values = torch.split(together, [len(members), *(p.numel() for p in members)])
         for parameter, count, gradient, value in zip(
             members, counts.tolist(), gradients, values, strict=True
         ):

@@ -15,7 +15,7 @@ from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_state.communication.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
 
-__all__ = ["Held", "Start", "agree", "read_parts"]
+__all__ = ["Held", "Start", "agree", "check_buffers", "read_parts"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,12 @@ def agree(model: nn.Module) -> list[Held]:
             f"{', '.join(map(str, odd))} ({held[odd[0]].kind}): names, shapes, dtypes or requires_grad differ. Build "
             "the same model on every rank before prepare()."
         )
+    real = [rank for rank, other in enumerate(held) if len(other.meta) < len(held[0].meta)]
+    if real:
+        raise PrepareError(
+            f"{held[0].meta[0]!r} of {held[0].kind} is on the meta device on rank 0, and has values on rank {real[0]}, "
+            "which would be lost: all ranks start with rank 0's. Load the weights on rank 0."
+        )
     return held
 
 
@@ -79,40 +85,60 @@ class Start:
         empty = _materialise(modules, self.device)
         if self.makes:
             for module in empty:
-                self._make(module)
+                make = self._maker(module)
+                assert make is not None, "checked before the first unit"
+                make(module)
         if self.sends:
             tensors = [tensor.detach() for tensor in _distinct(modules)]
             if tensors:
                 broadcast(tensors)
 
-    def _make(self, module: nn.Module) -> None:
-        make = self.init or getattr(type(module), "reset_parameters", None)
-        if make is None:
-            raise PrepareError(
-                f"{type(module).__name__} has parameters on the meta device and no reset_parameters(), so nothing says "
-                "which values they start with. Pass FullyShardedDataParallelPlugin(param_init_fn=…), or "
-                "checkpoint=… to read them."
-            )
-        make(module)
+    def check(self, model: nn.Module) -> None:
+        """Check that every tensor can be given a value; changes nothing.
+
+        Raises:
+            PrepareError: a module has tensors on the meta device, and nothing makes their values.
+        """
+        for module in model.modules() if self.makes else ():
+            own = (*module._parameters.values(), *module._buffers.values())
+            if any(tensor is not None and tensor.is_meta for tensor in own) and self._maker(module) is None:
+                raise PrepareError(
+                    f"{type(module).__name__} has parameters on the meta device and no reset_parameters(), so nothing "
+                    "says which values they start with. Pass FullyShardedDataParallelPlugin(param_init_fn=…), or "
+                    "checkpoint=… to read them."
+                )
+
+    def _maker(self, module: nn.Module) -> Callable[[nn.Module], None] | None:
+        return self.init or getattr(type(module), "reset_parameters", None)
+
+
+def check_buffers(model: nn.Module) -> None:
+    """Check that a checkpoint can give every buffer on the meta device its values.
+
+    Raises:
+        PrepareError: a buffer that no checkpoint holds.
+    """
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
+                raise PrepareError(
+                    f"The buffer {f'{prefix}.{name}'.lstrip('.')} is on the meta device, and checkpoints do not hold "
+                    "it. Build the model with init_empty_weights(include_buffers=False), so that buffers have values."
+                )
 
 
 def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device) -> None:
     """Give the parts of a divided model on the meta device memory, and read them; each rank reads what it keeps.
 
     Raises:
-        PrepareError: a buffer on the meta device that no checkpoint holds.
         StateMismatchError: names or shapes of the checkpoint are not the model's.
     """
-    real: list[tuple[nn.Module, str, Tensor]] = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                real.append((module, name, buffer))
-            elif buffer is not None and name in module._non_persistent_buffers_set:
-                raise PrepareError(
-                    f"The buffer {prefix}.{name} is on the meta device, and checkpoints do not hold it. Build the "
-                    "model with init_empty_weights(include_buffers=False), so that buffers have values."
-                )
+    real = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
     ties = find_tied_parameters(model)
     model.to_empty(device=device)
     retie_parameters(model, ties)

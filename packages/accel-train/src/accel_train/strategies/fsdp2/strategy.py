@@ -20,7 +20,7 @@ from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
-from accel_train.strategies.fsdp2.start import Held, Start, agree, read_parts
+from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
 
@@ -73,10 +73,9 @@ class FSDP2Strategy(Strategy):
 
     def _divide(self, model: nn.Module) -> None:
         plugin = self.plugin
+        start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         units = find_units(model, plugin)
         ignored = ignored_parameters(model, plugin.ignored_modules)
-        held = agree(model)
-        start = self._start(held)
         if plugin.activation_checkpointing:
             checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
         reshard = plugin.reshard_after_forward
@@ -102,13 +101,16 @@ class FSDP2Strategy(Strategy):
             parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")
         ]
 
-    def _start(self, held: list[Held]) -> Start | None:
+    def _start(self, held: list[Held], model: nn.Module) -> Start | None:
         """How tensors get their values; None: each rank reads its parts from files."""
         makes = bool(held[0].meta)
         if makes and self.plugin.checkpoint is not None:
+            check_buffers(model)
             return None
         sends = bool(self.plugin.sync_module_states) or any(rank.meta for rank in held)
-        return Start(self.options.device, sends, makes, self.plugin.param_init_fn)
+        start = Start(self.options.device, sends, makes, self.plugin.param_init_fn)
+        start.check(model)
+        return start
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
         if self.plugin.mixed_precision_policy is not None:
