@@ -195,20 +195,6 @@ class FakeEngine(Strategy):
             for key, value in named.items()
         }
 
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Whole tensors, gathered."""
-        engine = self._engine(model)
-        if engine is None:
-            return super().full_state_dict(model)
-        engine.gather()
-        names = {id(rows): name for name, rows in engine.rows.items()}
-        state = engine.module.state_dict(keep_vars=True)
-        named = accel_ckpt.canonical_state_dict(state, engine.module)
-        return {
-            key: engine.whole[names[id(value)]].detach().clone() if id(value) in names else value
-            for key, value in named.items()
-        }
-
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
     ) -> Any:

@@ -75,6 +75,8 @@ from accel_ckpt.saving.commit import complete_checkpoints as complete_checkpoint
 from accel_ckpt.saving.commit import prune_checkpoints as prune_checkpoints
 from accel_ckpt.saving.draft import Tree as Tree
 from accel_ckpt.saving.plan import convert_file_size_to_int as convert_file_size_to_int
+from accel_ckpt.saving.save_gathered import gather_whole as gather_whole
+from accel_ckpt.saving.save_gathered import save_gathered_model as save_gathered_model
 from accel_ckpt.saving.save_model import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accel_ckpt.saving.save_model import load as load
 from accel_ckpt.saving.save_model import save as save

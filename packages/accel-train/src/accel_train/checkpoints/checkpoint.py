@@ -77,9 +77,19 @@ def save_model(
 ) -> None:
     """See `Accelerator.save_model`."""
     strategy, process = here.plan.strategy, here.process
-    # Where ranks hold parts all must call, and gather them; a whole model is read by the rank that writes.
-    weights: Any = strategy.full_state_dict(model) if strategy.is_divided(model) else strategy.plain(model)
     each_node = here.project.save_on_each_node
+    weights: Any = strategy.plain(model)  # read by the rank that writes
+    if strategy.is_divided(model):  # all must call
+        if push_to_hub is None:
+            accel_ckpt.save_gathered_model(
+                strategy.model_state(model),
+                save_directory,
+                max_shard_size,
+                safe_serialization,
+                each_node=each_node,
+            )
+            return
+        weights = strategy.full_state_dict(model)
     writer = process.process_index - process.local_process_index if each_node else 0
 
     def write(writer: int | None = None) -> None:

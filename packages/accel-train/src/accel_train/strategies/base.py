@@ -403,8 +403,14 @@ class Strategy:
         return any(is_divided(leaf) for leaf in self.model_state(model).values())
 
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts."""
-        return self.model_state(model)
+        """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts.
+
+        What ranks hold parts of is gathered to host memory, one tensor after the other.
+        """
+        state = self.model_state(model)
+        return {
+            name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
+        }
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]

@@ -175,19 +175,6 @@ class FSDP2Strategy(Strategy):
         """Forget the parameters that it averages."""
         self._whole.clear()
 
-    # State
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """Whole tensors in host memory, gathered one after the other on every rank."""
-        return {name: _whole(value) for name, value in self.model_state(model).items()}
-
-
-def _whole(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    gather = getattr(value, "full_tensor", None)
-    return (value if gather is None else gather()).detach().cpu()
-
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
     """Gather each unit's successor while it computes in forward."""

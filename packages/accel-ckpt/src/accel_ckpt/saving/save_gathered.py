@@ -1,0 +1,239 @@
+"""Saving a model of which ranks hold parts as files of whole tensors, gathered one after the other."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
+from accel_ckpt.disk import LOCAL, Disk
+from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.format.index import index_text
+from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
+from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
+from accel_ckpt.saving.writer import (
+    FileRecord,
+    check_writable,
+    lay_out,
+    write_safetensors_from,
+    write_torch,
+)
+from accel_ckpt.tensor_storage import METADATA_KEYS, same_tensor_id
+
+__all__ = ["gather_whole", "save_gathered_model"]
+
+
+def gather_whole(leaf: Leaf, coordinator: Coordinator | None = None) -> torch.Tensor:
+    """The whole tensor, in host memory, of which every rank holds parts. Collective.
+
+    Args:
+        leaf: what this rank holds; a plain tensor comes back as it is.
+        coordinator: the ranks; by default all.
+
+    Raises:
+        UnsupportedValueError: the parts of all ranks together are not the whole tensor.
+    """
+    if not is_divided(leaf):
+        assert isinstance(leaf, torch.Tensor), "what is not divided is a tensor"
+        return leaf
+    if isinstance(leaf, torch.Tensor):
+        whole: torch.Tensor = leaf.detach().full_tensor()  # type: ignore[attr-defined]
+        return whole.cpu()
+    ranks = coordinator or default_coordinator()
+    mine = [(part.offsets, part.tensor.detach().cpu()) for part in parts_of(leaf)]
+    shape = shape_of(leaf)
+    result = torch.empty(shape, dtype=_dtype_of(leaf))
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for parts in ranks.exchange(mine):
+        for offsets, values in parts:
+            box = tuple(slice(o, o + n) for o, n in zip(offsets, values.shape, strict=True))
+            result[box] = values
+            filled[box] = True
+    if not bool(filled.all()):
+        raise UnsupportedValueError(
+            f"the parts that all ranks hold of a tensor of shape {list(shape)} leave {int((~filled).sum())} elements "
+            "out; every element must be in some rank's part"
+        )
+    return result
+
+
+def save_gathered_model(
+    model: Mapping[str, Leaf],
+    save_directory: str | os.PathLike[str],
+    max_shard_size: int | str = "10GB",
+    safe_serialization: bool = True,
+    *,
+    each_node: bool = False,
+    gather: Callable[[Leaf], torch.Tensor] = gather_whole,
+    coordinator: Coordinator | None = None,
+    disk: Disk = LOCAL,
+) -> tuple[str, ...]:
+    """Save what `save_model` saves, of a model whose tensors are divided among ranks. Collective.
+
+    Tensors are gathered one after the other, so a rank holds one whole tensor at a time; files of `torch.save` are
+    gathered file by file.
+
+    Args:
+        model: what this rank holds, by canonical name; the same names on every rank.
+        save_directory: the folder; made if it is not there.
+        max_shard_size: bytes per file, or a size such as ``"5GB"``.
+        safe_serialization: safetensors, or else files of ``torch.save``.
+        each_node: the first rank of every node writes, not only rank 0.
+        gather: makes a whole tensor of a leaf; called on every rank in the same order.
+        coordinator: the ranks; by default all.
+        disk: where.
+
+    Returns:
+        The names of the files written, the index included; the same on every rank.
+
+    Raises:
+        CheckpointSaveError: as `save_model`; or another rank failed.
+        UnsupportedValueError: a tensor that the format cannot hold, or a value that is no tensor.
+    """
+    ranks = coordinator or default_coordinator()
+    directory = Path(save_directory).expanduser()
+    limit = convert_file_size_to_int(max_shard_size)
+    writes = ranks.local_rank == 0 if each_node else ranks.rank == 0
+
+    def inspect() -> dict[str, str]:
+        for name, leaf in model.items():
+            if not is_leaf(leaf):
+                raise UnsupportedValueError(
+                    f"{name!r} is a {type(leaf).__qualname__}, and weights are tensors; leave it out"
+                )
+            if safe_serialization:
+                check_writable(name, torch.empty(0, dtype=_dtype_of(leaf)))
+        if writes:
+            check_weights_folder(directory)
+        return _aliases(model)
+
+    doing = f"saving the model to {directory}"
+    ties: dict[str, str] = {}
+    for answer in run_together(inspect, ranks, doing=doing, error=CheckpointSaveError):
+        ties.update(answer)
+    files, index = _plan(model, ties, limit, safe_serialization)
+    gathering = _Gathering(model, gather, [name for file in files for name in file.order])
+
+    def work() -> tuple[str, ...]:
+        try:
+            if not writes:
+                return ()
+            writers = {file.name: partial(file.write, gathering.take, disk) for file in files}
+            return publish_weights(directory, writers, index, safe_serialization, disk)
+        finally:
+            gathering.finish()  # whatever happened here: the other ranks wait for this one's parts
+
+    return run_together(work, ranks, doing=doing, error=CheckpointSaveError)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _GatheredFile:
+    """A file of whole tensors that do not exist yet.
+
+    Args:
+        name: of the file.
+        about: shape and dtype by name.
+        ties: other names of these tensors.
+        safe: safetensors, or else `torch.save`.
+    """
+
+    name: str
+    about: Mapping[str, tuple[Sequence[int], torch.dtype]]
+    ties: Mapping[str, str]
+    safe: bool
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt", **self.ties}
+
+    @property
+    def order(self) -> list[str]:
+        """Names in the order in which their values are written."""
+        return list(lay_out(self.about, self.metadata).entries) if self.safe else list(self.about)
+
+    def write(self, take: Callable[[str], torch.Tensor], disk: Disk, path: Path) -> FileRecord:
+        """Write it; `take` is asked for every tensor once, in order."""
+        if self.safe:
+            return write_safetensors_from(
+                path, self.about, lambda name: (take(name) for _ in range(1)), self.metadata, disk
+            )
+        whole = {name: take(name) for name in self.order}
+        return write_torch(path, {**whole, **{alias: whole[name] for alias, name in self.ties.items()}}, disk)
+
+
+class _Gathering:
+    """Gathers tensors in an order that all ranks keep.
+
+    Args:
+        model: what this rank holds.
+        gather: makes a whole tensor of a leaf. Collective.
+        names: the order.
+    """
+
+    def __init__(
+        self, model: Mapping[str, Leaf], gather: Callable[[Leaf], torch.Tensor], names: Iterable[str]
+    ) -> None:
+        self._model = model
+        self._gather = gather
+        self._left = deque(names)
+
+    def take(self, name: str) -> torch.Tensor:
+        """The next tensor, which must be the one of this name."""
+        following = self._left.popleft()
+        assert following == name, "all ranks gather in one order"
+        return self._gather(self._model[name])
+
+    def finish(self) -> None:
+        """Take part in what is left."""
+        while self._left:
+            self._gather(self._model[self._left.popleft()])
+
+
+def _plan(
+    model: Mapping[str, Leaf], ties: Mapping[str, str], limit: int, safe: bool
+) -> tuple[list[_GatheredFile], str | None]:
+    """The files, and the text of the index if there are several."""
+    about = {name: (shape_of(leaf), _dtype_of(leaf)) for name, leaf in model.items() if name not in ties}
+    shards = plan_shards(
+        [PlannedTensor(name, math.prod(shape) * dtype.itemsize) for name, (shape, dtype) in about.items()],
+        limit,
+    )
+    stem, extension = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    names = shard_file_names(len(shards), stem, extension)
+    files = []
+    for file, shard in zip(names, shards, strict=True):
+        own = {alias: name for alias, name in ties.items() if name in shard.names}
+        files.append(_GatheredFile(file, {name: about[name] for name in shard.names}, own, safe))
+    if len(shards) < 2:
+        return files, None
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard.names}
+    return files, index_text(weight_map, sum(shard.nbytes for shard in shards))
+
+
+def _dtype_of(leaf: Leaf) -> torch.dtype:
+    first = leaf[0] if isinstance(leaf, (list, tuple)) else leaf
+    tensor = first.tensor if isinstance(first, Part) else first
+    assert isinstance(tensor, torch.Tensor), "a leaf is a tensor, a part or parts"
+    return tensor.dtype
+
+
+def _aliases(model: Mapping[str, Leaf]) -> dict[str, str]:
+    """Names of tensors that this rank holds in the memory of an earlier name; it may hold nothing of some."""
+    first: dict[Any, str] = {}
+    aliases = {}
+    for name, leaf in model.items():
+        held = tuple(same_tensor_id(part.tensor) for part in parts_of(leaf))
+        if held:
+            original = first.setdefault((held, tuple(shape_of(leaf))), name)
+            if original != name and name not in METADATA_KEYS:
+                aliases[name] = original
+    return aliases
