@@ -184,6 +184,23 @@ def test_precision(precision):
         assert {value.dtype for value in weights.values()} == {torch.float32}
 
 
+def in_half():
+    return llama().to(torch.bfloat16)
+
+
+def test_trained_parameters_of_16_bits_are_kept_in_32():
+    rounded = lambda: in_half().float()  # noqa: E731
+    wanted = worlds.run(train, 2, rounded, precision="bf16")
+    found = worlds.run(train, 2, in_half, precision="bf16")
+    for (seen, weights, _), (other, same, _) in zip(found, wanted, strict=True):
+        assert seen == other
+        for name, value in weights.items():
+            assert value.dtype == torch.float32
+            assert torch.equal(value, same[name])
+    unmixed = worlds.run(train, 2, in_half)[0][1]
+    assert {value.dtype for value in unmixed.values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_t40_evaluation_comes_before_training(mode):
     check(worlds.run(train, 2, llama, evaluate=mode), expected(llama))

@@ -15,7 +15,7 @@ from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_state.communication.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
 
-__all__ = ["Held", "Start", "agree", "check_buffers", "read_parts"]
+__all__ = ["Held", "Start", "agree", "check_buffers", "read_parts", "widen"]
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,21 @@ def check_buffers(model: nn.Module) -> None:
                     f"The buffer {f'{prefix}.{name}'.lstrip('.')} is on the meta device, and checkpoints do not hold "
                     "it. Build the model with init_empty_weights(include_buffers=False), so that buffers have values."
                 )
+
+
+def widen(unit: nn.Module) -> int:
+    """Keep trained parameters of less than 32 bits in float32 from now on; returns how many there are.
+
+    Under mixed precision the engine gathers them in the low precision anyway.
+    """
+    narrow = [
+        parameter
+        for parameter in unit.parameters()
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16)
+    ]
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
+    return len(narrow)
 
 
 def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
-from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts
+from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
 
@@ -79,7 +79,10 @@ class FSDP2Strategy(Strategy):
         if plugin.activation_checkpointing:
             checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
         reshard = plugin.reshard_after_forward
+        widened = 0
         for unit in [*units, model]:
+            if self.precision.dtypes.compute is not None:
+                widened += widen(unit)
             if start is not None:
                 start.fill(unit)
             fully_shard(
@@ -90,6 +93,11 @@ class FSDP2Strategy(Strategy):
                 mp_policy=self._precision_policy(),
                 offload_policy=plugin.offload_policy,
                 ignored_params=ignored,
+            )
+        if widened:
+            _logger.warning(
+                f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
+                "optimizer's states, are kept in float32, because small updates would be lost"
             )
         if start is None and plugin.checkpoint is not None:
             device = torch.device("cpu") if plugin.cpu_offload else self.options.device
