@@ -311,6 +311,75 @@ def test_t39_models_that_differ_are_an_error_on_all_ranks():
     assert "rank 1 (Linear): names, shapes, dtypes or requires_grad differ" in first
 
 
+# Models that the script has divided
+
+
+def shard_alone(strategy, accumulation):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy=strategy, gradient_accumulation_steps=accumulation)
+    model = llama()
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    again, optimizer = accelerator.prepare(model, optimizer)
+    assert again is model
+    assert isinstance(again, FSDPModule)
+    return windows(accelerator, model, optimizer)
+
+
+def windows(accelerator, model, optimizer):
+    """Four micro-batches, and the weights after them."""
+    ids = batch(accelerator)
+    for number in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(input_ids=(ids + number) % VOCABULARY, labels=ids).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def replicated(accumulation):
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    model = llama()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return windows(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_model_that_the_script_has_sharded_is_taken_as_it_is(strategy, accumulation):
+    wanted = worlds.run(replicated, 2, accumulation)[0]
+    for found in worlds.run(shard_alone, 2, strategy, accumulation):
+        for name, value in found.items():
+            torch.testing.assert_close(value, wanted[name], rtol=1e-5, atol=1e-5)
+
+
+def tensor_parallel(strategy):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    mesh = init_device_mesh("cpu", (accelerator.num_processes,))
+    accelerator.prepare(parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()}))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_tensor_parallel_ranks_that_would_read_different_samples_are_refused(strategy):
+    with pytest.raises(worlds.RankError, match=r"PrepareError.*'0\.weight' is a DTensor.*the same samples"):
+        worlds.run(tensor_parallel, 2, strategy)
+
+
 # State
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_train.errors import PrepareError
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
-from accel_train.strategies.wrappers import inside_compiled
+from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
 
@@ -38,6 +38,8 @@ class DDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if _ddp(model) is not None:
             return model  # compiled around it
+        if is_sharded_by_script(model):
+            return model
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         _remove_guards(model)

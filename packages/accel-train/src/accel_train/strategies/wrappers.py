@@ -1,4 +1,4 @@
-"""Modules that wrap a model: how `torch.compile`'s is recognised, and what is inside all of them."""
+"""Modules that wrap or divide a model: how they are recognised, and what is inside of wrappers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-__all__ = ["innermost", "inside_compiled", "is_compiled_module"]
+from accel_train.errors import PrepareError
+
+__all__ = ["innermost", "inside_compiled", "is_compiled_module", "is_sharded_by_script"]
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -37,3 +39,22 @@ def innermost(model: nn.Module, *unwraps: Callable[[nn.Module], nn.Module]) -> n
         if inner is model:
             return model
         model = inner
+
+
+def is_sharded_by_script(model: nn.Module) -> bool:
+    """Whether the script has divided a model with `fully_shard`, which reduces its gradients by itself.
+
+    Raises:
+        PrepareError: it has divided the model in another way, so that ranks would need to read the same samples.
+    """
+    divided = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
+    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+        return True
+    if divided is not None:
+        raise PrepareError(
+            f"{type(model).__name__} is divided among ranks already ({divided!r} is a DTensor), and not by "
+            "fully_shard: ranks that share a tensor must read the same samples, and this strategy gives each its own. "
+            "Build the model without a tp_plan or device mesh."
+        )
+    return False

@@ -23,6 +23,7 @@ from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
+from accel_train.strategies.wrappers import is_sharded_by_script
 
 __all__ = ["FSDP2Strategy"]
 
@@ -67,7 +68,7 @@ class FSDP2Strategy(Strategy):
         """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
-        if not isinstance(plain, FSDPModule):
+        if not is_sharded_by_script(plain):
             self._divide(plain)
         return steps.compile(model)
 
