@@ -36,8 +36,9 @@ def test_the_scaler_is_torchs_for_this_device():
     scaler = get_grad_scaler(init_scale=8.0)
     assert type(scaler) is torch.amp.GradScaler
     assert scaler.scale(torch.tensor(2.0)).item() == 16.0
-    with pytest.raises(NotAvailableError, match="FSDP"):
-        get_grad_scaler(DistributedType.FSDP)
+    assert type(get_grad_scaler(DistributedType.FSDP)) is torch.amp.GradScaler
+    with pytest.raises(NotAvailableError, match="DEEPSPEED"):
+        get_grad_scaler(DistributedType.DEEPSPEED)
 
 
 @pytest.mark.parametrize(

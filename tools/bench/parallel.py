@@ -1,0 +1,249 @@
+"""Sharded training against the same written by hand: FSDP2 steps, and the start of a large model from its files.
+
+A toy transformer trains on two CPU ranks of one thread each, ours and plain `fully_shard` in turn, round after round;
+final weights are checked to be equal. The start builds a Llama on the meta device and reads it in parts: time over that
+of reading as many bytes into memory, and memory per rank beyond its share.
+
+    hatch run bench:parallel
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import resource
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from testkit import worlds
+
+STEPS = 8
+WIDTH, LAYERS, TOKENS, BATCH = 128, 4, 32, 4
+Round = Callable[[], None]
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.feed = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x)
+        x = x + self.attention(normed, normed, normed, need_weights=False)[0]
+        out: Tensor = x + self.feed(x)
+        return out
+
+
+class Transformer(nn.Module):
+    """Blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+        self.head = nn.Linear(WIDTH, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def parts() -> tuple[nn.Module, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    inputs = torch.randn(BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    return model, optimizer, inputs
+
+
+def raw() -> tuple[nn.Module, Round]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, _, inputs = parts()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            model(inputs).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return model, run
+
+
+def ours() -> tuple[nn.Module, Round]:
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    model, optimizer, inputs = parts()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    model, optimizer = accelerator.prepare(model, optimizer)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return model, run
+
+
+CONTENDERS = {"raw": raw, "ours": ours}
+
+
+def measure_steps(rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of every round, on each rank."""
+    from accel_state import PartialState
+
+    warnings.filterwarnings("ignore")
+    PartialState(cpu=True)
+    runs = {name: make() for name, make in CONTENDERS.items()}
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(rounds + 1):
+        names = list(runs)
+        order.shuffle(names)
+        for name in names:
+            dist.barrier()
+            began = time.perf_counter()
+            runs[name][1]()
+            if turn:  # the first round warms up
+                times[name].append((time.perf_counter() - began) / STEPS)
+    for mine, theirs in zip(runs["ours"][0].parameters(), runs["raw"][0].parameters(), strict=True):
+        torch.testing.assert_close(mine.to_local(), theirs.to_local(), rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
+    return times
+
+
+def llama_config(layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+    )
+
+
+def _peak() -> int:
+    """Largest resident memory so far, without pages of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure_start(folder: str, layers: int) -> tuple[float, int, int]:
+    """Seconds of `prepare`, bytes of private memory that it added, and bytes of this rank's share."""
+    from transformers import LlamaForCausalLM
+
+    from accel_bigmodel import init_empty_weights
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    warnings.filterwarnings("ignore")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(checkpoint=folder))
+    with init_empty_weights(include_buffers=False):
+        model = LlamaForCausalLM(llama_config(layers))
+    before = _peak()
+    dist.barrier()
+    began = time.perf_counter()
+    model = accelerator.prepare(model)
+    spent = time.perf_counter() - began
+    held = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    return spent, _peak() - before, held
+
+
+def read_share(folder: str) -> float:
+    """Seconds to read half of each file into new memory, as one of two ranks would, by the fastest plain way."""
+    from accel_state import PartialState
+
+    PartialState(cpu=True)
+    dist.barrier()
+    began = time.perf_counter()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        half = path.stat().st_size // 2
+        with open(path, "rb", buffering=0) as file:
+            file.seek(half * dist.get_rank())
+            into = memoryview(torch.empty(half, dtype=torch.uint8).numpy())
+            done = 0
+            while done < half:
+                done += file.readinto(into[done : done + (1 << 23)]) or half
+    return time.perf_counter() - began
+
+
+def show_steps(rounds: int) -> None:
+    times = worlds.run(measure_steps, 2, rounds, timeout=900)[0]
+    ratios = sorted(a / b for a, b in zip(times["ours"], times["raw"], strict=True))
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    micro = statistics.median(times["raw"]) * 1e6
+    print(
+        f"FSDP2 step, 2 ranks: raw {micro:.0f} us; ours over raw {middle:.3f} [{low:.3f}-{high:.3f}], goal 1.03"
+    )
+
+
+def show_start(layers: int, rounds: int) -> None:
+    from transformers import LlamaForCausalLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(llama_config(layers))
+        size = sum(p.numel() for p in model.parameters())
+        model.save_pretrained(folder, max_shard_size="1GB")
+        largest = max(p.numel() * p.element_size() for p in model.parameters())
+        del model
+        spans, starts, extra = [], [], []
+        for _ in range(rounds):
+            spans.append(max(worlds.run(read_share, 2, folder, timeout=300)))
+            found = worlds.run(measure_start, 2, folder, layers, timeout=900)
+            starts.append(max(spent for spent, _, _ in found))
+            extra.append(max(added - held for _, added, held in found))
+        print(
+            f"start of {size / 1e9:.2f} B parameters, 2 ranks, warm: {statistics.median(starts):.2f} s; reading the "
+            f"share {statistics.median(spans):.2f} s; ratio "
+            f"{statistics.median(a / b for a, b in zip(starts, spans, strict=True)):.2f}, goal 1.2; memory beyond the "
+            f"share {max(extra) / 1e6:.0f} MB, goal {largest / 1e6:.0f} (one tensor)"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument(
+        "--layers", type=int, default=20, help="of the model that is read; 20 are 1 B parameters"
+    )
+    parser.add_argument("--parts", nargs="+", choices=("steps", "start"), default=["steps", "start"])
+    arguments = parser.parse_args()
+    if "steps" in arguments.parts:
+        show_steps(arguments.rounds)
+    if "start" in arguments.parts:
+        show_start(arguments.layers, 3)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
