@@ -28,8 +28,12 @@ class NamedModel:
 
     @cached_property
     def _prefixes(self) -> dict[str, str]:
+        return canonical_names(self._sharded())
+
+    def _sharded(self) -> nn.Module:
+        """The module, with this rank's parts in the place of what a forward may have left gathered."""
         reshard(self.module)
-        return canonical_names(self.module)
+        return self.module
 
     def canonical(self, named: Mapping[str, T]) -> dict[str, T]:
         """Something by the module's own names under canonical ones.
@@ -43,15 +47,15 @@ class NamedModel:
 
     def state_dict(self) -> dict[str, Any]:
         """The state dict, whose tensors are the module's own."""
-        return self.canonical(self.module.state_dict())
+        return self.canonical(self._sharded().state_dict())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """By every name that they have."""
-        return self.canonical(dict(self.module.named_parameters(remove_duplicate=False)))
+        return self.canonical(dict(self._sharded().named_parameters(remove_duplicate=False)))
 
     def buffers(self) -> dict[str, Any]:
         """By name; those that a state dict leaves out, too."""
-        return self.canonical(dict(self.module.named_buffers()))
+        return self.canonical(dict(self._sharded().named_buffers()))
 
 
 def named_models(models: Sequence[nn.Module | NamedModel]) -> list[NamedModel]:

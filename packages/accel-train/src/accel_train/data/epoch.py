@@ -86,7 +86,13 @@ class Epoch:
         return restored if restored is not None and restored.epoch == self.iteration else None
 
     def take(self) -> Restored | None:
-        """The same, for the iteration that begins now; a state of another epoch is dropped."""
+        """The same, for the iteration that begins now; a state of another epoch is dropped.
+
+        What an iteration has taken that yielded nothing of it is given to the next one.
+        """
+        running = self.running
+        if self.restored is None and running is not None and not running.yielded and not running.ended:
+            self.restored = running.restored
         waiting, self.restored = self.waiting(), None
         return waiting
 

@@ -45,6 +45,7 @@ class Iteration:
         "randomness",
         "reading",
         "real",
+        "restored",
         "rng_at_start",
         "skipped",
         "source",
@@ -104,6 +105,8 @@ class Iteration:
         """The generators before the epoch's first batch was read, where it may be read again for padding."""
         self.first_batch: Any = None
         """The epoch's first batch, where it may be needed for padding and could not be read again."""
+        self.restored: Any = None
+        """The loaded state that it began with."""
         self.drew_along = False
         """Whether this rank made the draws of the order that another rank iterates."""
 

@@ -44,7 +44,11 @@ class LoaderIterator:
         self._ledger.begin(loader)
         self._live = True
         epoch = loader.epoch_state
-        self._iteration = iteration = begin_epoch(loader, None if epoch.restored is None else epoch.take())
+        before = epoch.running
+        unused = before is not None and before.restored is not None and not before.yielded
+        restored = epoch.take() if epoch.restored is not None or unused else None
+        self._iteration = iteration = begin_epoch(loader, restored)
+        iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"
         self._source = iteration.source
 
@@ -97,8 +101,10 @@ class LoaderIterator:
         if exhausted:
             loader.epoch_state.iteration += 1
         around, self._around = self._around, None
-        if loader.current is iteration and around is not None and not around.closed:
-            loader.current = loader.epoch_state.running = around  # a loop within a loop over one loader
+        # A loop within a loop over one loader: the outer one goes on. One that has yielded nothing is no loop:
+        # tqdm begins an iterator of its own, which it never uses.
+        if loader.current is iteration and around is not None and around.yielded and not around.closed:
+            loader.current = loader.epoch_state.running = around
 
     def close(self) -> None:
         """End the iteration without waiting for the iterator to be dropped."""
