@@ -9,21 +9,20 @@ from torch import nn
 from testkit import worlds
 
 VOCABULARY = 97
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
 
 
 def llama(meta=False):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
-    return build(LlamaForCausalLM, config, meta)
+    return build(LlamaForCausalLM, LlamaConfig(**SMALL, num_hidden_layers=3), meta)
 
 
 def gpt2(meta=False):
@@ -48,17 +47,7 @@ def gpt2(meta=False):
 def mixtral(meta=False):
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    config = MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-    )
-    return build(MixtralForCausalLM, config, meta)
+    return build(MixtralForCausalLM, MixtralConfig(**SMALL, num_hidden_layers=2, num_local_experts=4), meta)
 
 
 def build(kind, config, meta):

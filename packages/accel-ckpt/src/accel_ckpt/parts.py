@@ -22,6 +22,7 @@ __all__ = [
     "Leaf",
     "Part",
     "fill_part",
+    "fsdp_modules",
     "is_divided",
     "is_leaf",
     "is_sharded",
@@ -183,14 +184,17 @@ def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
             part.tensor.copy_(whole[part.box.slices])
 
 
+def fsdp_modules(model: nn.Module) -> Iterator[Any]:
+    """The modules of a model that ``fully_shard`` has divided."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
+    if fsdp is not None:
+        yield from (module for module in model.modules() if isinstance(module, fsdp.FSDPModule))
+
+
 def reshard(model: nn.Module) -> None:
     """Let FSDP free the whole weights that a forward may have left in place of a rank's parts."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
-    if fsdp is None:
-        return
-    for module in model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    for module in fsdp_modules(model):
+        module.reshard()
 
 
 def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:

@@ -28,7 +28,7 @@ class NamedModel:
 
     @cached_property
     def _prefixes(self) -> dict[str, str]:
-        return canonical_names(self._sharded())
+        return canonical_names(self.module)
 
     def _sharded(self) -> nn.Module:
         """The module, with this rank's parts in the place of what a forward may have left gathered."""

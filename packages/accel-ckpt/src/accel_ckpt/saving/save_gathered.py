@@ -16,10 +16,9 @@ import torch
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
-from accel_ckpt.format.index import index_text
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
+from accel_ckpt.saving.save_model import check_weights_folder, index_of, no_weight, publish_weights
 from accel_ckpt.saving.writer import (
     FileRecord,
     check_writable,
@@ -73,7 +72,6 @@ def save_gathered_model(
     safe_serialization: bool = True,
     *,
     each_node: bool = False,
-    gather: Callable[[Leaf], torch.Tensor] = gather_whole,
     coordinator: Coordinator | None = None,
     disk: Disk = LOCAL,
 ) -> tuple[str, ...]:
@@ -88,7 +86,6 @@ def save_gathered_model(
         max_shard_size: bytes per file, or a size such as ``"5GB"``.
         safe_serialization: safetensors, or else files of ``torch.save``.
         each_node: the first rank of every node writes, not only rank 0.
-        gather: makes a whole tensor of a leaf; called on every rank in the same order.
         coordinator: the ranks; by default all.
         disk: where.
 
@@ -107,9 +104,7 @@ def save_gathered_model(
     def inspect() -> dict[str, str]:
         for name, leaf in model.items():
             if not is_leaf(leaf):
-                raise UnsupportedValueError(
-                    f"{name!r} is a {type(leaf).__qualname__}, and weights are tensors; leave it out"
-                )
+                raise no_weight(name, leaf)
             if safe_serialization:
                 check_writable(name, torch.empty(0, dtype=_dtype_of(leaf)))
         if writes:
@@ -121,7 +116,7 @@ def save_gathered_model(
     for answer in run_together(inspect, ranks, doing=doing, error=CheckpointSaveError):
         ties.update(answer)
     files, index = _plan(model, ties, limit, safe_serialization)
-    gathering = _Gathering(model, gather, [name for file in files for name in file.order])
+    gathering = _Gathering(model, ranks, [name for file in files for name in file.order])
 
     def work() -> tuple[str, ...]:
         try:
@@ -163,9 +158,7 @@ class _GatheredFile:
     def write(self, take: Callable[[str], torch.Tensor], disk: Disk, path: Path) -> FileRecord:
         """Write it; `take` is asked for every tensor once, in order."""
         if self.safe:
-            return write_safetensors_from(
-                path, self.about, lambda name: (take(name) for _ in range(1)), self.metadata, disk
-            )
+            return write_safetensors_from(path, self.about, lambda name: (take(name),), self.metadata, disk)
         whole = {name: take(name) for name in self.order}
         return write_torch(path, {**whole, **{alias: whole[name] for alias, name in self.ties.items()}}, disk)
 
@@ -175,27 +168,25 @@ class _Gathering:
 
     Args:
         model: what this rank holds.
-        gather: makes a whole tensor of a leaf. Collective.
+        ranks: those that hold parts.
         names: the order.
     """
 
-    def __init__(
-        self, model: Mapping[str, Leaf], gather: Callable[[Leaf], torch.Tensor], names: Iterable[str]
-    ) -> None:
+    def __init__(self, model: Mapping[str, Leaf], ranks: Coordinator, names: Iterable[str]) -> None:
         self._model = model
-        self._gather = gather
+        self._ranks = ranks
         self._left = deque(names)
 
     def take(self, name: str) -> torch.Tensor:
         """The next tensor, which must be the one of this name."""
         following = self._left.popleft()
         assert following == name, "all ranks gather in one order"
-        return self._gather(self._model[name])
+        return gather_whole(self._model[name], self._ranks)
 
     def finish(self) -> None:
         """Take part in what is left."""
         while self._left:
-            self._gather(self._model[self._left.popleft()])
+            self.take(self._left[0])
 
 
 def _plan(
@@ -213,10 +204,7 @@ def _plan(
     for file, shard in zip(names, shards, strict=True):
         own = {alias: name for alias, name in ties.items() if name in shard.names}
         files.append(_GatheredFile(file, {name: about[name] for name in shard.names}, own, safe))
-    if len(shards) < 2:
-        return files, None
-    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard.names}
-    return files, index_text(weight_map, sum(shard.nbytes for shard in shards))
+    return files, index_of(names, shards)
 
 
 def _dtype_of(leaf: Leaf) -> torch.dtype:

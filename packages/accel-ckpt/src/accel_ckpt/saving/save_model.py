@@ -6,7 +6,7 @@ import codecs
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,13 @@ from accel_ckpt.format.index import (
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.modules.names import canonical_state_dict
-from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
+from accel_ckpt.saving.plan import (
+    PlannedTensor,
+    Shard,
+    convert_file_size_to_int,
+    plan_shards,
+    shard_file_names,
+)
 from accel_ckpt.saving.write_notices import completed_by_writer
 from accel_ckpt.saving.writer import (
     FileRecord,
@@ -208,10 +214,15 @@ def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
         state_dict = canonical_state_dict(model)
     for name, value in state_dict.items():
         if not isinstance(value, torch.Tensor):
-            raise UnsupportedValueError(
-                f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
-            )
+            raise no_weight(name, value)
     return state_dict
+
+
+def no_weight(name: str, value: object) -> UnsupportedValueError:
+    """The error for an entry of a state dict that is no tensor."""
+    return UnsupportedValueError(
+        f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,18 +262,20 @@ def plan_model_files(
     )
     extension = "safetensors" if safe_serialization else "bin"
     names = shard_file_names(len(shards), stem, extension)
-    index = None
-    if len(shards) > 1:
-        weight_map = {
-            tensor: file for file, shard in zip(names, shards, strict=True) for tensor in shard.names
-        }
-        index = index_text(weight_map, sum(shard.nbytes for shard in shards))
     files = []
     for file, shard in zip(names, shards, strict=True):
         part = {name: kept[name] for name in shard.names}
         tied = {alias: name for alias, name in aliases.items() if name in part}
         files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
-    return ModelFiles(tuple(files), index, f"{stem}.{extension}.index.json")
+    return ModelFiles(tuple(files), index_of(names, shards), f"{stem}.{extension}.index.json")
+
+
+def index_of(files: Sequence[str], shards: Sequence[Shard]) -> str | None:
+    """The text of the index of shards, each in the file of the same place; None for one file, which needs none."""
+    if len(shards) < 2:
+        return None
+    weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard.names}
+    return index_text(weight_map, sum(shard.nbytes for shard in shards))
 
 
 def _torch_saves(tensor: torch.Tensor) -> bool:

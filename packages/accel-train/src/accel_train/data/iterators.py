@@ -45,8 +45,8 @@ class LoaderIterator:
         self._live = True
         epoch = loader.epoch_state
         before = epoch.running
-        unused = before is not None and before.restored is not None and not before.yielded
-        restored = epoch.take() if epoch.restored is not None or unused else None
+        loaded = epoch.restored is not None or (before is not None and before.restored is not None)
+        restored = epoch.take() if loaded else None
         self._iteration = iteration = begin_epoch(loader, restored)
         iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"

@@ -34,6 +34,14 @@ _DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+_TRUTHS = (
+    "sync_module_states",
+    "forward_prefetch",
+    "activation_checkpointing",
+    "limit_all_gathers",
+    "cpu_ram_efficient_loading",
+    "activation_checkpointing_offload",
+)
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
@@ -158,14 +166,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
                     "get_state_dict() gives whole tensors in host memory, and checkpoints can be loaded by any number "
                     "of ranks."
                 )
-        for name in (
-            "sync_module_states",
-            "forward_prefetch",
-            "activation_checkpointing",
-            "limit_all_gathers",
-        ):
-            self._check_truth(name)
-        for name in ("cpu_ram_efficient_loading", "activation_checkpointing_offload"):
+        for name in _TRUTHS:
             self._check_truth(name)
         sharding, reshard = self._read_sharding()
         if self.cpu_ram_efficient_loading and not self.sync_module_states:
@@ -221,13 +222,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         """What `fully_shard` takes as `offload_policy`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-        if isinstance(self.cpu_offload, bool):
-            return (
-                CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
-                if self.cpu_offload
-                else OffloadPolicy()
-            )
-        policy: OffloadPolicy = self.cpu_offload
+        if self.cpu_offload is True:
+            return CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
+        policy: OffloadPolicy = self.cpu_offload or OffloadPolicy()
         return policy
 
     def _check_truth(self, name: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_ckpt.parts import is_sharded
 from accel_train.ranks import Ranks
 
 __all__ = ["any_divided", "average", "clip_by_norm", "local_part", "total_norm"]
@@ -17,7 +18,7 @@ __all__ = ["any_divided", "average", "clip_by_norm", "local_part", "total_norm"]
 
 def any_divided(parameters: Iterable[Tensor]) -> bool:
     """Whether any of them is a `DTensor`."""
-    return any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    return any(map(is_sharded, parameters))
 
 
 def local_part(tensor: Tensor) -> Tensor:

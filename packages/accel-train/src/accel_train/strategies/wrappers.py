@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accel_ckpt.parts import fsdp_modules, is_sharded
 from accel_train.errors import PrepareError
 
 __all__ = ["innermost", "inside_compiled", "is_compiled_module", "is_sharded_by_script"]
@@ -47,10 +48,9 @@ def is_sharded_by_script(model: nn.Module) -> bool:
     Raises:
         PrepareError: it has divided the model in another way, so that ranks would need to read the same samples.
     """
-    divided = next((name for name, p in model.named_parameters() if hasattr(p, "device_mesh")), None)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # else no model can be of it
-    if fsdp is not None and any(isinstance(module, fsdp.FSDPModule) for module in model.modules()):
+    if next(fsdp_modules(model), None) is not None:
         return True
+    divided = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
     if divided is not None:
         raise PrepareError(
             f"{type(model).__name__} is divided among ranks already ({divided!r} is a DTensor), and not by "

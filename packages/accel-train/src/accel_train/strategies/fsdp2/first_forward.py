@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+
+from accel_ckpt.parts import fsdp_modules
 
 __all__ = ["allow_inference_first"]
 
@@ -25,9 +26,8 @@ def allow_inference_first(model: nn.Module) -> None:
         if not torch.is_inference_mode_enabled():
             return
         with torch.inference_mode(False), torch.no_grad():
-            for unit in module.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.unshard()
-                    unit.reshard()
+            for unit in fsdp_modules(module):
+                unit.unshard()
+                unit.reshard()
 
     handles.append(model.register_forward_pre_hook(gather_once, prepend=True))

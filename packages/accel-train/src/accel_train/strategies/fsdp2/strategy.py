@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from accel_ckpt.parts import is_sharded
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
@@ -76,7 +77,12 @@ class FSDP2Strategy(Strategy):
         plugin = self.plugin
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         units = find_units(model, plugin)
-        ignored = ignored_parameters(model, plugin.ignored_modules)
+        options: dict[str, Any] = {
+            "mesh": self.options.mesh.submesh("dp_replicate", "dp_shard"),
+            "mp_policy": self._precision_policy(),
+            "offload_policy": plugin.offload_policy,
+            "ignored_params": ignored_parameters(model, plugin.ignored_modules),
+        }
         if plugin.activation_checkpointing:
             checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
         reshard = plugin.reshard_after_forward
@@ -86,15 +92,9 @@ class FSDP2Strategy(Strategy):
                 widened += widen(unit)
             if start is not None:
                 start.fill(unit)
-            fully_shard(
-                unit,
-                mesh=self.options.mesh.submesh("dp_replicate", "dp_shard"),
-                # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
-                reshard_after_forward=None if unit is model and reshard else reshard,
-                mp_policy=self._precision_policy(),
-                offload_policy=plugin.offload_policy,
-                ignored_params=ignored,
-            )
+            # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
+            after = None if unit is model and reshard else reshard
+            fully_shard(unit, reshard_after_forward=after, **options)
         if widened:
             _logger.warning(
                 f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
@@ -106,9 +106,7 @@ class FSDP2Strategy(Strategy):
         if plugin.forward_prefetch:
             _prefetch(units)
         allow_inference_first(model)
-        self._whole += [
-            parameter for parameter in model.parameters() if not hasattr(parameter, "device_mesh")
-        ]
+        self._whole += [parameter for parameter in model.parameters() if not is_sharded(parameter)]
 
     def _start(self, held: list[Held], model: nn.Module) -> Start | None:
         """How tensors get their values; None: each rank reads its parts from files."""
@@ -135,14 +133,12 @@ class FSDP2Strategy(Strategy):
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
         """Hold back the reduction of all but the last micro-batch: gradients stay whole until then."""
         if not last and not self.options.sync_each_batch:
-            self._set_sync(models, False)
-            self._holds_back = True
+            self._hold_back(models, True)
 
     def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
         """Reduce again."""
         if not last and not self.options.sync_each_batch:
-            self._set_sync(models, True)
-            self._holds_back = False
+            self._hold_back(models, False)
 
     def backward(
         self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
@@ -152,33 +148,32 @@ class FSDP2Strategy(Strategy):
         if self._whole and not self._holds_back:
             average([parameter for parameter in self._whole if parameter.requires_grad], self.loss)
 
-    def _set_sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+    def _hold_back(self, models: Sequence[nn.Module], hold: bool) -> None:
+        """Whether backward passes keep whole gradients on this rank."""
+        self._holds_back = hold
         for model in models:
             plain = self.plain(model)
             if isinstance(plain, FSDPModule):
-                plain.set_requires_gradient_sync(enabled)
+                plain.set_requires_gradient_sync(not hold)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Backward passes inside keep whole gradients on this rank; the next one outside reduces all."""
-        self._set_sync([model], False)
-        self._holds_back = True
+        self._hold_back([model], True)
         try:
             yield
         finally:
-            self._set_sync([model], True)
-            self._holds_back = False
+            self._hold_back([model], False)
 
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Reduce in backward passes inside, although `no_sync` is in force."""
-        self._set_sync([model], True)
-        held, self._holds_back = self._holds_back, False
+        before = self._holds_back
+        self._hold_back([model], False)
         try:
             yield
         finally:
-            self._set_sync([model], not held)
-            self._holds_back = held
+            self._hold_back([model], before)
 
     def release(self) -> None:
         """Forget the parameters that it averages."""
