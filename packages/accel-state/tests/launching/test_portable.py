@@ -14,7 +14,8 @@ import pytest
 
 WITHOUT = """
 import os, runpy, select, signal, sys
-from accel_state.launching import processes, signals, supervisor
+from accel_state.launching import output, processes, signals, supervisor
+output._CAN_POLL = False
 processes.HAS_SESSIONS = supervisor.HAS_SESSIONS = False
 processes.die_with_parent = lambda signum: None
 signals._NAMES = ("SIGINT", "SIGTERM")

@@ -153,7 +153,7 @@ def test_first_failing_rank_is_told_last_and_gives_the_code(launcher):
 
 def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(launcher):
     # Rank 0 is slow to end after its traceback, as a process that tears down a process group is; rank 1 meets
-    # the # broken connection and is gone before.
+    # the broken connection and is gone before.
     script = launcher.script("""
         import atexit
         def tear_down():

@@ -24,6 +24,8 @@ _PARTIAL_AFTER = 0.1
 """Seconds after which an unfinished line is shown: a debugger prompt, or the state of a progress bar."""
 _LONGEST = 1 << 20
 """Maximum buffered bytes of an unfinished line; then the received part is shown, and the rest follows."""
+_CAN_POLL = sys.platform != "win32"
+"""Windows can only select sockets."""
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = b"Traceback (most recent call last):"
@@ -154,10 +156,13 @@ class RankOutput:
         self._log_lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._showing: set[StreamName] = set()
+        self._errors: IO[bytes] | None = None
         self._after_end: int | None = None
 
     def forward(self, stream: StreamName, pipe: IO[bytes]) -> None:
         """Forward ``pipe`` in a thread until its end."""
+        if stream == "stderr":
+            self._errors = pipe
         thread = threading.Thread(target=self._pump, args=(stream, pipe), daemon=True, name=f"accel-{stream}")
         self._threads.append(thread)
         thread.start()
@@ -182,6 +187,18 @@ class RankOutput:
                 self._log.close()
                 self._log = None
 
+    def caught_up(self) -> bool:
+        """Whether all that the rank has written to standard error so far is read and shown, where it can be told."""
+        pipe = self._errors
+        if pipe is None or pipe.closed or not _CAN_POLL:
+            return True
+        try:
+            waiting = _readable(pipe, 0.0)
+        except (OSError, ValueError):  # closed since
+            return True
+        # In this order: whatever left the pipe before it was found empty was marked before it was read.
+        return not waiting and "stderr" not in self._showing
+
     def _pump(self, stream: StreamName, pipe: IO[bytes]) -> None:
         splitter = _Splitter()
         try:
@@ -191,6 +208,9 @@ class RankOutput:
                         self._show(stream, splitter.take_pending())
                         continue
                     self._showing.discard(stream)
+                    if _CAN_POLL:
+                        _readable(pipe, None)
+                        self._showing.add(stream)  # before the read: see ``caught_up``
                     data = os.read(pipe.fileno(), 1 << 16)
                     if not data:
                         break
@@ -207,6 +227,8 @@ class RankOutput:
             # The reader of our output is gone. Closing the pipe gives the rank a broken pipe at its next print,
             # as if it wrote to the reader directly.
             return
+        finally:
+            self._showing.discard(stream)
 
     def _write_log(self, stream: StreamName, data: bytes) -> None:
         if stream not in self._logged:
@@ -253,11 +275,10 @@ class _Splitter:
         return taken
 
 
-def _readable(pipe: IO[bytes], timeout: float) -> bool:
-    try:
-        return bool(select.select([pipe], [], [], timeout)[0])
-    except OSError:  # Windows can only select sockets: unfinished lines are shown when they end
+def _readable(pipe: IO[bytes], timeout: float | None) -> bool:
+    if not _CAN_POLL:  # unfinished lines are shown when they end
         return True
+    return bool(select.select([pipe], [], [], timeout)[0])
 
 
 def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:

@@ -18,8 +18,10 @@ from accel_state.launching.signals import EXITED, SignalQueue, receive_signals
 
 __all__ = ["Outcome", "Policy", "SupervisedProcess", "supervise"]
 
-_SETTLE = 0.5
+_SETTLE = 2.0
 """Seconds that a rank whose traceback preceded the first exit gets to exit, so that the report names the right rank."""
+_CATCH_UP = 0.5
+"""Seconds that the readers of standard error get, on a busy machine, to reach the time of the first exit."""
 _FAILURE_GRACE = 5.0
 _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
@@ -191,10 +193,9 @@ class _Group:
         if self.first_exit is None or self.first_failed is not None:
             return
         now = time.monotonic()
-        if now - self.first_exit < _SETTLE and any(
-            member.output.traceback_at is not None and member.output.traceback_at < self.first_exit
-            for member in self._alive()
-        ):
+        if now - self.first_exit < _CATCH_UP and not all(m.output.caught_up() for m in self.members):
+            return
+        if now - self.first_exit < _SETTLE and any(map(self._failed_before, self._alive())):
             return
         self.first_failed = min(
             (member for member in self.members if member.code), key=SupervisedProcess.failed_at
@@ -212,6 +213,11 @@ class _Group:
             ending = f"ending {others}"
         if others:
             self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
+
+    def _failed_before(self, member: SupervisedProcess) -> bool:
+        """Whether the traceback of a rank that still runs precedes those of the ranks that have failed."""
+        written = member.output.traceback_at
+        return written is not None and written < min(m.failed_at() for m in self.members if m.code)
 
     def _on_deadline(self) -> None:
         if self.deadline is None or self.killed or time.monotonic() < self.deadline:
