@@ -10,15 +10,18 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 from accel_train.precision.registry import PRECISIONS
+from accel_train.setup.resolve import module_of
 from accel_train.strategies.registry import STRATEGIES
 from testkit import worlds
 from testkit.conformance import (
+    FLOAT32_ONLY,
     VARIANTS,
     Case,
     Record,
@@ -43,6 +46,16 @@ with strategies_installed():
     MEMBERS = {name: STRATEGIES.get(name) for name in STRATEGIES.names()}
 MEMBERS |= {name: MEMBERS[strategy] for name, (strategy, _) in VARIANTS.items()}
 TOLERANCE = {"no": 1e-12, "bf16": 2e-2, "fp16": 5e-3}
+SINGLE = 1e-6  # of members that compute in float32
+
+
+def missing(name: str) -> list[str]:
+    """What must be installed before a member can run."""
+    return [item for item in MEMBERS[name].capabilities.requires if not find_spec(module_of(item))]
+
+
+def bound_of(case: Case) -> float:
+    return SINGLE if case.precision == "no" and case.is_single else TOLERANCE[case.precision]
 
 
 def strategy_of(name: str) -> str:
@@ -53,24 +66,40 @@ def strategy_of(name: str) -> str:
 def ranks_of(name: str) -> list[int]:
     if name == "hsdp":
         return [4]  # two replicas, each divided among two
-    return [2, 4] if MEMBERS[name].capabilities.needs_process_group else [1]
+    return [1] if name == "single" else [2, 4]
 
 
 def precisions_of(name: str) -> list[str]:
-    declared = MEMBERS[name].capabilities.precisions
+    declared = MEMBERS[name].capabilities.precisions_for("cpu")
     return [precision for precision in PRECISIONS.names() if declared is None or precision in declared]
 
 
+ENGINE_LIMITS = {
+    # Without ZeRO the engine sums gradients in bfloat16 and makes its float32 weights from rounded ones:
+    # test_deepspeed.py shows that it computes the same when it is driven by hand.
+    ("zero0", "bf16"): 0.2,
+}
+"""Cells in which an engine is less exact than the others, and how much."""
+
+
 CELLS = [(name, ranks) for name in MEMBERS for ranks in ranks_of(name)]
-REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS]
+REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS and not missing(name)]
 
 
 def parameters(found: list[tuple[str, int]]) -> pytest.MarkDecorator:
     """Variants of a strategy are for the long run."""
-    marks = {True: [pytest.mark.full], False: []}
     return pytest.mark.parametrize(
-        ("name", "ranks"), [pytest.param(*cell, marks=marks[cell[0] in VARIANTS]) for cell in found]
+        ("name", "ranks"), [pytest.param(*cell, marks=marks_of(cell[0])) for cell in found]
     )
+
+
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Why a member is left out of this run, if it is."""
+    lacking = missing(name)
+    if lacking:
+        reason = f"{strategy_of(name)} needs {', '.join(lacking)}: hatch run engines:{strategy_of(name)}"
+        return [pytest.mark.skip(reason=reason)]
+    return [pytest.mark.full] if name in VARIANTS else []
 
 
 cells = parameters(CELLS)
@@ -84,14 +113,15 @@ def run(case: Case, ranks: int) -> tuple[list[Record], Record]:
 
 def check(case: Case, records: list[Record], expected: Record) -> None:
     """Losses, weights after every step, and norms, on every rank."""
-    bound = TOLERANCE[case.precision]
+    bound = ENGINE_LIMITS.get((case.strategy, case.precision), bound_of(case))
     for record in records:
         index, size = record.batch
         torch.testing.assert_close(record.losses, expected.losses[index::size], rtol=bound, atol=bound)
         torch.testing.assert_close(record.norms, expected.norms, rtol=bound, atol=bound)
         assert len(record.weights) == len(expected.weights) > 0
         for here, there in zip(record.weights, expected.weights, strict=True):
-            torch.testing.assert_close(here, there, rtol=bound, atol=bound)
+            # An engine may give out weights in the dtype that it computes in.
+            torch.testing.assert_close(here, there, rtol=bound, atol=bound, check_dtype=False)
 
 
 @cells
@@ -189,6 +219,10 @@ def test_two_models(name, ranks):
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "with state"])
 def test_t45_optimizers_follow_replaced_parameters(name, ranks, order):
     case = Case(name)
+    if MEMBERS[name].capabilities.prepares_together:
+        with pytest.raises(worlds.RankError, match=r"PrepareError.*(in one|Pass both to one) call"):
+            worlds.run(prepare_apart, ranks, case, order)
+        return
     if order == "with state" and name == "fake":
         with pytest.raises(worlds.RankError, match=r"PrepareError.*already has state of shape"):
             worlds.run(prepare_apart, ranks, case, order)
@@ -206,7 +240,8 @@ def test_t45_optimizers_follow_replaced_parameters(name, ranks, order):
         optimizer.step()
         expected.append(cloned(model.state_dict()))
     for weights in worlds.run(prepare_apart, ranks, case, order):
-        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+        bound = bound_of(case)
+        torch.testing.assert_close(weights, expected, rtol=bound, atol=bound)
 
 
 @cells
@@ -244,7 +279,8 @@ def test_uneven(name, ranks):
         "ranks had different numbers of batches"
     )
     for _, weights, _ in found:
-        torch.testing.assert_close(weights, cloned(model.state_dict()), rtol=1e-12, atol=1e-12)
+        bound = bound_of(case)
+        torch.testing.assert_close(weights, cloned(model.state_dict()), rtol=bound, atol=bound)
 
 
 @smallest
@@ -261,7 +297,7 @@ def test_undeclared_precisions_are_refused(name, ranks):
         pattern = f"IncompatibleOptionsError.*{strategy_of(name)}.*cannot compute with mixed_precision='{precision}'"
         with pytest.raises(worlds.RankError, match=pattern):
             worlds.run(train, ranks, Case(name, precision))
-    assert refused or MEMBERS[name].capabilities.precisions is None
+    assert refused or MEMBERS[name].capabilities.precisions_for("cpu") is None
 
 
 @smallest
@@ -319,7 +355,7 @@ def continued(case: Case, folder: str, ranks: int) -> list[Record]:
 @cells
 def test_mobility(tmp_path, name, ranks):
     """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have."""
-    case = Case(name, samples=48, epochs=1)
+    case = Case(name, samples=48, epochs=1, single=any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED))
     folder = str(tmp_path / "state")
     saved = worlds.run(train_and_save, ranks, case, folder, samples=16)[0].weights[-1]
     reference: set[int] = set()

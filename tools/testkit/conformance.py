@@ -21,12 +21,33 @@ INSTALLED = str(Path(__file__).parent / "installed")
 """Folder with the metadata of the test kit's strategies, as an installed package has it."""
 DIM = 6
 
+
+
+def _zero(stage: int, parameters: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    return zero | ({"offload_param": {"device": "cpu"}} if parameters else {})
+
+
+# DeepSpeed's own CPU optimizers have no SGD, and would be compiled here.
+_OFFLOAD: dict[str, Any] = {
+    "zero_force_ds_cpu_optimizer": False,
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
+FLOAT32_ONLY = frozenset({"deepspeed"})
+"""Strategies whose engine takes no float64."""
+
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "hsdp": ("fsdp2", {"dp_replicate_size": 2}),
     "offload": (
         "fsdp2",
         {"cpu_offload": True, "reshard_after_forward": False, "activation_checkpointing": True},
     ),
+    "zero0": ("deepspeed", {"zero_stage": 0}),
+    "zero1": ("deepspeed", {"zero_stage": 1}),
+    "zero3": ("deepspeed", {"zero_stage": 3}),
+    "zero2offload": ("deepspeed", {"hf_ds_config": _OFFLOAD | {"zero_optimization": _zero(2, False)}}),
+    "zero3offload": ("deepspeed", {"hf_ds_config": _OFFLOAD | {"zero_optimization": _zero(3, True)}}),
 }
 """Members of the suite beside the registered strategies: a strategy with options of its plugin."""
 
@@ -51,11 +72,17 @@ class Case:
     optimizer: str = "AdamW"
     scale: float = 256.0  # that fp16 begins with
     samples: int | None = None  # instead of `rounds` for every rank
+    single: bool = False  # float32 although float64 would do
 
     @property
     def dtype(self) -> torch.dtype:
         """Of parameters and samples: as exact as the precision allows."""
-        return torch.float64 if self.precision == "no" else torch.float32
+        return torch.float64 if self.precision == "no" and not self.is_single else torch.float32
+
+    @property
+    def is_single(self) -> bool:
+        """Whether parameters are float32."""
+        return self.single or VARIANTS.get(self.strategy, (self.strategy, {}))[0] in FLOAT32_ONLY
 
 
 @dataclass
@@ -145,9 +172,10 @@ def _selection(member: str) -> Any:
     strategy, options = VARIANTS.get(member, (member, {}))
     if not options:
         return strategy
-    from accel_train.plugins import FullyShardedDataParallelPlugin
+    from accel_train.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 
-    return FullyShardedDataParallelPlugin(**options)
+    plugins: dict[str, Any] = {"fsdp2": FullyShardedDataParallelPlugin, "deepspeed": DeepSpeedPlugin}
+    return plugins[strategy](**options)
 
 
 def make_accelerator(case: Case, **arguments: Any) -> Any:

@@ -205,10 +205,12 @@ from accel_train.mesh import Mesh as Mesh
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
+from accel_train.plugins import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_train.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_train.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
+from accel_train.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import StrategyPlugin as StrategyPlugin
@@ -221,6 +223,9 @@ from accel_train.state import is_initialized as is_initialized
 from accel_train.strategies.base import Capabilities as Capabilities
 from accel_train.strategies.base import Strategy as Strategy
 from accel_train.strategies.base import StrategyOptions as StrategyOptions
+from accel_train.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
+from accel_train.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
+from accel_train.strategies.deepspeed.placeholders import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions

@@ -45,6 +45,7 @@ from accel_train.plugins import (
     StrategyPlugin,
     TorchDynamoPlugin,
 )
+from accel_train.plugins.launched import launched_plugin
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.setup import arguments, prepare
@@ -157,8 +158,10 @@ class Accelerator(ProcessView):
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
         launched = environment.decode()
+        if selecting is None:
+            selecting = launched_plugin(launched)
         plugin = arguments.accumulation_plugin(
-            gradient_accumulation_steps, gradient_accumulation_plugin, launched
+            gradient_accumulation_steps, gradient_accumulation_plugin, launched, selecting
         )
         dynamo = arguments.dynamo_plugin(dynamo_backend, dynamo_plugin, launched)
         handlers: dict[str, Any] = dict(arguments.collect_handlers(kwargs_handlers, _HANDLERS))
@@ -178,7 +181,7 @@ class Accelerator(ProcessView):
             dynamo=dynamo,
         )
         given = Given(
-            mixed_precision=mixed_precision_name(mixed_precision, launched),
+            mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
             autocast=self.autocast_handler,
             scaler=self.scaler_handler,

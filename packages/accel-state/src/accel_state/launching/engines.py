@@ -50,7 +50,6 @@ class MissingEngine:
 
 
 MISSING_ENGINES = (
-    MissingEngine("DeepSpeed", "deepspeed", "distributed_type", "DEEPSPEED"),
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
     MissingEngine("TPU", "tpu", "distributed_type", "XLA"),
     MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
@@ -66,7 +65,7 @@ MISSING_TYPES = {
 MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"fsdp", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
 
 

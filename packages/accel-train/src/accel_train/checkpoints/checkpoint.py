@@ -82,7 +82,7 @@ def save_model(
     if strategy.is_divided(model):  # all must call
         if push_to_hub is None:
             accel_ckpt.save_gathered_model(
-                strategy.model_state(model),
+                strategy.exported_state(model),
                 save_directory,
                 max_shard_size,
                 safe_serialization,

@@ -167,7 +167,14 @@ def _is_plain(state: Any) -> bool:
 
 
 def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.Trained:
-    return window_state.Trained(here.models, here.prepared_models, here.optimizers, here.loaders, named)
+    return window_state.Trained(
+        here.models,
+        here.prepared_models,
+        here.optimizers,
+        here.loaders,
+        named,
+        engine_optimizers=here.plan.strategy.capabilities.hides_gradients,
+    )
 
 
 def _inner_optimizers(here: Prepared) -> list[torch.optim.Optimizer]:
@@ -363,7 +370,9 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
                 f"{'; '.join(problems)}. Nothing was changed. Build the model as it was when the state was saved"
             )
     for index, optimizer in enumerate(here.optimizers):
-        accel_ckpt.check_optimizer_state(optimizer.optimizer, saved.shared[f"optimizer_{index}"], here.models)
+        here.plan.strategy.check_optimizer_state(
+            optimizer.optimizer, saved.shared[f"optimizer_{index}"], here.models
+        )
     return pairs
 
 

@@ -35,6 +35,7 @@ class Trained:
         optimizers: the prepared optimizers.
         loaders: the prepared loaders.
         named: the models with their canonical names, where these are worked out already.
+        engine_optimizers: optimizers hold tensors of an engine, whose gradients are no parameters'.
     """
 
     models: Sequence[nn.Module]
@@ -42,6 +43,7 @@ class Trained:
     optimizers: Sequence[AcceleratedOptimizer]
     loaders: Sequence[Any]
     named: Sequence[NamedModel] = ()
+    engine_optimizers: bool = False
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Everything that can have a gradient, by name, each once."""
@@ -52,7 +54,7 @@ class Trained:
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     found[f"model_{index}.{name}"] = parameter
-        for index, optimizer in enumerate(self.optimizers):
+        for index, optimizer in enumerate(() if self.engine_optimizers else self.optimizers):
             for number, group in enumerate(optimizer.param_groups):
                 for place, parameter in enumerate(group["params"]):
                     if id(parameter) not in seen:
@@ -102,7 +104,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
     windows = accumulator.unfinished()
     counting = any(window.backwards for window in [*windows, accumulator.manual])
     gradients = _gradients(trained, counting)
-    if (counting or gradients) and not strategy.capabilities.saves_windows:
+    if (counting or gradients or strategy.gradients_wait) and not strategy.capabilities.saves_windows:
         raise AccumulationError(
             f"The state cannot be saved here: gradients wait for a step, and the strategy {strategy.name!r} cannot "
             "save them. Save after optimizer.step(), outside of an unfinished accumulation window."

@@ -10,6 +10,8 @@ from accel_train.plugins.autocast import AutocastKwargs
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin
 from accel_train.plugins.data_loader import DataLoaderConfiguration
 from accel_train.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accel_train.plugins.deepspeed import DeepSpeedPlugin
+from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 from accel_train.plugins.dynamo import TorchDynamoPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
@@ -20,10 +22,12 @@ __all__ = [
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "HfDeepSpeedConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",

@@ -100,6 +100,16 @@ class StrategyPlugin:
     strategy: ClassVar[str]
     """Name of the strategy in the registry."""
 
+    @property
+    def launched_precision(self) -> str | None:
+        """The precision that the plugin's own configuration asks for; None: it leaves the choice to the script."""
+        return None
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches per step that its own configuration asks for; None: it leaves the choice to the script."""
+        return None
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not isinstance(getattr(cls, "strategy", None), str):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.config.launch import LaunchConfig
+from accel_train.plugins.deepspeed import DeepSpeedPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 
 __all__ = ["launched_plugin", "launched_plugin_type"]
 
 # By the value of `distributed_type` that selects them; each is built from its section.
-_PLUGINS: dict[str, Any] = {"FSDP": FullyShardedDataParallelPlugin}
+_PLUGINS: dict[str, Any] = {"DEEPSPEED": DeepSpeedPlugin, "FSDP": FullyShardedDataParallelPlugin}
 
 
 def launched_plugin_type(launched: LaunchConfig) -> Any:

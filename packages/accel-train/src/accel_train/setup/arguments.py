@@ -143,7 +143,10 @@ def refuse_unavailable(arguments: Mapping[str, object]) -> None:
 
 
 def accumulation_plugin(
-    steps: int, plugin: GradientAccumulationPlugin | None, launched: LaunchConfig
+    steps: int,
+    plugin: GradientAccumulationPlugin | None,
+    launched: LaunchConfig,
+    selecting: StrategyPlugin | str | None = None,
 ) -> GradientAccumulationPlugin:
     """The accumulation options.
 
@@ -154,9 +157,10 @@ def accumulation_plugin(
         steps: the argument `gradient_accumulation_steps`.
         plugin: the argument `gradient_accumulation_plugin`.
         launched: what the launcher asks for.
+        selecting: the plugin of the strategy, whose own configuration may have the number.
 
     Raises:
-        IncompatibleOptionsError: the script gives both arguments.
+        IncompatibleOptionsError: the script gives both arguments, or another number than the plugin's configuration.
         OptionError: `steps` is no whole number of at least 1.
     """
     if plugin is not None and steps != 1:
@@ -164,6 +168,16 @@ def accumulation_plugin(
             f"gradient_accumulation_steps={steps} and gradient_accumulation_plugin were both given; put the number "
             "into the plugin: GradientAccumulationPlugin(num_steps=…)."
         )
+    own = selecting.accumulation_steps if isinstance(selecting, StrategyPlugin) else None
+    if own is not None and plugin is None:
+        asked_for = steps if steps != 1 else launched.gradient_accumulation.num_steps or 1
+        if asked_for not in (1, own):
+            origin = "Accelerator(gradient_accumulation_steps=…)" if steps != 1 else "the launcher"
+            raise IncompatibleOptionsError(
+                f"{origin} asks for {asked_for} gradient accumulation steps, and {type(selecting).__name__}'s "
+                f"configuration says {own}. Leave one of them out; \"auto\" in the configuration takes the other."
+            )
+        return GradientAccumulationPlugin(num_steps=own)
     section = launched.gradient_accumulation
     asked = plugin or GradientAccumulationPlugin.from_section(dataclasses.replace(section, num_steps=steps))
     used = asked if plugin is not None else GradientAccumulationPlugin.from_section(section)

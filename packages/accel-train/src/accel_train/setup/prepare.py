@@ -94,7 +94,7 @@ class _Objects:
             schedulers=[self.results[place] for place in self._of_kind(LRScheduler)],
             loaders=[self.results[place] for place in self._of_kind(DataLoader)],
         )
-        if new or fresh:
+        if new or fresh or parts.schedulers:
             parts = self._prepare_parts(
                 parts, as_is=[place for place in new if not self._placed[place]], new=new
             )
@@ -105,6 +105,8 @@ class _Objects:
             self.results[place] = prepared
         for place, optimizer in zip(fresh, parts.optimizers, strict=True):
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
+        for place, scheduler in zip(self._of_kind(LRScheduler), parts.schedulers, strict=True):
+            self.results[place] = scheduler
         wrapped = {id(known.optimizer): known for known in here.optimizers}
         for place in self._of_kind(torch.optim.Optimizer):
             self.results[place] = wrapped.get(id(_inner(self.results[place])), self.results[place])
@@ -139,11 +141,10 @@ class _Objects:
                 f"The strategy {name!r} trains at most {most} model{'s' if most > 1 else ''} with one Accelerator, and "
                 f"this would make {count}. Create another Accelerator for the others."
             )
-        if capabilities.prepares_together and bool(models) != bool(optimizers):
-            given, missing = ("a model", "optimizer") if models else ("an optimizer", "model")
+        if capabilities.prepares_together and optimizers and not models:
             raise PrepareError(
-                f"The strategy {name!r} prepares a model and its optimizer together, and this call has {given} "
-                f"without its {missing}. Pass both to one call: `accelerator.prepare(model, optimizer)`."
+                f"The strategy {name!r} prepares a model and its optimizer together, and this call has an optimizer "
+                "without its model. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
 
     def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:

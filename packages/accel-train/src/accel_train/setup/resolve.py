@@ -20,13 +20,14 @@ from accel_train.plugins import (
     GradScalerKwargs,
     StrategyPlugin,
 )
-from accel_train.plugins.launched import launched_plugin, launched_plugin_type
+from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
+from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
-__all__ = ["Given", "Plan", "mixed_precision_name", "resolve", "strategy_name"]
+__all__ = ["Given", "Plan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Given:
 
     Attributes:
         mixed_precision: name of a precision.
-        strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: as launched.
+        strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes decides.
         autocast, scaler, ddp: options of what is built.
         sync_each_batch: reduce gradients in every micro-batch.
     """
@@ -74,7 +75,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
-    config: Any = given.strategy if given.strategy is not None else launched_plugin(launched)
+    config: Any = given.strategy
     name = strategy_name(config, process.num_processes)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
@@ -83,7 +84,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
     autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
-    precision = precision_class(
+    precision: Precision = precision_class(
         PrecisionOptions(
             device_type=device.type,
             autocast_enabled=autocast.enabled,
@@ -91,6 +92,8 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             scaler_kwargs=scaler.to_kwargs(),
         )
     )
+    if strategy_class.capabilities.computes_precision:
+        precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
         config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
     mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
@@ -113,14 +116,26 @@ def strategy_name(given: StrategyPlugin | str | None, num_processes: int) -> str
     return given if isinstance(given, str) else given.strategy
 
 
-def mixed_precision_name(argument: object | None, launched: LaunchConfig) -> str:
-    """The precision asked for: the argument, else the launcher's, else "no".
+def mixed_precision_name(
+    argument: object | None, launched: LaunchConfig, selecting: StrategyPlugin | str | None = None
+) -> str:
+    """The precision asked for: the argument, else the launcher's, else the plugin's own, else "no".
 
     Raises:
+        IncompatibleOptionsError: the plugin's own configuration asks for another one.
         NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
-    name = str(launched.mixed_precision or "no" if argument is None else argument).lower()
+    asked = launched.mixed_precision if argument is None else argument
+    own = selecting.launched_precision if isinstance(selecting, StrategyPlugin) else None
+    name = str(asked or own or "no").lower()
+    if own is not None and name != own and name != "no":
+        origin = "Accelerator(mixed_precision=…)" if argument is not None else "the launcher"
+        raise IncompatibleOptionsError(
+            f"{origin} asks for mixed_precision={name!r}, and {type(selecting).__name__}'s configuration enables {own}. "
+            "Leave one of them out."
+        )
+    name = own or name
     if missing_engine("mixed_precision", name) is not None:
         raise NotAvailableError(
             f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
@@ -164,17 +179,19 @@ def _check(
 ) -> None:
     capabilities = strategy.capabilities
     missing = [
-        package for package in capabilities.requires if not importlib.util.find_spec(_module_of(package))
+        package for package in capabilities.requires if not importlib.util.find_spec(module_of(package))
     ]
     if missing:
         raise NotAvailableError(
             f"strategy {strategy.name!r} needs {', '.join(missing)}. Install it: pip install "
             f"{' '.join(repr(package) for package in missing)}."
         )
-    if capabilities.precisions is not None and precision.name not in capabilities.precisions:
+    precisions = capabilities.precisions_for(device.type)
+    if precisions is not None and precision.name not in precisions:
+        where = f" on device {device}" if device.type in capabilities.precisions_on else ""
         raise IncompatibleOptionsError(
-            f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}; it takes "
-            f"{', '.join(sorted(capabilities.precisions))}."
+            f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}{where}; it takes "
+            f"{', '.join(sorted(precisions))}."
         )
     if capabilities.device_types is not None and device.type not in capabilities.device_types:
         raise IncompatibleOptionsError(
@@ -202,6 +219,6 @@ def _check(
         )
 
 
-def _module_of(requirement: str) -> str:
+def module_of(requirement: str) -> str:
     """The import name of a requirement such as ``deepspeed>=0.19.4``."""
     return requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip().replace("-", "_")

@@ -53,8 +53,11 @@ class Capabilities:
             rescaled nor saved unless `window_state` holds them.
         saves_windows: a state can be saved while a window is unfinished.
         max_models: how many models it can train at a time, or None for any number.
-        prepares_together: a model and its optimizer must be given to one `prepare()` call.
+        prepares_together: an optimizer must be given to one `prepare()` call with its model; a model that is given
+            alone is only evaluated.
         requires: what `pip install` must be given before it can run.
+        precisions_on: by device type, the precisions that it can run there, where these are fewer.
+        computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
     """
 
     precisions: frozenset[str] | None = None
@@ -67,6 +70,12 @@ class Capabilities:
     max_models: int | None = None
     prepares_together: bool = False
     requires: tuple[str, ...] = ()
+    precisions_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    computes_precision: bool = False
+
+    def precisions_for(self, device_type: str) -> frozenset[str] | None:
+        """Names of the precisions that it can run on a type of device; None: all."""
+        return self.precisions_on.get(device_type, self.precisions)
 
 
 class DTypes(Protocol):
@@ -90,6 +99,8 @@ class DTypes(Protocol):
 
 class PrecisionVerbs(Protocol):
     """What a strategy asks of the precision axis; see `accel_train.precision.base.Precision`."""
+
+    name: str
 
     @property
     def dtypes(self) -> DTypes:
@@ -352,6 +363,11 @@ class Strategy:
         self.precision.forget_unscaled(optimizer)
         optimizer.zero_grad(set_to_none)
 
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""
+        return False
+
     # State
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
@@ -402,12 +418,16 @@ class Strategy:
         """Whether this rank holds less than all of a prepared model."""
         return any(is_divided(leaf) for leaf in self.model_state(model).values())
 
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """What files of the model alone hold: as `model_state`, in the dtype that others are to read."""
+        return self.model_state(model)
+
     def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """A model's whole weights under canonical names, as plain tensors; a collective where ranks hold parts.
 
         What ranks hold parts of is gathered to host memory, one tensor after the other.
         """
-        state = self.model_state(model)
+        state = self.exported_state(model)
         return {
             name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
         }
@@ -417,6 +437,17 @@ class Strategy:
     ) -> Any:
         """An optimizer's state by parameter name; leaves as in `model_state`."""
         return accel_ckpt.optimizer_state_by_name(optimizer, models)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state; changes nothing.
+
+        Raises:
+            StateMismatchError: it is of other parameters, groups or classes.
+            CorruptCheckpointError: a file that this rank reads is not what was written.
+        """
+        accel_ckpt.check_optimizer_state(optimizer, tree, models)
 
     def load_optimizer_state(
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]

@@ -13,6 +13,7 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
     {
         "single": "accel_train.strategies.base:Strategy",
         "ddp": "accel_train.strategies.ddp:DDPStrategy",
+        "deepspeed": "accel_train.strategies.deepspeed.strategy:DeepSpeedStrategy",
         "fsdp2": "accel_train.strategies.fsdp2.strategy:FSDP2Strategy",
     },
 )

@@ -1,0 +1,279 @@
+"""Gradients inside DeepSpeed's engine: completing them before a step, their norm, and scaling and clipping in the step.
+
+The engine keeps gradients in flat partitions of its own, and brings them to float32 and to their true size only inside
+its step. So what is to happen to them (a correction of the window, clipping) is noted here and done by a hook that
+torch's optimizers run just before they step: each rank then changes the partitions that it owns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.errors import AccumulationError, OptionError
+
+__all__ = ["EngineGradients"]
+
+
+class EngineGradients:
+    """The gradients of one engine, from the first backward of a window to its step.
+
+    Args:
+        engine: DeepSpeed's engine.
+        model: the module that it trains.
+
+    Attributes:
+        waiting: a backward has run since the last step.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        self.engine = engine
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.keys = {id(parameter) for parameter in self.parameters}
+        self.waiting = False
+        self.clip_norm: float = float(engine.gradient_clipping())  # of the configuration
+        # In float32 without ZeRO gradients are where torch has them.
+        self.in_parameters = engine.optimizer is engine.basic_optimizer
+        self._steps_base(engine)
+        self._reset()
+
+    def _steps_base(self, engine: Any) -> None:
+        bases = [engine.basic_optimizer, getattr(engine.optimizer, "backup_optimizer", None)]
+        for base in bases:
+            if base is not None and not self.in_parameters:
+                base.register_step_pre_hook(self._before_step)
+
+    def _reset(self) -> None:
+        self.factor: float | Tensor = 1.0
+        self._coefficient: Tensor | None = None
+        self._limit: float | None = None
+        self._complete = False
+        self._clipped = False
+        self._applied = False
+
+    # Noted until the step
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply the gradients that wait, in the step."""
+        if self.in_parameters:
+            found = [p.grad for p in self.parameters if p.grad is not None]
+            if found:
+                torch._foreach_mul_(found, factor)
+            return
+        self.factor = self.factor * factor
+
+    def before_backward(self, loss: Tensor) -> Tensor:
+        """The loss of a backward whose gradients join those that a factor is noted for."""
+        self.waiting = True
+        self._complete = False
+        if isinstance(self.factor, float) and self.factor == 1.0:
+            return loss
+        return loss / self.factor
+
+    def limit(self, clip_value: float) -> None:
+        """Clamp every element to [-clip_value, clip_value] in the step."""
+        self._limit = clip_value if self._limit is None else min(self._limit, clip_value)
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the norm of all gradients in the step; returns the norm before."""
+        norm = self.norm(norm_type)
+        bound = min(max_norm, self.clip_norm) if self.clip_norm > 0 and norm_type == 2 else max_norm
+        coefficient = (bound / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        if self.in_parameters:
+            found = [p.grad for p in self.parameters if p.grad is not None]
+            if found:
+                torch._foreach_mul_(found, coefficient.to(found[0].device))
+        else:
+            self._coefficient = coefficient if self._coefficient is None else self._coefficient * coefficient
+        self._clipped = True
+        return norm
+
+    # Complete gradients
+
+    def complete(self) -> None:
+        """Finish the reduction over ranks, once in a window; the step does not repeat it."""
+        if self._complete or not self.waiting:
+            return
+        engine = self.engine
+        if engine.zero_optimization_partition_gradients():
+            engine.optimizer.finalize_gradient_accumulation_boundary()
+        else:
+            # Reduces only while the engine believes to be inside its step.
+            engine._running_engine_step = True
+            try:
+                engine.allreduce_gradients()
+            finally:
+                engine._running_engine_step = False
+        self._complete = True
+
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients together, a plain 0-d tensor; collective.
+
+        Raises:
+            OptionError: a norm that cannot be computed from partitions on NVMe.
+        """
+        if not self.waiting:
+            return torch.zeros(())
+        self.complete()
+        if self.in_parameters:
+            found = [p.grad for p in self.parameters if p.grad is not None]
+            return nn.utils.get_total_norm(found, norm_type=norm_type)
+        optimizer = self.engine.optimizer
+        scale = float(getattr(optimizer, "loss_scale", 1.0) or 1.0)
+        raw = self._l2() if norm_type == 2 else self._other_norm(norm_type)
+        return (raw / scale) * self.factor
+
+    def _l2(self) -> Tensor:
+        """The engine's own norm of what waits in its partitions; -1 is its mark of an overflow."""
+        optimizer = self.engine.optimizer
+        if self.engine.zero_optimization_stage() == 3:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = combine_grad_norm_groups(optimizer._get_norm_groups())
+        elif hasattr(optimizer, "scaled_global_norm"):
+            norm = optimizer.scaled_global_norm()
+        else:
+            return self._other_norm(2.0)
+        norm = torch.as_tensor(norm).detach().float()
+        return torch.where(norm < 0, torch.full_like(norm, math.inf), norm)
+
+    def _other_norm(self, norm_type: float) -> Tensor:
+        pieces, divided = self._pieces()
+        device = self.engine.device
+        infinite = math.isinf(norm_type)
+        norms = [torch.linalg.vector_norm(piece.float(), norm_type).to(device) for piece in pieces]
+        together = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        power = together.max() if infinite else (together**norm_type).sum()
+        if divided:
+            operation = torch.distributed.ReduceOp.MAX if infinite else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(power, operation, group=self.engine.data_parallel_group)
+        return power if infinite else power ** (1 / norm_type)
+
+    def _pieces(self) -> tuple[Sequence[Tensor], bool]:
+        """What this rank holds of the complete gradients, and whether other ranks hold the rest."""
+        optimizer = self.engine.optimizer
+        stage = self.engine.zero_optimization_stage()
+        if stage == 0:
+            return [p.grad for p in self.parameters if p.grad is not None], False
+        offloaded = self.engine.zero_offload_optimizer() is not None
+        if not offloaded:
+            groups = optimizer.averaged_gradients.values()
+            return [piece for group in groups if group is not None for piece in _listed(group)], True
+        flat = (
+            optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+        )
+        if any(partition.grad is None for partition in flat):
+            raise OptionError(
+                "Of gradients on NVMe only the L2 norm is known. Clip with norm_type=2, or keep optimizer states in "
+                "host memory (offload_optimizer_device='cpu')."
+            )
+        return [partition.grad for partition in flat], True
+
+    # The step
+
+    def _before_step(self, base: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Torch's hook: gradients are float32, averaged over ranks and unscaled."""
+        self._applied = True
+        found = [p.grad for group in base.param_groups for p in group["params"] if p.grad is not None]
+        if not found:
+            return
+        for multiplier in (self.factor, self._coefficient):
+            if isinstance(multiplier, Tensor):
+                torch._foreach_mul_(found, multiplier.to(found[0].device, found[0].dtype))
+            elif multiplier is not None and multiplier != 1.0:
+                torch._foreach_mul_(found, multiplier)
+        if self._limit is not None:
+            torch._foreach_clamp_max_(found, self._limit)
+            torch._foreach_clamp_min_(found, -self._limit)
+
+    def step(self) -> bool:
+        """Let the engine step; whether it did (False: gradients were not finite).
+
+        Raises:
+            AccumulationError: the engine has stepped past what was to happen to the gradients.
+        """
+        if not self.waiting:
+            return True
+        noted = self._coefficient is not None or self._limit is not None or not _is_one(self.factor)
+        with self._reduced_once(), self._clipping():
+            self.engine.step()
+        stepped = bool(self.engine.was_step_applied())
+        if noted and stepped and not (self._applied or self.in_parameters):
+            raise AccumulationError(
+                "DeepSpeed's engine has stepped without torch's hooks, so gradients were neither corrected for their "
+                "window nor clipped. An option of its configuration (zenflow, superoffload) replaces the optimizer's "
+                "step; leave it out."
+            )
+        self.waiting = False
+        self._reset()
+        return stepped
+
+    @contextlib.contextmanager
+    def _reduced_once(self) -> Iterator[None]:
+        """The step does not repeat a reduction that is complete."""
+        if not self._complete:
+            yield
+            return
+        engine, optimizer = self.engine, self.engine.optimizer
+        partitions = engine.zero_optimization_partition_gradients()
+        if partitions:
+            optimizer.finalize_gradient_accumulation_boundary = lambda: None
+        else:
+            engine.enable_backward_allreduce = False
+        try:
+            yield
+        finally:
+            if partitions:
+                del optimizer.finalize_gradient_accumulation_boundary
+            else:
+                engine.enable_backward_allreduce = True
+
+    @contextlib.contextmanager
+    def _clipping(self) -> Iterator[None]:
+        """The engine clips as configured, unless the script has clipped; its gradients lack the factor."""
+        optimizer = self.engine.optimizer
+        if self.in_parameters or not self.clip_norm or not hasattr(optimizer, "clip_grad"):
+            yield
+            return
+        before = optimizer.clip_grad
+        optimizer.clip_grad = 0.0 if self._clipped else self.clip_norm / float(self.factor)
+        try:
+            yield
+        finally:
+            optimizer.clip_grad = before
+
+    def drop(self) -> None:
+        """Drop gradients that wait."""
+        if not self.waiting:
+            return
+        optimizer = self.engine.optimizer
+        for parameter in self.parameters:
+            parameter.grad = None
+        if not self.in_parameters:
+            optimizer.zero_grad()
+            for name in ("averaged_gradients", "all_grad_tensors"):
+                found = getattr(optimizer, name, None)
+                for key in found or {}:
+                    found[key] = None
+            if hasattr(optimizer, "micro_step_id"):
+                # What the engine itself sets in a step: the next backward starts anew.
+                optimizer.micro_step_id = 0 if self.engine.zero_optimization_stage() == 3 else -1
+            if hasattr(optimizer, "reset_cpu_buffers"):
+                optimizer.reset_cpu_buffers()
+            for name in ("clear_hp_grads",):
+                getattr(optimizer, name, lambda: None)()
+        self.waiting = False
+        self._reset()
+
+
+def _is_one(factor: float | Tensor) -> bool:
+    return isinstance(factor, float) and factor == 1.0
+
+
+def _listed(group: Any) -> list[Tensor]:
+    return [group] if isinstance(group, Tensor) else list(group)

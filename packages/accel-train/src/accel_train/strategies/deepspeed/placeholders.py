@@ -1,0 +1,127 @@
+"""Placeholders for an optimizer and a scheduler that the DeepSpeed configuration describes, and DeepSpeed's own classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_train.errors import OptionError, PrepareError
+
+__all__ = ["DummyOptim", "DummyScheduler", "map_pytorch_optim_to_deepspeed"]
+
+
+class DummyOptim(torch.optim.Optimizer):
+    """Stands for the optimizer in the section "optimizer" of a DeepSpeed configuration.
+
+    `prepare()` returns the real one in its place.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate where the configuration says "auto".
+        weight_decay: the same.
+        kwargs: more of the configuration's "auto" values, such as betas and eps.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+    ) -> None:
+        self.kwargs = kwargs
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        """The groups of parameters."""
+        return self.param_groups
+
+    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # type: ignore[override]
+        """Raise: a placeholder cannot step.
+
+        Raises:
+            PrepareError: always.
+        """
+        raise PrepareError(
+            "DummyOptim stands for the optimizer of a DeepSpeed configuration and cannot step. Use what prepare() "
+            "returned in its place."
+        )
+
+
+class DummyScheduler(LRScheduler):
+    """Stands for the scheduler in the section "scheduler" of a DeepSpeed configuration.
+
+    Args:
+        optimizer: the `DummyOptim`, or the real optimizer.
+        total_num_steps: steps of the whole training where the configuration says "auto".
+        warmup_num_steps: steps of the warm-up where the configuration says "auto".
+        lr_scheduler_callable: makes the scheduler from the real optimizer, in place of the configuration's.
+        kwargs: kept in `kwargs`, for code that reads them.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[torch.optim.Optimizer], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # LRScheduler's own constructor would change the placeholder's learning rate.
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs
+
+    def step(self, epoch: int | None = None) -> NoReturn:
+        """Raise: a placeholder cannot step.
+
+        Raises:
+            PrepareError: always.
+        """
+        raise PrepareError(
+            "DummyScheduler stands for the scheduler of a DeepSpeed configuration and cannot step. Use what prepare() "
+            "returned in its place."
+        )
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """DeepSpeed's CPU optimizer in the place of torch's, for optimizer states in host memory.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad or Lion, without state.
+
+    Returns:
+        An optimizer of DeepSpeed with the same groups and options; other classes come back as they are.
+
+    Raises:
+        OptionError: an option that DeepSpeed's class does not have.
+    """
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion
+
+    defaults = optimizer.defaults
+    kept = {"lr": defaults["lr"], "weight_decay": defaults.get("weight_decay", 0)}
+    if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
+        if defaults.get("amsgrad") or defaults.get("maximize"):
+            raise OptionError(
+                "amsgrad and maximize of Adam do not exist in DeepSpeedCPUAdam, which steps in host memory. Leave them "
+                "out, or set zero_force_ds_cpu_optimizer=false in the DeepSpeed configuration."
+            )
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(defaults.get("decoupled_weight_decay"))
+        cls: Any = DeepSpeedCPUAdam
+        kept |= {"betas": defaults["betas"], "eps": defaults["eps"], "adamw_mode": decoupled}
+    elif isinstance(optimizer, torch.optim.Adagrad):
+        cls, kept = DeepSpeedCPUAdagrad, {**kept, "eps": defaults["eps"]}
+    elif type(optimizer).__name__ == "Lion":
+        cls, kept = DeepSpeedCPULion, {**kept, "betas": defaults["betas"]}
+    else:
+        return optimizer
+    names = {"params", *kept} - {"adamw_mode"}
+    groups = [{key: value for key, value in group.items() if key in names} for group in optimizer.param_groups]
+    made: torch.optim.Optimizer = cls(groups, **kept)
+    for mine, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
+        mine.update({key: value for key, value in theirs.items() if key == "initial_lr"})
+    return made

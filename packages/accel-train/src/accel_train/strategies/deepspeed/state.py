@@ -1,0 +1,383 @@
+"""What a rank holds of an engine's weights and optimizer states, as parts of tensors by name, and putting it back.
+
+ZeRO flattens parameters and cuts the result between ranks wherever it must, so a rank's share of a parameter is a run
+of its elements: several boxes. Weights are those in float32 that the optimizer updates, where there are such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt import NamedModel, Part
+from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import Leaf, fill_part
+
+__all__ = ["EngineState", "Share", "share_of"]
+
+
+@dataclass(frozen=True)
+class Share:
+    """The run of a parameter's elements that this rank holds.
+
+    Attributes:
+        start: its first element in the flattened parameter.
+        count: elements that are not padding.
+        shape: of the whole parameter.
+    """
+
+    start: int
+    count: int
+    shape: tuple[int, ...]
+
+    def parts(self, values: Tensor) -> list[Part]:
+        """The boxes of a flat tensor with this rank's values; padding after them is left out."""
+        if not self.count:
+            return [Part.nothing(self.shape, values.dtype)]
+        if not self.shape:
+            return [Part(values.reshape(-1)[0].reshape(()), (), ())]
+        return Part.of_flat(values.reshape(-1)[: self.count], self.start, self.shape)
+
+
+def share_of(parameter: Any) -> Share:
+    """What this rank holds of a parameter that stage 3 divides."""
+    size = parameter.partition_numel()
+    rank = torch.distributed.get_rank(group=parameter.ds_process_group)
+    start = min(size * rank, parameter.ds_numel)
+    return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape))
+
+
+class EngineState:
+    """Weights and optimizer states of one engine.
+
+    Args:
+        engine: DeepSpeed's engine.
+        model: the module inside it.
+        groups: the parameters of each group of the script's optimizer.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self.engine = engine
+        self.model = model
+        self.groups = [[p for p in group if p.requires_grad] for group in groups]
+        self.stage: int = int(engine.zero_optimization_stage())
+        self.optimizer = engine.optimizer
+        self.base = engine.basic_optimizer
+        self._group_of = {id(p): i for i, group in enumerate(self.groups) for p in group}
+        self._masters = self._whole_masters()
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether ranks hold parts of the weights: always of those in float32 beside 16-bit ones under ZeRO."""
+        return self.stage == 3 or (self.stage > 0 and self.is_low)
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the model computes in 16 bits."""
+        return bool(self.engine.fp16_enabled() or self.engine.bfloat16_enabled())
+
+    def _whole_masters(self) -> dict[int, Tensor]:
+        """Without ZeRO: the float32 copy of each 16-bit parameter, whole on every rank."""
+        optimizer = self.optimizer
+        if self.stage or not hasattr(optimizer, "fp32_groups"):
+            return {}
+        return {
+            id(low): high
+            for lows, highs in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+            for low, high in zip(lows, highs, strict=True)
+        }
+
+    # Where a parameter's values are
+
+    def share(self, parameter: Any) -> Share:
+        """What this rank holds of a parameter."""
+        if self.stage == 3:
+            return share_of(parameter)
+        shape = tuple(parameter.shape)
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if self.stage == 0:
+            return Share(0, parameter.numel(), shape)
+        if mapping is None:
+            return Share(0, 0, shape)
+        address = mapping.lp_fragment_address
+        return Share(address.start, address.numel, shape)
+
+    def _flat_of(self, parameter: Any) -> tuple[Tensor, int, int] | None:
+        """The flat partition that the base optimizer steps, and where in it the parameter is; None: not on this rank."""
+        if self.stage == 3:
+            group, offset, count = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            return self.optimizer.fp32_partitioned_groups_flat[group], offset, count
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return None
+        address = mapping.get_hp_fragment_address()
+        flat = self.optimizer.single_partition_of_fp32_groups[self._group_of[id(parameter)]]
+        return flat, address.start, address.numel
+
+    def _swapped(self) -> bool:
+        return self.stage == 3 and bool(getattr(self.optimizer, "swap_optimizer", False))
+
+    def master(self, parameter: Any) -> Tensor:
+        """This rank's float32 values, flat; of frozen parameters those that the model computes with."""
+        if self.stage == 3:
+            if not self._is_trained(parameter):
+                values: Tensor = parameter.ds_tensor
+                return values
+            found: Tensor = self.optimizer.get_local_fp32_param(parameter)
+            return found.clone() if self._swapped() else found
+        if self.stage == 0 or not self._is_trained(parameter):
+            return self._masters.get(id(parameter), parameter.detach()).reshape(-1)
+        mapping = getattr(parameter, "_hp_mapping", None)
+        if mapping is None:
+            return parameter.new_empty(0, dtype=torch.float32)
+        flat: Tensor = mapping.hp_fragment
+        return flat
+
+    def _is_trained(self, parameter: Any) -> bool:
+        return id(parameter) in self._group_of
+
+    # Weights
+
+    def model_state(self, named: NamedModel | None) -> dict[str, Any]:
+        """What this rank holds, by canonical name; buffers as they are."""
+        named = named or NamedModel(self.model)
+        parameters = named.parameters()
+        state = named.state_dict()
+        return {
+            name: self.leaf(parameters[name], value) if name in parameters else value
+            for name, value in state.items()
+        }
+
+    def leaf(self, parameter: nn.Parameter, value: Tensor) -> Leaf:
+        """What this rank holds of a parameter."""
+        if self.stage == 3 or (self.is_divided and self._is_trained(parameter)):
+            return self.share(parameter).parts(self.master(parameter))
+        return self._masters.get(id(parameter), value)
+
+    def load_model_state(self, fill: Callable[[str, Leaf], None], names: Mapping[str, nn.Parameter]) -> None:
+        """Fill this rank's part of every parameter, and bring what the model computes with to the same values.
+
+        Args:
+            fill: called with a name and the leaf to fill.
+            names: the parameters to load, by name; the others keep their values.
+        """
+        seen: set[int] = set()
+        for name, parameter in names.items():
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if self.stage == 0 or not self.is_divided:
+                fill(name, self._masters.get(id(parameter), parameter.detach()))
+                continue
+            share, values = self.share(parameter), self.master(parameter)
+            if share.count:
+                fill(name, share.parts(values))
+            if self._swapped() and self._is_trained(parameter):
+                self.optimizer.set_local_hp_param(values, parameter)
+        self._after_loading()
+
+    def _after_loading(self) -> None:
+        optimizer = self.optimizer
+        if self.stage == 0:
+            with torch.no_grad():
+                for group in self.groups:
+                    for parameter in group:
+                        if id(parameter) in self._masters:
+                            parameter.copy_(self._masters[id(parameter)])
+        elif not self.is_divided:
+            optimizer.refresh_fp32_params()
+        elif self.stage < 3:
+            optimizer.update_lp_params()
+        elif hasattr(optimizer, "fp32_partitioned_groups_flat"):
+            for number in range(len(optimizer.fp32_partitioned_groups_flat)):
+                swapped = self._swapped() and optimizer._swappable_optimizer_subgroup(number)
+                if swapped:
+                    optimizer._optimizer_states_and_gradient_swap_in(number)
+                optimizer._reassign_or_swap_out_partitioned_parameters(number)
+                if swapped:
+                    optimizer._optimizer_states_and_gradient_swap_out(number)
+            _free_gathered(self.model)
+
+    # Optimizer
+
+    def names(self, models: Sequence[nn.Module | NamedModel]) -> list[list[str]]:
+        """The names of the parameters of each group, as accel-ckpt names those of plain optimizers."""
+        known: dict[int, str] = {}
+        for number, model in enumerate(models):
+            named = model if isinstance(model, NamedModel) else NamedModel(model)
+            for name, parameter in named.parameters().items():
+                known.setdefault(id(parameter), f"model_{number}.{name}")
+        return [
+            [known.get(id(p), f"unnamed.{i}.{j}") for j, p in enumerate(group)]
+            for i, group in enumerate(self.groups)
+        ]
+
+    def _states(self, parameter: Any) -> dict[str, Any]:
+        """The base optimizer's state of a parameter: flat tensors of this rank's elements, and single values."""
+        if self.stage == 0:
+            return dict(self.base.state.get(self._masters.get(id(parameter), parameter), {}))
+        found = self._flat_of(parameter)
+        if found is None:
+            flat, start, count = self._group_flat(parameter), 0, 0
+        else:
+            flat, start, count = found
+        if flat is None:
+            return {}
+        state = self.base.state.get(flat, {})
+        swapped = self._swapped()
+        result: dict[str, Any] = {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                result[key] = value
+            elif swapped:
+                result[key] = self.optimizer.get_local_fp32_param(parameter, key).clone()
+            elif value.shape == flat.shape:
+                result[key] = value.narrow(0, start, count)
+            else:
+                result[key] = value
+        return result
+
+    def _group_flat(self, parameter: Any) -> Tensor | None:
+        flats: Sequence[Tensor] = self.optimizer.single_partition_of_fp32_groups
+        return flats[self._group_of[id(parameter)]]
+
+    def optimizer_state(self, models: Sequence[nn.Module | NamedModel]) -> dict[str, Any]:
+        """The optimizer's state by parameter name; leaves as in `model_state`."""
+        state: dict[str, Any] = {}
+        names = self.names(models)
+        for group, group_names in zip(self.groups, names, strict=True):
+            for parameter, name in zip(group, group_names, strict=True):
+                found = self._states(parameter)
+                if found:
+                    share = self.share(parameter)
+                    state[name] = {key: self._leaf_of(share, value) for key, value in found.items()}
+        options = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.base.param_groups
+        ]
+        kept = [group_names for group_names in names if group_names]  # the engine drops empty groups
+        groups = [
+            {**mine, "params": list(group_names)} for mine, group_names in zip(options, kept, strict=True)
+        ]
+        return {"state": state, "param_groups": groups}
+
+    def _leaf_of(self, share: Share, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if self.stage == 0:
+            return value
+        return share.parts(value)
+
+    def check_optimizer_state(
+        self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state; changes nothing.
+
+        Raises:
+            StateMismatchError: it is of other parameters, or groups them otherwise.
+        """
+        here = {frozenset(group) for group in self.names(models) if group}
+        there = {frozenset(group["params"]) for group in tree["param_groups"] if group["params"]}
+        mine, saved = set().union(*here), set().union(*there)
+        problems = []
+        if mine - saved:
+            problems.append(f"it lacks {listed(sorted(mine - saved))}")
+        if saved - mine:
+            problems.append(f"{listed(sorted(saved - mine))} are in none of the groups here")
+        if not problems and here != there:
+            problems.append("its parameters are grouped otherwise")
+        if problems:
+            raise StateMismatchError(
+                f"the saved optimizer does not fit: {'; '.join(problems)}. Build the optimizer as it was when the "
+                "checkpoint was saved"
+            )
+
+    def load_optimizer_state(
+        self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
+    ) -> None:
+        """Put back what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
+        names = self.names(models)
+        saved = {frozenset(group["params"]): group for group in tree["param_groups"]}
+        kept = [group for group in names if group]
+        for group, group_names in zip(self.base.param_groups, kept, strict=True):
+            options = saved[frozenset(group_names)]
+            group.update({key: value for key, value in options.items() if key != "params"})
+        with torch.no_grad():
+            for group_parameters, group_names in zip(self.groups, names, strict=True):
+                for parameter, name in zip(group_parameters, group_names, strict=True):
+                    self._load_states(parameter, tree["state"].get(name, {}))
+
+    def _load_states(self, parameter: Any, saved: Mapping[str, Any]) -> None:
+        share = self.share(parameter)
+        if self.stage == 0:
+            owner = self._masters.get(id(parameter), parameter)
+            self.base.state[owner] = {
+                key: _read(value, owner) if _is_tensor(value) and len(value.shape) else _single(value)
+                for key, value in saved.items()
+            }
+            return
+        found = self._flat_of(parameter)
+        flat = found[0] if found is not None else self._group_flat(parameter)
+        assert flat is not None, "every rank has a partition of every group"
+        state = self.base.state[flat]
+        for key, value in saved.items():
+            if not _is_tensor(value) or not len(value.shape):
+                state[key] = _single(value)
+                continue
+            if tuple(value.shape) != share.shape:
+                raise StateMismatchError(
+                    f"the saved optimizer state {key!r} has the shape {list(value.shape)}, and its parameter "
+                    f"{list(share.shape)}; DeepSpeed's flat partitions hold only states of the parameter's shape"
+                )
+            if found is None or not share.count:
+                if key not in state:
+                    state[key] = torch.zeros_like(flat, dtype=value.dtype)
+                continue
+            _, start, count = found
+            if self._swapped():
+                mine = torch.zeros(count, dtype=value.dtype)
+                _fill(share.parts(mine), value)
+                self.optimizer.set_local_hp_param(mine, parameter, key)
+                continue
+            if key not in state:
+                state[key] = torch.zeros_like(flat, dtype=value.dtype)
+            _fill(share.parts(state[key].narrow(0, start, count)), value)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor | SavedTensor)
+
+
+def _single(value: Any) -> Any:
+    if isinstance(value, SavedTensor):
+        return value.read()
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _read(value: Any, like: Tensor) -> Tensor:
+    whole: Tensor = value.read() if isinstance(value, SavedTensor) else value.clone()
+    return whole.to(like.device)
+
+
+def _fill(target: Leaf, value: Any) -> None:
+    if isinstance(value, SavedTensor):
+        fill_all([(value, target)])
+    else:
+        fill_part(target, value)
+
+
+def _free_gathered(model: nn.Module) -> None:
+    """Let small parameters that the engine keeps gathered be gathered again, from the new parts."""
+    for parameter in _parameters(model):
+        if getattr(parameter, "ds_persist", False):
+            parameter.partition()
+            parameter.all_gather()
+
+
+def _parameters(model: nn.Module) -> Iterator[Any]:
+    yield from model.parameters()

@@ -1,0 +1,527 @@
+"""DeepSpeed: its engine owns the parameters, the optimizer and the step; the loop stays the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+import accel_ckpt
+from accel_ckpt import NamedModel, Part
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import is_divided, is_leaf, shape_of
+from accel_state.enums import DistributedType
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.mesh import Mesh
+from accel_train.plugins import DeepSpeedPlugin
+from accel_train.strategies.base import (
+    Capabilities,
+    ModelSteps,
+    Parts,
+    SavedModel,
+    Strategy,
+    StrategyOptions,
+)
+from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
+from accel_train.strategies.deepspeed.gradients import EngineGradients
+from accel_train.strategies.deepspeed.placeholders import (
+    DummyOptim,
+    DummyScheduler,
+    map_pytorch_optim_to_deepspeed,
+)
+from accel_train.strategies.deepspeed.runtime import cast_inputs, start_runtime
+from accel_train.strategies.deepspeed.scheduler import EngineScheduler
+from accel_train.strategies.deepspeed.state import EngineState, share_of
+
+__all__ = ["DeepSpeedStrategy"]
+
+
+@dataclass
+class _Trained:
+    """An engine, and what it was made of."""
+
+    engine: Any
+    model: nn.Module
+    given: torch.optim.Optimizer  # what the script prepared
+    optimizer: torch.optim.Optimizer  # what the engine steps
+    gradients: EngineGradients
+    state: EngineState
+
+
+class DeepSpeedStrategy(Strategy):
+    """One engine for each model that is prepared with its optimizer; ZeRO stages 0 to 3, with offload.
+
+    The engine accumulates gradients without counting (`managed_gradient_accumulation: false`), and steps when the
+    prepared optimizer does.
+    """
+
+    name: ClassVar[str] = "deepspeed"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        hides_gradients=True,
+        saves_windows=False,
+        prepares_together=True,
+        computes_precision=True,
+        precisions_on={"cpu": frozenset({"no", "bf16"})},
+        requires=("deepspeed>=0.19.5",),
+    )
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self.plugin: DeepSpeedPlugin = options.config or DeepSpeedPlugin()
+        check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
+        self._trained: list[_Trained] = []
+        self._evaluated: list[Any] = []  # engines without optimizer
+        self.plugin.set_mixed_precision(self.precision.name)
+        self.plugin.set_deepspeed_weakref()
+
+    @classmethod
+    def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
+        """All ranks read different samples, but those of one group of DeepSpeed's tensor parallelism."""
+        plugin: DeepSpeedPlugin = config or DeepSpeedPlugin()
+        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        if world_size % size:
+            raise IncompatibleOptionsError(
+                f"tensor_parallel.autotp_size={size} in {plugin.hf_ds_config.origin} does not divide the "
+                f"{world_size} processes. Choose a number that does."
+            )
+        if size == 1:
+            return Mesh.of_world(world_size, rank)
+        return Mesh({"dp_replicate": world_size // size, "tp": size}, device.type, world_size, rank)
+
+    # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Make an engine of each model with its optimizer; a model without one is only evaluated."""
+        paired = _pairs(parts)
+        start_runtime(self.options.device)
+        models, optimizers = list(parts.models), list(parts.optimizers)
+        schedulers = list(parts.schedulers)
+        for place, model in enumerate(parts.models):
+            number = paired.get(place)
+            if number is None:
+                models[place] = self._evaluate_only(model, steps)
+                continue
+            made = self._train(model, parts, number, steps)
+            models[place], optimizers[number] = made.engine, made.optimizer
+        for item in self._trained:
+            schedulers = [_scheduler_of(item, given) for given in schedulers]
+        return Parts(models, optimizers, schedulers, parts.loaders)
+
+    def _script(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts) -> Script:
+        placeholder = next(
+            (item for item in parts.schedulers if isinstance(item, DummyScheduler) and item.optimizer is optimizer),
+            None,
+        )
+        sizes = [size for loader in parts.loaders if (size := _batch_size(loader)) is not None]
+        return Script(model, optimizer, placeholder, sizes, self.batch.size, self.precision.name)
+
+    def _train(self, model: nn.Module, parts: Parts, number: int, steps: ModelSteps) -> _Trained:
+        import deepspeed
+
+        optimizer = parts.optimizers[number]
+        plain = self.plain(model)
+        config = engine_config(self.plugin, self._script(plain, optimizer, parts))
+        self.plugin.set_moe_leaf_modules(plain)
+        groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        given = self._optimizer_for(optimizer, config)
+        engine, *_ = deepspeed.initialize(
+            model=steps.compile(model),
+            optimizer=given,
+            model_parameters=[p for group in groups for p in group] if given is None else None,
+            config=config,
+            dist_init_required=False,
+        )
+        cast_inputs(plain, self.precision.dtypes.compute)
+        made = _Trained(
+            engine,
+            plain,
+            optimizer,
+            engine.basic_optimizer,
+            EngineGradients(engine, plain),
+            EngineState(engine, plain, groups),
+        )
+        self._trained.append(made)
+        return made
+
+    def _optimizer_for(
+        self, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]
+    ) -> torch.optim.Optimizer | None:
+        """What the engine steps with; None: the optimizer of the configuration."""
+        if isinstance(optimizer, DummyOptim):
+            return None
+        zero = config.get("zero_optimization", {})
+        offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+        if offloads and config.get("zero_force_ds_cpu_optimizer", True):
+            return map_pytorch_optim_to_deepspeed(optimizer)
+        return optimizer
+
+    def _evaluate_only(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
+        """Under stage 3 an engine without optimizer; else the model on the device, in the engine's precision."""
+        plain = self.plain(model)
+        if self.plugin.zero_stage == 3 and next(plain.parameters(), None) is not None:
+            import deepspeed
+
+            config = engine_config(self.plugin, self._script(plain, None, Parts()))
+            for section in ("optimizer", "scheduler"):
+                config.pop(section, None)
+            engine, *_ = deepspeed.initialize(
+                model=steps.compile(model), config=config, dist_init_required=False
+            )
+            self._evaluated.append(engine)
+            cast_inputs(plain, self.precision.dtypes.compute)
+            prepared: nn.Module = engine
+            return prepared
+        placed = steps.place(model)
+        compute = self.precision.dtypes.compute
+        if compute is not None:
+            plain.to(dtype=compute)
+            cast_inputs(plain, compute)
+        return steps.compile(placed)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The module inside DeepSpeed's engine."""
+        engines = [*(item.engine for item in self._trained), *self._evaluated]
+        return model.module if any(model is engine for engine in engines) else model  # type: ignore[return-value]
+
+    def release(self) -> None:
+        """Let the engines free what they hold."""
+        for item in self._trained:
+            item.engine.destroy()
+        self._trained.clear()
+        self._evaluated.clear()
+
+    def _of_model(self, model: nn.Module) -> _Trained | None:
+        plain = self.plain(model)
+        return next((item for item in self._trained if item.model is plain), None)
+
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> _Trained | None:
+        return next((item for item in self._trained if item.optimizer is optimizer), None)
+
+    # One micro-batch
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Compute gradients, which stay with the engine until the step.
+
+        Raises:
+            ArgumentTypeError: an argument that the engine's backward does not take.
+            PrepareError: the model was prepared without its optimizer.
+        """
+        unknown = sorted(kwargs.keys() - {"retain_graph"})
+        if unknown:
+            raise ArgumentTypeError(
+                f"backward({unknown[0]}=…) is not known to DeepSpeed's engine, which takes retain_graph only."
+            )
+        trained = [item for model in models if (item := self._of_model(model)) is not None]
+        if not trained:
+            raise PrepareError(
+                "backward() was called, and no model was prepared with its optimizer, which DeepSpeed needs to train "
+                "it. Pass both to one call: `accelerator.prepare(model, optimizer)`."
+            )
+        used = trained if len(trained) == 1 else _in_graph(loss, trained)
+        if not used:
+            raise PrepareError(
+                "The loss depends on no parameter of a model that was prepared with its optimizer. Compute it from "
+                "what prepare() returned."
+            )
+        if len(used) > 1 and self.plugin.zero_stage == 0:
+            raise PrepareError(
+                f"The loss depends on {len(used)} models, which DeepSpeed trains together with ZeRO stages 1 to 3 "
+                "only. Call backward() for the loss of each, or set zero_stage=1."
+            )
+        for item in used:
+            loss = item.gradients.before_backward(loss)
+        # The other engines of the loss finish their gradients in hooks of their own.
+        used[0].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    # Complete gradients
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply gradients; those of an engine in its step."""
+        wanted = {id(parameter) for parameter in parameters}
+        for item in self._trained:
+            if item.gradients.waiting and not wanted.isdisjoint(item.gradients.keys):
+                item.gradients.scale(factor)
+
+    def _named(self, parameters: Sequence[Tensor]) -> list[_Trained]:
+        """The engines of parameters, of which all must be given: partitions hold pieces of several."""
+        wanted = {id(parameter) for parameter in parameters}
+        found = [item for item in self._trained if not wanted.isdisjoint(item.gradients.keys)]
+        for item in found:
+            missing = len(item.gradients.keys - wanted)
+            if missing and not item.gradients.in_parameters:
+                raise OptionError(
+                    f"Clipping was given {len(wanted)} parameters, {missing} fewer than {type(item.model).__name__} "
+                    "trains, and DeepSpeed keeps the gradients of all of them together. Pass model.parameters()."
+                )
+        return found
+
+    def clip_grad_norm_(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of an engine's gradients in its step; returns the norm before, a plain 0-d tensor."""
+        found = self._named(parameters)
+        if len(found) > 1:
+            raise OptionError(
+                "Clipping was given the parameters of several models, and DeepSpeed has an engine for each. Clip them "
+                "one by one."
+            )
+        if not found:
+            return torch.zeros((), device=self.options.device)
+        return found[0].gradients.clip(max_norm, norm_type)
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
+        return torch.zeros((), device=self.options.device)
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element in the engine's step."""
+        for item in self._named(parameters):
+            if item.gradients.in_parameters:
+                item.gradients.complete()
+                found = [p.grad for p in item.gradients.parameters if p.grad is not None]
+                if found:
+                    nn.utils.clip_grad_value_(item.gradients.parameters, clip_value)
+            else:
+                item.gradients.limit(clip_value)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: the engine undoes the loss scale in its step."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Let the engine of an optimizer step.
+
+        Raises:
+            ArgumentTypeError: a closure, which the engine does not take.
+        """
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            return super().step(optimizer, closure)
+        if closure is not None:
+            raise ArgumentTypeError(
+                "optimizer.step(closure) is not known to DeepSpeed's engine. Use an optimizer without closures."
+            )
+        return item.gradients.step(), None
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop what waits; after a step the engine has done so itself."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            super().zero_grad(optimizer, set_to_none)
+        else:
+            item.gradients.drop()
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step."""
+        return any(item.gradients.waiting for item in self._trained)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing to hold back: the step ends a window, and stages 2 and 3 divide gradients in every backward."""
+        yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: the step reduces whatever waits."""
+        yield
+
+    # State
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds: in float32 where the optimizer updates float32 copies."""
+        item = self._of_model(model)
+        if item is not None:
+            return item.state.model_state(named)
+        if any(self.plain(engine) is self.plain(model) for engine in self._evaluated):
+            return _frozen_state(named or NamedModel(self.plain(model)))
+        return super().model_state(model, named)
+
+    def exported_state(self, model: nn.Module) -> dict[str, Any]:
+        """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
+        item = self._of_model(model)
+        if item is None or not item.state.is_low:
+            return self.model_state(model)
+        if item.state.stage == 3:
+            if not self.plugin.zero3_save_16bit_model:
+                return self.model_state(model)
+            dtypes = {name: p.dtype for name, p in NamedModel(item.model).parameters().items()}
+            state = self.model_state(model)
+            return {name: _cast(leaf, dtypes[name]) if name in dtypes else leaf for name, leaf in state.items()}
+        return NamedModel(item.model).state_dict()
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a model."""
+        item = self._of_model(model)
+        if item is None or not item.state.is_divided:
+            return super().misfits(model, weights, strict)
+        own, about = self.model_state(model), weights.about
+        shapes = [
+            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
+            for name, leaf in own.items()
+            if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
+        ]
+        problems = [listed(shapes)] if shapes else []
+        if strict:
+            for where, names in (("there", own.keys() - about.keys()), ("here", about.keys() - own.keys())):
+                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+        if not problems:
+            weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+        return problems
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
+        item = self._of_model(model)
+        if item is None:
+            super().load_model_state(model, weights, strict)
+            return
+        named = NamedModel(item.model)
+        parameters = named.parameters()
+        about = weights.about
+        buffers = {
+            name: buffer
+            for name, buffer in named.state_dict().items()
+            if name not in parameters and name in about and isinstance(buffer, Tensor)
+        }
+        if buffers:
+            weights.fill(buffers)
+        known = {name: parameter for name, parameter in parameters.items() if name in about}
+        with torch.no_grad():
+            item.state.load_model_state(lambda name, leaf: weights.fill({name: leaf}), known)
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """A model's whole weights; a collective where ranks hold parts."""
+        state = self.exported_state(model)
+        return {
+            name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
+        }
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """An optimizer's state by parameter name; leaves as in `model_state`."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            return super().optimizer_state(optimizer, models)
+        return item.state.optimizer_state(models)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            super().check_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.check_optimizer_state(tree, models)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Put an optimizer's state back; whole tensors are divided as the engine divides them."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            super().load_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.load_optimizer_state(tree, models)
+
+
+def _pairs(parts: Parts) -> dict[int, int]:
+    """The optimizer of each model, by their places; checked before an engine is made.
+
+    Raises:
+        PrepareError: an optimizer has parameters of none or of several of the models, or a model several optimizers.
+    """
+    owners = {id(p): place for place, model in enumerate(parts.models) for p in model.parameters()}
+    found: dict[int, int] = {}
+    for number, optimizer in enumerate(parts.optimizers):
+        name = type(optimizer).__name__
+        places = {owners.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        if None in places:
+            raise PrepareError(
+                f"{name} holds parameters of no model in this prepare() call, and DeepSpeed prepares a model and its "
+                "optimizer together. Pass both to one call, and build the optimizer from this model's parameters()."
+            )
+        if len(places) != 1:
+            raise PrepareError(
+                f"{name} holds parameters of {len(places)} models, and DeepSpeed has an engine with an optimizer for "
+                "each. Build one optimizer per model."
+            )
+        [place] = places
+        assert place is not None
+        if place in found:
+            raise PrepareError(
+                f"{type(parts.models[place]).__name__} comes with two optimizers, and DeepSpeed's engine has one. Put "
+                "the parameters into groups of one optimizer."
+            )
+        found[place] = number
+    return found
+
+
+def _in_graph(loss: Tensor, trained: Sequence[_Trained]) -> list[_Trained]:
+    """The engines whose parameters a loss depends on."""
+    owners = {key: item for item in trained for key in item.gradients.keys}
+    found: dict[int, _Trained] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [loss.grad_fn]
+    while waiting and len(found) < len(trained):
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        item = owners.get(id(getattr(node, "variable", None)))
+        if item is not None:
+            found[id(item)] = item
+        waiting += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+def _scheduler_of(made: _Trained, given: Any) -> Any:
+    """A scheduler of the optimizer that was prepared, made to change the engine's; others as they are."""
+    was = made.given
+    if isinstance(given, DummyScheduler) and given.optimizer is was:
+        if given.lr_scheduler_callable is not None:
+            return given.lr_scheduler_callable(made.optimizer)
+        if made.engine.lr_scheduler is None:
+            raise IncompatibleOptionsError(
+                "DummyScheduler stands for the section 'scheduler' of the DeepSpeed configuration, and the engine has "
+                "made none."
+            )
+        return EngineScheduler(made.engine.lr_scheduler)
+    if isinstance(given, LRScheduler) and given.optimizer is was and was is not made.optimizer:
+        given.optimizer = made.optimizer
+    return given
+
+
+def _batch_size(loader: Any) -> int | None:
+    """Samples per rank of a prepared loader; None where it does not tell."""
+    size = getattr(loader, "batch_size", None)
+    return int(size) if isinstance(size, int) else None
+
+
+def _frozen_state(named: NamedModel) -> dict[str, Any]:
+    """What this rank holds of a model that stage 3 divides for evaluation."""
+    parameters: Mapping[str, Any] = named.parameters()
+    state = named.state_dict()
+    return {
+        name: share_of(parameters[name]).parts(parameters[name].ds_tensor) if name in parameters else value
+        for name, value in state.items()
+    }
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    """A leaf in another dtype."""
+    if isinstance(leaf, Tensor):
+        return leaf.to(dtype) if leaf.is_floating_point() else leaf
+    if isinstance(leaf, Part):
+        return Part(leaf.tensor.to(dtype), leaf.offsets, leaf.shape)
+    return [_cast(part, dtype) for part in leaf]
