@@ -355,7 +355,9 @@ def continued(case: Case, folder: str, ranks: int) -> list[Record]:
 @cells
 def test_mobility(tmp_path, name, ranks):
     """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have."""
-    case = Case(name, samples=48, epochs=1, single=any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED))
+    case = Case(
+        name, samples=48, epochs=1, single=any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED)
+    )
     folder = str(tmp_path / "state")
     saved = worlds.run(train_and_save, ranks, case, folder, samples=16)[0].weights[-1]
     reference: set[int] = set()

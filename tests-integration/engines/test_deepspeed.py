@@ -93,7 +93,9 @@ def by_hand(stage: int, precision: str, accumulation: int, clip: float | None) -
     x, y = make_data()
     losses, norms = [], []
     for _ in range(2):
-        micro = [slice(start, start + BATCH) for start in range(0, ROWS, BATCH)][rank :: dist.get_world_size()]
+        micro = [slice(start, start + BATCH) for start in range(0, ROWS, BATCH)][
+            rank :: dist.get_world_size()
+        ]
         for first in range(0, len(micro), accumulation):
             window = micro[first : first + accumulation]
             for rows in window:
@@ -122,3 +124,314 @@ def test_the_engine_computes_what_it_computes_by_hand(stage, precision, clip):
             torch.testing.assert_close(norms, raw_norms, rtol=bound, atol=bound)
         for name, raw in raw_weights.items():
             torch.testing.assert_close(weights[name].to(raw.dtype), raw, rtol=bound, atol=bound)
+
+
+# Optimizers and schedulers of the configuration
+
+
+def placeholders(stage: int, scheduler: str) -> Any:
+    from accel_train import Accelerator, DummyOptim, DummyScheduler
+
+    plugin = plugin_of(
+        stage,
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        **(
+            {
+                "scheduler": {
+                    "type": "WarmupLR",
+                    "params": {
+                        "warmup_min_lr": "auto",
+                        "warmup_max_lr": "auto",
+                        "warmup_num_steps": "auto",
+                        "warmup_type": "linear",
+                    },
+                }
+            }
+            if scheduler == "configured"
+            else {}
+        ),
+    )
+    accelerator = Accelerator(deepspeed_plugin=plugin)
+    model = make_model()
+    optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
+    own = lambda real: torch.optim.lr_scheduler.LambdaLR(real, lambda step: min(1.0, step / 4))  # noqa: E731
+    dummy = DummyScheduler(
+        optimizer, warmup_num_steps=4, lr_scheduler_callable=None if scheduler == "configured" else own
+    )
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=BATCH)
+    model, optimizer, dummy, loader = accelerator.prepare(model, optimizer, dummy, loader)
+    rates = []
+    for x, y in loader:
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+        dummy.step()
+        optimizer.zero_grad()
+        rates.append((optimizer.param_groups[0]["lr"], dummy.get_last_lr()[0]))
+    return rates, optimizer.param_groups[0]["weight_decay"], whole(model, accelerator)
+
+
+@pytest.mark.parametrize("scheduler", ["configured", "callable"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_placeholders_become_what_the_configuration_says(stage, scheduler):
+    for rates, decay, weights in worlds.run(placeholders, 2, stage, scheduler):
+        assert decay == 0.1
+        assert all(mine == told for mine, told in rates)
+        assert rates[0][0] < rates[-1][0] <= 0.02
+        assert any(not torch.equal(weights[name], value) for name, value in make_model().state_dict().items())
+
+
+def schedule(offload: bool) -> list[float]:
+    """Learning rates of a scheduler that the script built on its own optimizer."""
+    from accel_train import Accelerator
+
+    zero = {"stage": 2} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    accelerator = Accelerator(deepspeed_plugin=plugin_of(2, zero_optimization=zero))
+    model = make_model()
+    optimizer = optimizer_of(model)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scheduler = accelerator.prepare(scheduler)
+    rates = []
+    for x, y in loader:
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates.append(model.optimizer.param_groups[0]["lr"])
+    return rates
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_scheduler_changes_the_rate_that_the_engine_uses(offload):
+    """With offload the optimizer is replaced by DeepSpeed's own, which is compiled at its first use."""
+    rates = worlds.run(schedule, 2, offload, timeout=300)
+    # Two ranks take two steps of the schedule per step of the optimizer.
+    torch.testing.assert_close(rates[0], [1e-2 * 0.5**n for n in range(1, 7)], rtol=1e-9, atol=0)
+
+
+def offloaded(stage: int, device: str, folder: str) -> dict[str, Tensor]:
+    """Weights after some steps, saved and loaded in between."""
+    from accel_train import Accelerator
+
+    more = {"nvme_path": folder} if device == "nvme" else {}
+    zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": device, **more}}
+    if stage == 3:
+        zero["offload_param"] = {"device": device, **more}
+    config = {
+        "zero_optimization": zero,
+        "aio": {"block_size": 131072, "queue_depth": 8, "single_submit": False, "overlap_events": False},
+    }
+    accelerator = Accelerator(deepspeed_plugin=plugin_of(stage, **config))
+    model = make_model()
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=BATCH)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    for number, (x, y) in enumerate(loader):
+        accelerator.backward(((model(x) - y) ** 2).mean())
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 2:
+            accelerator.save_state(f"{folder}/state")
+            accelerator.load_state(f"{folder}/state")
+    return whole(model, accelerator)
+
+
+def plain_offloaded() -> dict[str, Tensor]:
+    model = make_model()
+    optimizer = optimizer_of(model)
+    x, y = make_data()
+    for first in range(0, ROWS, 2 * BATCH):
+        losses = [
+            ((model(x[rows]) - y[rows]) ** 2).mean()
+            for rows in (slice(first, first + BATCH), slice(first + BATCH, first + 2 * BATCH))
+        ]
+        optimizer.zero_grad()
+        (sum(losses) / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize(("stage", "device"), [(2, "cpu"), (3, "cpu"), (3, "nvme")])
+def test_offload(tmp_path, stage, device):
+    """DeepSpeed's own CPU optimizer, clipping, and a state saved and loaded on the way."""
+    expected = plain_offloaded()
+    for weights in worlds.run(offloaded, 2, stage, device, str(tmp_path), timeout=400):
+        torch.testing.assert_close(weights, dict(expected), rtol=2e-5, atol=2e-6)
+
+
+# Models
+
+
+def two_models(stage: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Two models whose outputs are added in one loss."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(deepspeed_plugin=plugin_of(stage))
+    models = [make_model(0), make_model(1)]
+    optimizers = [optimizer_of(model) for model in models]
+    loader = DataLoader(TensorDataset(*make_data()), batch_size=BATCH)
+    first, second, *optimizers, loader = accelerator.prepare(*models, *optimizers, loader)
+    for x, y in loader:
+        accelerator.backward(((first(x) + second(x) - y) ** 2).mean())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(first, accelerator), whole(second, accelerator)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_loss_of_two_models(stage):
+    if stage == 0:
+        with pytest.raises(worlds.RankError, match=r"PrepareError.*ZeRO stages 1 to 3"):
+            worlds.run(two_models, 2, stage)
+        return
+    models = [make_model(0), make_model(1)]
+    optimizers = [optimizer_of(model) for model in models]
+    x, y = make_data()
+    for first in range(0, ROWS, 2 * BATCH):
+        rows = slice(first, first + 2 * BATCH)
+        loss = ((models[0](x[rows]) + models[1](x[rows]) - y[rows]) ** 2).mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for found in worlds.run(two_models, 2, stage):
+        for weights, model in zip(found, models, strict=True):
+            torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def by_name() -> Any:
+    """A model that is trained with one configuration, and one that is evaluated with another."""
+    from accel_train import Accelerator
+
+    plugins = {"student": plugin_of(2), "teacher": plugin_of(3)}
+    accelerator = Accelerator(deepspeed_plugins=plugins)
+    assert accelerator.deepspeed_plugin is plugins["student"]
+    student = make_model()
+    student, optimizer = accelerator.prepare(student, optimizer_of(student))
+    accelerator.state.select_deepspeed_plugin("teacher")
+    assert accelerator.deepspeed_plugin is plugins["teacher"]
+    teacher = accelerator.prepare(make_model(1))
+    x, _ = make_data()
+    with torch.no_grad():
+        targets = teacher(x)
+    accelerator.backward(((student(x) - targets) ** 2).mean())
+    optimizer.step()
+    stages = student.zero_optimization_stage(), teacher.zero_optimization_stage()
+    return stages, targets, whole(student, accelerator), whole(teacher, accelerator)
+
+
+def test_configurations_by_name():
+    model, teacher = make_model(), make_model(1)
+    optimizer = optimizer_of(model)
+    x, _ = make_data()
+    ((model(x) - teacher(x).detach()) ** 2).mean().backward()
+    optimizer.step()
+    for stages, targets, student, kept in worlds.run(by_name, 2):
+        assert stages == (2, 3)
+        torch.testing.assert_close(targets, teacher(x).detach())
+        torch.testing.assert_close(student, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kept, dict(teacher.state_dict()), rtol=0, atol=0)
+
+
+def transformer(kind: str) -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            vocab_size=40,
+            n_positions=16,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        return transformers.GPT2LMHeadModel(config)
+    if kind == "mixtral":
+        config = transformers.MixtralConfig(
+            **small, num_key_value_heads=1, vocab_size=40, num_local_experts=4, num_experts_per_tok=2
+        )
+        return transformers.MixtralForCausalLM(config)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**small, num_key_value_heads=1, vocab_size=40)
+    )
+
+
+def train_transformer(kind: str, stage: int, lora: bool, folder: str) -> dict[str, Tensor]:
+    from accel_train import Accelerator, DeepSpeedPlugin
+
+    moe = "MixtralSparseMoeBlock" if kind == "mixtral" else None
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, transformer_moe_cls_names=moe)
+    )
+    model = transformer(kind)
+    if lora:
+        model = with_lora(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    loader = DataLoader(tokens(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.save_state(folder)
+    return whole(model, accelerator)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    import peft
+
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    adapted: nn.Module = peft.get_peft_model(model, config)
+    return adapted
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 40, (8, 8), generator=torch.Generator().manual_seed(2))
+
+
+def load_transformer(kind: str, lora: bool, folder: str, **arguments: Any) -> dict[str, Tensor]:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(**arguments)
+    model = transformer(kind)
+    if lora:
+        model = with_lora(model)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-3)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, DataLoader(tokens(), batch_size=2))
+    accelerator.load_state(folder)
+    return whole(model, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("llama", False), ("gpt2", False), ("mixtral", False), ("llama", True)]
+)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_transformers(tmp_path, kind, lora, stage):
+    """Trained as on one process; what is saved loads without DeepSpeed."""
+    model = transformer(kind)
+    if lora:
+        model = with_lora(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    for batches in tokens().view(-1, 2, 2, 8):
+        optimizer.zero_grad()
+        (sum(model(input_ids=batch, labels=batch).loss for batch in batches) / 2).backward()
+        optimizer.step()
+    expected = {name: value.detach() for name, value in model.state_dict().items()}
+    folder = str(tmp_path / "state")
+    for weights in worlds.run(train_transformer, 2, kind, stage, lora, folder, timeout=120):
+        assert weights.keys() == expected.keys()
+        torch.testing.assert_close(weights, expected, rtol=2e-4, atol=2e-5)
+    [loaded] = worlds.run(load_transformer, 1, kind, lora, folder)
+    torch.testing.assert_close(loaded, weights, rtol=0, atol=0)

@@ -22,7 +22,6 @@ INSTALLED = str(Path(__file__).parent / "installed")
 DIM = 6
 
 
-
 def _zero(stage: int, parameters: bool) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
     return zero | ({"offload_param": {"device": "cpu"}} if parameters else {})

@@ -31,6 +31,7 @@ __all__ = [
     "parse_choice_from_env",
     "parse_flag_from_env",
     "patch_environment",
+    "provide",
     "publish",
     "purge_accelerate_environment",
     "snapshot",
@@ -132,6 +133,16 @@ def patch_environment(**kwargs: object) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def provide(**kwargs: object) -> None:
+    """Set variables that other libraries read, for the rest of the process; those that are set already stay.
+
+    Args:
+        **kwargs: names (upper-cased) and values (converted with ``str``).
+    """
+    for name, value in kwargs.items():
+        os.environ.setdefault(name.upper(), str(value))
 
 
 @contextmanager

@@ -100,7 +100,8 @@ class Accelerator(ProcessView):
             same step. A `PreemptionConfig` says which signals.
 
     `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin` and
-    `parallelism_config` take a `StrategyPlugin`, whose type selects the strategy; this version has none of its own.
+    `parallelism_config` take a `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of
+    names to `DeepSpeedPlugin`.
     `log_with` is not available yet; anything but None raises.
 
     Raises:
@@ -139,6 +140,7 @@ class Accelerator(ProcessView):
         **unknown: Any,
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
+        launched = environment.decode()
         selecting = arguments.strategy_plugin(
             strategy=strategy,
             deepspeed_plugin=deepspeed_plugin,
@@ -147,7 +149,7 @@ class Accelerator(ProcessView):
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
-        )
+        ) or launched_plugin(launched)
         arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
             cpu=(cpu, bool),
@@ -157,9 +159,6 @@ class Accelerator(ProcessView):
             dynamo_plugin=(dynamo_plugin, TorchDynamoPlugin),
             kwargs_handlers=(kwargs_handlers, (list, tuple)),
         )
-        launched = environment.decode()
-        if selecting is None:
-            selecting = launched_plugin(launched)
         plugin = arguments.accumulation_plugin(
             gradient_accumulation_steps, gradient_accumulation_plugin, launched, selecting
         )

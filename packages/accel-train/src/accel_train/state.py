@@ -118,8 +118,31 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The plugin that selected DeepSpeed; None if another strategy runs."""
-        return self._plugin("deepspeed_plugin")
+        """The plugin of DeepSpeed, the selected one of several; None if another strategy runs."""
+        plugin = self._plugin("deepspeed_plugin")
+        return getattr(plugin, "active", plugin)
+
+    @property
+    def deepspeed_plugins(self) -> Mapping[str, Any] | None:
+        """The plugins of DeepSpeed by name; None if another strategy runs, or there is one without a name."""
+        return getattr(self._plugin("deepspeed_plugin"), "plugins", None)
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The plugin of DeepSpeed that has a name in `deepspeed_plugins`."""
+        return self._named_plugins().get(name)
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Use one of `deepspeed_plugins` for the models that are prepared next."""
+        self._named_plugins().select(name)
+
+    def _named_plugins(self) -> Any:
+        plugins = self._plugin("deepspeed_plugin")
+        if not hasattr(plugins, "plugins"):
+            raise StateError(
+                "Accelerator was given no DeepSpeed plugins with names. Pass Accelerator(deepspeed_plugins={name: "
+                "DeepSpeedPlugin(…)})."
+            )
+        return plugins
 
     @property
     def fsdp_plugin(self) -> Any:

@@ -23,9 +23,10 @@ from accel_state.world.clusters.base import Topology
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["OPTIONS", "Membership", "adopt", "join", "store_client"]
+__all__ = ["OPTIONS", "Membership", "adopt", "join", "leave_at_exit", "store_client"]
 
 OPTIONS = ("backend", "init_method", "timeout", "group_name", "pg_options", "device_id")
+_RELEASE = 0.1  # seconds
 _JOIN_TIMEOUT = timedelta(minutes=10)
 _CLONE_TIMEOUT = 60.0
 _NAMES = 10.0  # seconds until the host name of rank 0 must resolve
@@ -115,14 +116,25 @@ def _create_group(
         world_size=topology.world_size,
         **arguments,
     )
+    leave_at_exit(device)
+
+
+def leave_at_exit(device: torch.device) -> None:
+    """End the default process group when the interpreter exits, where its threads could otherwise abort the exit."""
     if device.type == "cpu":
-        # gloo's threads abort the process if they still run when the interpreter unloads (torch 2.13).
         atexit.register(_leave)
 
 
 def _leave() -> None:
+    """End gloo's threads, or let them finish what they do, before the interpreter unloads.
+
+    A thread that has ended a collective still has to release its tensors, for which it needs the interpreter; if that
+    is gone, the process aborts ("terminate called without an active exception", torch 2.13). Where a wrapped model
+    holds the group, its threads outlive the group's end, so they are given time.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+    time.sleep(_RELEASE)
 
 
 def _wait_until_all_joined(store: Store, topology: Topology, timeout: timedelta) -> None:

@@ -10,7 +10,7 @@ from accel_train.plugins.autocast import AutocastKwargs
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin
 from accel_train.plugins.data_loader import DataLoaderConfiguration
 from accel_train.plugins.ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-from accel_train.plugins.deepspeed import DeepSpeedPlugin
+from accel_train.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 from accel_train.plugins.dynamo import TorchDynamoPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -23,6 +23,7 @@ __all__ = [
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
+    "DeepSpeedPlugins",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",

@@ -16,7 +16,7 @@ from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
 from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 
-__all__ = ["DeepSpeedPlugin"]
+__all__ = ["DeepSpeedPlugin", "DeepSpeedPlugins"]
 
 # Where the fields of the plugin are in a configuration of DeepSpeed.
 _KEYS = {
@@ -103,8 +103,8 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         """Refuse contradictions, and put fields and configuration together."""
         if self.enable_msamp or self.msamp_opt_level:
             raise OptionError(
-                "enable_msamp and msamp_opt_level are options of MS-AMP, which is no longer maintained. Leave them out; "
-                "mixed_precision='bf16' trains in bfloat16."
+                "enable_msamp and msamp_opt_level are options of MS-AMP, which is no longer maintained. Leave them "
+                "out; mixed_precision='bf16' trains in bfloat16."
             )
         given = self.hf_ds_config
         if given is None:
@@ -166,7 +166,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
                 there = "does not set it" if saved is None else f"says {saved!r}"
                 raise IncompatibleOptionsError(
                     f"{name}={mine!r} of DeepSpeedPlugin (or of its launch option --{name}) contradicts {key} in "
-                    f"{_origin(config)}, which {there}. Set it in one of them; \"auto\" in the file takes the option's "
+                    f'{_origin(config)}, which {there}. Set it in one of them; "auto" in the file takes the option\'s '
                     "value."
                 )
 
@@ -183,9 +183,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             if device in (None, "none"):
                 continue
             if device not in ("cpu", "nvme"):
-                raise OptionError(
-                    f"{key}.device is {device!r} in {_origin(config)}; known: none, cpu, nvme."
-                )
+                raise OptionError(f"{key}.device is {device!r} in {_origin(config)}; known: none, cpu, nvme.")
             if stage < lowest:
                 raise IncompatibleOptionsError(
                     f"{key}.device={device!r} needs ZeRO stage {lowest} or more, and the stage is {stage} (both in "
@@ -250,7 +248,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         if node[key] == "auto":
             if ds_key_long not in kwargs:
                 raise OptionError(
-                    f"{ds_key_long} is \"auto\" in {_origin(self.hf_ds_config)} and nothing in the script tells its "
+                    f'{ds_key_long} is "auto" in {_origin(self.hf_ds_config)} and nothing in the script tells its '
                     "value. Give the number."
                 )
             node[key] = kwargs[ds_key_long]
@@ -281,7 +279,7 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
         if found and mismatches is None:
             raise IncompatibleOptionsError(
                 f"{_origin(self.hf_ds_config)} does not fit the script: {'; '.join(found)}. Correct one of them; "
-                "\"auto\" in the file takes the script's value."
+                '"auto" in the file takes the script\'s value.'
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
@@ -366,6 +364,63 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
                 f"class; its classes: {', '.join(sorted(classes))}."
             )
         set_z3_leaf_modules(model, [classes[name] for name in wanted])
+
+
+class DeepSpeedPlugins(StrategyPlugin):
+    """Several configurations by name, of which one is used for the models that are prepared next.
+
+    Args:
+        plugins: by name; the first is selected.
+
+    Raises:
+        OptionError: there is none, or one is no `DeepSpeedPlugin`.
+    """
+
+    strategy: ClassVar[str] = "deepspeed"
+    argument: ClassVar[str] = "deepspeed_plugin"
+
+    def __init__(self, plugins: Mapping[str, DeepSpeedPlugin]) -> None:
+        wrong = [name for name, plugin in plugins.items() if not isinstance(plugin, DeepSpeedPlugin)]
+        if wrong or not plugins:
+            raise OptionError(
+                "deepspeed_plugins takes a mapping of names to DeepSpeedPlugin, got "
+                + (f"{type(plugins[wrong[0]]).__name__} for {wrong[0]!r}." if wrong else "none.")
+            )
+        self.plugins = dict(plugins)
+        self.selected = next(iter(self.plugins))
+
+    @property
+    def active(self) -> DeepSpeedPlugin:
+        """The selected plugin."""
+        return self.plugins[self.selected]
+
+    @property
+    def launched_precision(self) -> str | None:
+        """The precision that the selected configuration asks for."""
+        return self.active.launched_precision
+
+    @property
+    def accumulation_steps(self) -> int | None:
+        """Micro-batches per step that the selected configuration asks for."""
+        return self.active.accumulation_steps
+
+    def get(self, name: str) -> DeepSpeedPlugin:
+        """The plugin of a name.
+
+        Raises:
+            OptionError: there is none.
+        """
+        if name not in self.plugins:
+            raise OptionError(
+                f"There is no DeepSpeed plugin {name!r}; deepspeed_plugins has {', '.join(self.plugins)}."
+            )
+        return self.plugins[name]
+
+    def select(self, name: str) -> None:
+        """Use the plugin of a name for what is prepared next."""
+        chosen = self.get(name)
+        self.selected = name
+        chosen.set_deepspeed_weakref()
 
 
 def _origin(config: Any) -> str:

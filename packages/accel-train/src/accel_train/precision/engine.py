@@ -8,7 +8,7 @@ __all__ = ["EnginePrecision"]
 
 
 class EnginePrecision(Precision):
-    """Nothing is cast or scaled here; the engine is told the dtypes.
+    """Nothing is cast or scaled here; the engine gets the dtypes.
 
     Args:
         wanted: the precision that the script chose.

@@ -16,6 +16,7 @@ from accel_state.handlers import KwargsHandler
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 from accel_train.plugins import (
     DataLoaderConfiguration,
+    DeepSpeedPlugins,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -112,6 +113,10 @@ def strategy_plugin(
             f"{type(strategy).__name__}: {strategy!r:.80}."
         )
     given = {name: value for name, value in candidates.items() if value is not None}
+    for name in ("deepspeed_plugin", "deepspeed_plugins"):
+        several = given.get(name)
+        if isinstance(several, Mapping):
+            given[name] = DeepSpeedPlugins(several)
     refuse_unavailable(
         {name: value for name, value in given.items() if not isinstance(value, StrategyPlugin)}
     )
@@ -175,7 +180,7 @@ def accumulation_plugin(
             origin = "Accelerator(gradient_accumulation_steps=…)" if steps != 1 else "the launcher"
             raise IncompatibleOptionsError(
                 f"{origin} asks for {asked_for} gradient accumulation steps, and {type(selecting).__name__}'s "
-                f"configuration says {own}. Leave one of them out; \"auto\" in the configuration takes the other."
+                f'configuration says {own}. Leave one of them out; "auto" in the configuration takes the other.'
             )
         return GradientAccumulationPlugin(num_steps=own)
     section = launched.gradient_accumulation

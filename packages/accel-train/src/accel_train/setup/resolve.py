@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
@@ -53,7 +55,8 @@ class Given:
 
     Attributes:
         mixed_precision: name of a precision.
-        strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes decides.
+        strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
+            decides.
         autocast, scaler, ddp: options of what is built.
         sync_each_batch: reduce gradients in every micro-batch.
     """
@@ -132,8 +135,8 @@ def mixed_precision_name(
     if own is not None and name != own and name != "no":
         origin = "Accelerator(mixed_precision=…)" if argument is not None else "the launcher"
         raise IncompatibleOptionsError(
-            f"{origin} asks for mixed_precision={name!r}, and {type(selecting).__name__}'s configuration enables {own}. "
-            "Leave one of them out."
+            f"{origin} asks for mixed_precision={name!r}, and {type(selecting).__name__}'s configuration enables "
+            f"{own}. Leave one of them out."
         )
     name = own or name
     if missing_engine("mixed_precision", name) is not None:
@@ -178,9 +181,7 @@ def _check(
     strategy: type[Strategy], precision: type[Precision], device: torch.device, world_size: int
 ) -> None:
     capabilities = strategy.capabilities
-    missing = [
-        package for package in capabilities.requires if not importlib.util.find_spec(module_of(package))
-    ]
+    missing = [package for package in capabilities.requires if not _is_installed(package)]
     if missing:
         raise NotAvailableError(
             f"strategy {strategy.name!r} needs {', '.join(missing)}. Install it: pip install "
@@ -217,6 +218,18 @@ def _check(
             f"mixed_precision='bf16' needs a GPU with bfloat16, and {torch.cuda.get_device_name(device)} has none; "
             "use 'fp16'."
         )
+
+
+def _is_installed(requirement: str) -> bool:
+    """Whether a package is here, in a version that is asked for."""
+    if importlib.util.find_spec(module_of(requirement)) is None:
+        return False
+    wanted = Requirement(requirement)
+    try:
+        found = importlib.metadata.version(wanted.name)
+    except importlib.metadata.PackageNotFoundError:  # importable without metadata: a checkout on the path
+        return True
+    return wanted.specifier.contains(found, prereleases=True)
 
 
 def module_of(requirement: str) -> str:

@@ -100,7 +100,10 @@ class DTypes(Protocol):
 class PrecisionVerbs(Protocol):
     """What a strategy asks of the precision axis; see `accel_train.precision.base.Precision`."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As in `Accelerator(mixed_precision=…)`."""
+        ...
 
     @property
     def dtypes(self) -> DTypes:

@@ -42,7 +42,7 @@ class Script:
 def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
     """A copy of the plugin's configuration without any "auto".
 
-    Accumulation belongs to the `Accelerator`: the engine steps when it is told, so a window may be of any length.
+    Accumulation belongs to the `Accelerator`: the engine steps when the script does, so a window may be of any length.
 
     Raises:
         IncompatibleOptionsError: the configuration contradicts the script; both values are named.
@@ -62,11 +62,11 @@ def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
     total = config.get("train_batch_size", "auto")
     if total not in ("auto", None, micro * steps * script.ranks):
         raise IncompatibleOptionsError(
-            f"train_batch_size is {total} in {holder.origin}, and {micro} samples per micro-batch × {steps} micro-batches "
-            f"× {script.ranks} ranks are {micro * steps * script.ranks}. Say \"auto\", or correct one of them."
+            f"train_batch_size is {total} in {holder.origin}, and {micro} samples per micro-batch, {steps} "
+            f'micro-batches and {script.ranks} ranks are {micro * steps * script.ranks}. Say "auto", or correct one of them.'
         )
     config["train_batch_size"] = micro * steps * script.ranks
-    own.deepspeed_config_process(**_values(script))
+    own.deepspeed_config_process(must_match=False, **_values(script))
     if config.get("gradient_clipping") in (None, "auto"):
         config["gradient_clipping"] = 0.0  # the engine's own default clips to 1
     config["managed_gradient_accumulation"] = False
@@ -98,7 +98,7 @@ def _micro_batch_size(plugin: DeepSpeedPlugin, script: Script) -> int:
     if sizes and given not in sizes:
         raise IncompatibleOptionsError(
             f"train_micro_batch_size_per_gpu is {given} in {plugin.hf_ds_config.origin}, and the prepared loaders have "
-            f"batches of {', '.join(map(str, sorted(set(sizes))))} samples per rank. Say \"auto\", or make them equal."
+            f'batches of {", ".join(map(str, sorted(set(sizes))))} samples per rank. Say "auto", or make them equal.'
         )
     return int(given)
 
@@ -172,7 +172,7 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def check_known(config: Mapping[str, Any], origin: str) -> None:
-    """Refuse what an engine that is told when to step cannot do.
+    """Refuse what an engine cannot do that steps when the script does.
 
     Raises:
         OptionError: a section of the configuration.

@@ -165,7 +165,9 @@ class EngineGradients:
             groups = optimizer.averaged_gradients.values()
             return [piece for group in groups if group is not None for piece in _listed(group)], True
         flat = (
-            optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups
+            optimizer.fp32_partitioned_groups_flat
+            if stage == 3
+            else optimizer.single_partition_of_fp32_groups
         )
         if any(partition.grad is None for partition in flat):
             raise OptionError(
@@ -257,16 +259,16 @@ class EngineGradients:
         if not self.in_parameters:
             optimizer.zero_grad()
             for name in ("averaged_gradients", "all_grad_tensors"):
-                found = getattr(optimizer, name, None)
-                for key in found or {}:
+                found = getattr(optimizer, name, {})
+                for key in found:
                     found[key] = None
             if hasattr(optimizer, "micro_step_id"):
-                # What the engine itself sets in a step: the next backward starts anew.
+                # What the engine itself sets in a step: the next backward starts from the beginning.
                 optimizer.micro_step_id = 0 if self.engine.zero_optimization_stage() == 3 else -1
             if hasattr(optimizer, "reset_cpu_buffers"):
                 optimizer.reset_cpu_buffers()
-            for name in ("clear_hp_grads",):
-                getattr(optimizer, name, lambda: None)()
+            if hasattr(optimizer, "clear_hp_grads"):
+                optimizer.clear_hp_grads()
         self.waiting = False
         self._reset()
 

@@ -1,4 +1,4 @@
-"""Placeholders for an optimizer and a scheduler that the DeepSpeed configuration describes, and DeepSpeed's own classes."""
+"""Placeholders for the optimizer and the scheduler of a DeepSpeed configuration, and DeepSpeed's CPU optimizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DummyOptim(torch.optim.Optimizer):
         """The groups of parameters."""
         return self.param_groups
 
-    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> NoReturn:
         """Raise: a placeholder cannot step.
 
         Raises:
@@ -120,7 +120,9 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
     else:
         return optimizer
     names = {"params", *kept} - {"adamw_mode"}
-    groups = [{key: value for key, value in group.items() if key in names} for group in optimizer.param_groups]
+    groups = [
+        {key: value for key, value in group.items() if key in names} for group in optimizer.param_groups
+    ]
     made: torch.optim.Optimizer = cls(groups, **kept)
     for mine, theirs in zip(made.param_groups, optimizer.param_groups, strict=True):
         mine.update({key: value for key, value in theirs.items() if key == "initial_lr"})

@@ -1,4 +1,4 @@
-"""What DeepSpeed needs before its first engine: its device, a process group, and inputs in the dtype that it computes in."""
+"""What DeepSpeed needs beside a configuration: a device, a process group, and inputs in the dtype of computation."""
 
 from __future__ import annotations
 
@@ -9,19 +9,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accel_state import environment
 from accel_state.trees import recursively_apply
+from accel_state.world.process import PartialState
+from accel_state.world.process_group import leave_at_exit
 
-__all__ = ["cast_inputs", "start_runtime"]
+__all__ = ["cast_inputs", "make_engine"]
 
 
-def start_runtime(device: torch.device) -> None:
-    """Make DeepSpeed use this process's device and process group.
+def make_engine(device: torch.device, **arguments: Any) -> Any:
+    """DeepSpeed's engine on this process's device, over its process group.
 
-    A single process gets a group of its own, which DeepSpeed's engine cannot do without.
+    Args:
+        device: of this process.
+        arguments: of `deepspeed.initialize`.
     """
+    environment.provide(LOCAL_RANK=PartialState().local_process_index)  # DeepSpeed reads it in every forward
+    # Without it DeepSpeed looks for an accelerator, and prints how.
+    chosen = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
+    with environment.patch_environment(**chosen):
+        _start(device)
+        import deepspeed
+
+        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+    return engine
+
+
+def _start(device: torch.device) -> None:
+    """Make DeepSpeed use this process's device and process group; a single process gets a group of its own."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        leave_at_exit(device)
     import deepspeed
     from deepspeed.accelerator import get_accelerator, set_accelerator
 

@@ -23,14 +23,14 @@ class EngineScheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Nothing: the engine has stepped it."""
 
-    def get_last_lr(self) -> list[float]:
+    def get_last_lr(self) -> list[Any]:
         """The learning rates of the groups."""
-        rates: list[float] = self.scheduler.get_last_lr()
+        rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         """The learning rates of the groups."""
-        rates: list[float] = self.scheduler.get_lr()
+        rates: list[Any] = self.scheduler.get_lr()
         return rates
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class EngineState:
         return Share(address.start, address.numel, shape)
 
     def _flat_of(self, parameter: Any) -> tuple[Tensor, int, int] | None:
-        """The flat partition that the base optimizer steps, and where in it the parameter is; None: not on this rank."""
+        """The flat partition that the base optimizer steps, and where the parameter is in it; None: elsewhere."""
         if self.stage == 3:
             group, offset, count = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
             return self.optimizer.fp32_partitioned_groups_flat[group], offset, count
@@ -129,13 +129,14 @@ class EngineState:
             if not self._is_trained(parameter):
                 values: Tensor = parameter.ds_tensor
                 return values
-            found: Tensor = self.optimizer.get_local_fp32_param(parameter)
-            return found.clone() if self._swapped() else found
+            own: Tensor = self.optimizer.get_local_fp32_param(parameter)
+            return own.clone() if self._swapped() else own
         if self.stage == 0 or not self._is_trained(parameter):
-            return self._masters.get(id(parameter), parameter.detach()).reshape(-1)
+            whole: Tensor = self._masters.get(id(parameter), parameter.detach())
+            return whole.reshape(-1)
         mapping = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
-            return parameter.new_empty(0, dtype=torch.float32)
+            return torch.empty(0, dtype=torch.float32, device=parameter.device)
         flat: Tensor = mapping.hp_fragment
         return flat
 
@@ -258,7 +259,8 @@ class EngineState:
                     share = self.share(parameter)
                     state[name] = {key: self._leaf_of(share, value) for key, value in found.items()}
         options = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.base.param_groups
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.base.param_groups
         ]
         kept = [group_names for group_names in names if group_names]  # the engine drops empty groups
         groups = [
@@ -297,9 +299,7 @@ class EngineState:
                 "checkpoint was saved"
             )
 
-    def load_optimizer_state(
-        self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]
-    ) -> None:
+    def load_optimizer_state(self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]) -> None:
         """Put back what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""
         names = self.names(models)
         saved = {frozenset(group["params"]): group for group in tree["param_groups"]}

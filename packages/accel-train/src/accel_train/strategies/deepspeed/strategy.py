@@ -18,7 +18,7 @@ from accel_ckpt.parts import is_divided, is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
-from accel_train.plugins import DeepSpeedPlugin
+from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.strategies.base import (
     Capabilities,
     ModelSteps,
@@ -34,7 +34,7 @@ from accel_train.strategies.deepspeed.placeholders import (
     DummyScheduler,
     map_pytorch_optim_to_deepspeed,
 )
-from accel_train.strategies.deepspeed.runtime import cast_inputs, start_runtime
+from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 from accel_train.strategies.deepspeed.state import EngineState, share_of
 
@@ -51,6 +51,7 @@ class _Trained:
     optimizer: torch.optim.Optimizer  # what the engine steps
     gradients: EngineGradients
     state: EngineState
+    plugin: DeepSpeedPlugin
 
 
 class DeepSpeedStrategy(Strategy):
@@ -73,17 +74,24 @@ class DeepSpeedStrategy(Strategy):
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
-        self.plugin: DeepSpeedPlugin = options.config or DeepSpeedPlugin()
+        config = options.config or DeepSpeedPlugin()
+        self.plugins = config if isinstance(config, DeepSpeedPlugins) else DeepSpeedPlugins({"": config})
         check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
         self._trained: list[_Trained] = []
         self._evaluated: list[Any] = []  # engines without optimizer
         self.plugin.set_mixed_precision(self.precision.name)
         self.plugin.set_deepspeed_weakref()
 
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The configuration of what is prepared next."""
+        return self.plugins.active
+
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
         """All ranks read different samples, but those of one group of DeepSpeed's tensor parallelism."""
-        plugin: DeepSpeedPlugin = config or DeepSpeedPlugin()
+        given = config or DeepSpeedPlugin()
+        plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
         size = plugin.get_value("tensor_parallel.autotp_size") or 1
         if world_size % size:
             raise IncompatibleOptionsError(
@@ -99,7 +107,6 @@ class DeepSpeedStrategy(Strategy):
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Make an engine of each model with its optimizer; a model without one is only evaluated."""
         paired = _pairs(parts)
-        start_runtime(self.options.device)
         models, optimizers = list(parts.models), list(parts.optimizers)
         schedulers = list(parts.schedulers)
         for place, model in enumerate(parts.models):
@@ -115,27 +122,29 @@ class DeepSpeedStrategy(Strategy):
 
     def _script(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts) -> Script:
         placeholder = next(
-            (item for item in parts.schedulers if isinstance(item, DummyScheduler) and item.optimizer is optimizer),
+            (
+                item
+                for item in parts.schedulers
+                if isinstance(item, DummyScheduler) and item.optimizer is optimizer
+            ),
             None,
         )
         sizes = [size for loader in parts.loaders if (size := _batch_size(loader)) is not None]
         return Script(model, optimizer, placeholder, sizes, self.batch.size, self.precision.name)
 
     def _train(self, model: nn.Module, parts: Parts, number: int, steps: ModelSteps) -> _Trained:
-        import deepspeed
-
         optimizer = parts.optimizers[number]
         plain = self.plain(model)
         config = engine_config(self.plugin, self._script(plain, optimizer, parts))
         self.plugin.set_moe_leaf_modules(plain)
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         given = self._optimizer_for(optimizer, config)
-        engine, *_ = deepspeed.initialize(
+        engine = make_engine(
+            self.options.device,
             model=steps.compile(model),
             optimizer=given,
             model_parameters=[p for group in groups for p in group] if given is None else None,
             config=config,
-            dist_init_required=False,
         )
         cast_inputs(plain, self.precision.dtypes.compute)
         made = _Trained(
@@ -145,6 +154,7 @@ class DeepSpeedStrategy(Strategy):
             engine.basic_optimizer,
             EngineGradients(engine, plain),
             EngineState(engine, plain, groups),
+            self.plugin,
         )
         self._trained.append(made)
         return made
@@ -165,14 +175,10 @@ class DeepSpeedStrategy(Strategy):
         """Under stage 3 an engine without optimizer; else the model on the device, in the engine's precision."""
         plain = self.plain(model)
         if self.plugin.zero_stage == 3 and next(plain.parameters(), None) is not None:
-            import deepspeed
-
             config = engine_config(self.plugin, self._script(plain, None, Parts()))
             for section in ("optimizer", "scheduler"):
                 config.pop(section, None)
-            engine, *_ = deepspeed.initialize(
-                model=steps.compile(model), config=config, dist_init_required=False
-            )
+            engine = make_engine(self.options.device, model=steps.compile(model), config=config)
             self._evaluated.append(engine)
             cast_inputs(plain, self.precision.dtypes.compute)
             prepared: nn.Module = engine
@@ -231,7 +237,7 @@ class DeepSpeedStrategy(Strategy):
                 "The loss depends on no parameter of a model that was prepared with its optimizer. Compute it from "
                 "what prepare() returned."
             )
-        if len(used) > 1 and self.plugin.zero_stage == 0:
+        if len(used) > 1 and any(item.state.stage == 0 for item in used):
             raise PrepareError(
                 f"The loss depends on {len(used)} models, which DeepSpeed trains together with ZeRO stages 1 to 3 "
                 "only. Call backward() for the loss of each, or set zero_stage=1."
@@ -352,11 +358,13 @@ class DeepSpeedStrategy(Strategy):
         if item is None or not item.state.is_low:
             return self.model_state(model)
         if item.state.stage == 3:
-            if not self.plugin.zero3_save_16bit_model:
+            if not item.plugin.zero3_save_16bit_model:
                 return self.model_state(model)
             dtypes = {name: p.dtype for name, p in NamedModel(item.model).parameters().items()}
             state = self.model_state(model)
-            return {name: _cast(leaf, dtypes[name]) if name in dtypes else leaf for name, leaf in state.items()}
+            return {
+                name: _cast(leaf, dtypes[name]) if name in dtypes else leaf for name, leaf in state.items()
+            }
         return NamedModel(item.model).state_dict()
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
