@@ -70,7 +70,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
+        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu_cluster", "--tpu"], ["--mixed_precision", "fp8"],
         ["--zero_stage", "3"], ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
@@ -86,6 +86,18 @@ def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
     file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n")
     with pytest.raises(NotAvailableError, match=r"distributed_type: DEEPSPEED in .*config\.yaml"):
         check_available(resolve(file, environ={}))
+
+
+def test_pods_in_a_file_are_refused_by_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: XLA\ntpu_use_cluster: true\n")
+    with pytest.raises(NotAvailableError, match=r"tpu_use_cluster: True in .*config\.yaml needs .*a pod"):
+        check_available(resolve(file, environ={}))
+
+
+def test_one_tpu_machine_is_available():
+    resolved = resolve(environ={}, flags=parse_flags(["--tpu"]), use_default_file=False)
+    assert check_available(resolved).use_tpu
 
 
 def test_sagemaker_files_are_refused(tmp_path):

@@ -52,7 +52,6 @@ class MissingEngine:
 MISSING_ENGINES = (
     MissingEngine("DeepSpeed", "deepspeed", "distributed_type", "DEEPSPEED"),
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
-    MissingEngine("TPU", "tpu", "distributed_type", "XLA"),
     MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
     MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
 )
@@ -63,7 +62,9 @@ MISSING_TYPES = {
 }
 """Distributed types without an engine, and what people call them."""
 
-MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
+_TPU = "downcasting, or a pod of TPU machines"
+
+MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES} | {"tpu": _TPU}
 """Sections of the schema without an engine, and what people call it."""
 
 ENGINE_SECTIONS = frozenset({"fsdp", *MISSING_SECTIONS})
@@ -106,6 +107,8 @@ def check_available(resolved: Resolved) -> LaunchConfig:
         )
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
+    if config.use_tpu and config.tpu.tpu_use_cluster:
+        raise _missing(resolved, "tpu.tpu_use_cluster", _TPU)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])

@@ -105,7 +105,7 @@ def _create_group(
     store: Store, topology: Topology, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> None:
     arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
-    if device.index is not None:
+    if device.index is not None and device.type != "xla":  # whose values gloo sends, from host memory
         torch.accelerator.set_device_index(device.index)
         arguments.setdefault("device_id", device)
     dist.init_process_group(
@@ -115,7 +115,7 @@ def _create_group(
         world_size=topology.world_size,
         **arguments,
     )
-    if device.type == "cpu":
+    if device.type in ("cpu", "xla"):
         # gloo's threads abort the process if they still run when the interpreter unloads (torch 2.13).
         atexit.register(_leave)
 
