@@ -10,6 +10,7 @@ import torch
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
+from accel_state.host.devices import BACKENDS
 from accel_state.launching.engines import missing_engine, missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
@@ -26,7 +27,7 @@ from accel_train.precision.registry import PRECISIONS
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
-__all__ = ["Given", "Plan", "mixed_precision_name", "resolve", "strategy_name"]
+__all__ = ["Given", "Plan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     config: Any = given.strategy if given.strategy is not None else launched_plugin(launched)
-    name = strategy_name(config, process.num_processes)
+    name = strategy_name(config, process.num_processes, process.device)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
     _check_launched(launched, strategy_class)
@@ -106,9 +107,11 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     return Plan(strategy, precision, mesh, device)
 
 
-def strategy_name(given: StrategyPlugin | str | None, num_processes: int) -> str:
-    """The strategy that was asked for: by name, or by the type of its plugin; else by the number of processes."""
+def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:
+    """The strategy that was asked for: by name, or by its plugin's type; else by device and number of processes."""
     if given is None:
+        if device.type == "xla":
+            return "xla"
         return "ddp" if num_processes > 1 else "single"
     return given if isinstance(given, str) else given.strategy
 
@@ -164,7 +167,7 @@ def _check(
 ) -> None:
     capabilities = strategy.capabilities
     missing = [
-        package for package in capabilities.requires if not importlib.util.find_spec(_module_of(package))
+        package for package in capabilities.requires if not importlib.util.find_spec(module_of(package))
     ]
     if missing:
         raise NotAvailableError(
@@ -176,11 +179,7 @@ def _check(
             f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}; it takes "
             f"{', '.join(sorted(capabilities.precisions))}."
         )
-    if capabilities.device_types is not None and device.type not in capabilities.device_types:
-        raise IncompatibleOptionsError(
-            f"strategy {strategy.name!r} does not run on device {device}; it runs on "
-            f"{', '.join(sorted(capabilities.device_types))}."
-        )
+    _check_device(strategy, device)
     if capabilities.needs_process_group and world_size < 2:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} needs more than one process, and there is one; launch with "
@@ -202,6 +201,22 @@ def _check(
         )
 
 
-def _module_of(requirement: str) -> str:
+def _check_device(strategy: type[Strategy], device: torch.device) -> None:
+    declared = strategy.capabilities.device_types
+    lazy = device.type in BACKENDS and BACKENDS[device.type].lazy
+    if device.type in declared if declared is not None else not lazy:
+        return
+    runs_on = "devices that run operations at once" if declared is None else ", ".join(sorted(declared))
+    advice = ""
+    if lazy:
+        advice = " Leave the strategy out to get that of the device, or pass cpu=True."
+    elif declared is not None and "xla" in declared:
+        advice = " Launch with `accel launch --tpu`, or set PJRT_DEVICE to TPU (or CPU), without --cpu."
+    raise IncompatibleOptionsError(
+        f"strategy {strategy.name!r} does not run on device {device}; it runs on {runs_on}.{advice}"
+    )
+
+
+def module_of(requirement: str) -> str:
     """The import name of a requirement such as ``deepspeed>=0.19.4``."""
     return requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip().replace("-", "_")

@@ -14,5 +14,6 @@ STRATEGIES: Registry[type[Strategy]] = Registry(
         "single": "accel_train.strategies.base:Strategy",
         "ddp": "accel_train.strategies.ddp:DDPStrategy",
         "fsdp2": "accel_train.strategies.fsdp2.strategy:FSDP2Strategy",
+        "xla": "accel_train.strategies.xla:XlaStrategy",
     },
 )
