@@ -48,7 +48,7 @@ def test_what_exists_is_not_missing():
 
 
 def test_the_tables_of_the_launcher_follow_from_the_one():
-    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES}
+    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES} | {"tpu"}  # pods
     assert all(missing_engine("distributed_type", kind).name == name for kind, name in MISSING_TYPES.items())
 
 
@@ -70,7 +70,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu_cluster", "--tpu"], ["--mixed_precision", "fp8"],
+        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu_use_cluster", "--tpu"], ["--mixed_precision", "fp8"],
         ["--zero_stage", "3"], ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
