@@ -228,6 +228,11 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "'xla' cannot compute with mixed_precision='fp16'; it takes bf16, no",
     ),
     "the CPU": (1, {"strategy": "xla", "cpu": True}, "'xla' does not run on device cpu.*set PJRT_DEVICE"),
+    "the CPU, launched for TPUs": (
+        2,
+        {"cpu": True},
+        r"launcher asks for XLA devices \(--tpu\) and the script for cpu",
+    ),
     "spmd and processes": (2, {"strategy": "spmd"}, "2 processes were started, and in SPMD mode one process"),
 }
 

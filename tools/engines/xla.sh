@@ -29,12 +29,12 @@ stubs() {
 
 if [[ ! -f $folder/complete ]]; then
   "${PYTHON:-python3.11}" -m venv "$folder"
-  # The requirements of torch that name CUDA packages are left out, so all others are listed.
-  "$folder/bin/python" -m pip install --quiet --no-deps torch==2.9.0 torch_xla==2.9.0 torchdata==0.11.0
   "$folder/bin/python" -m pip install --quiet \
     numpy typing_extensions filelock sympy networkx jinja2 fsspec absl-py pyyaml requests setuptools \
     "safetensors>=0.8" psutil xxhash tqdm rich "huggingface-hub>=0.34" packaging \
     "typer>=0.19" "questionary>=2.0" cloudpickle "pytest>=8" pytest-timeout hypothesis
+  # After them, because their own requirements, which name CUDA packages, would count as missing.
+  "$folder/bin/python" -m pip install --quiet --no-deps torch==2.9.0 torch_xla==2.9.0 torchdata==0.11.0
   stubs
   touch "$folder/complete"
 fi

@@ -59,6 +59,21 @@ def test_the_cpu_and_a_named_device_are_stronger():
     assert devices.choose_device(ALONE, cpu=False, override="meta", use_xla=True) == torch.device("meta")
 
 
+def device_and_backend_with_torch_tpu():
+    torch.utils.rename_privateuse1_backend("tpu")  # as torch_tpu does when it is imported
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("tpu")
+    torch.accelerator.device_count = lambda: 4
+    four = Topology(3, 4, 3, 4, launcher="torchrun")
+    device = devices.choose_device(four, cpu=False, use_xla=True)
+    return str(device), devices.choose_collectives(device)
+
+
+def test_torch_tpu_is_taken_where_it_is():
+    """In a process of its own, because a device type is renamed once."""
+    found = worlds.run(device_and_backend_with_torch_tpu, 1)
+    assert found == [("tpu:3", "cpu:gloo,tpu:tpu_dist")]
+
+
 @pytest.mark.parametrize("seed", [0, 5, 2**63 + 5, 2**64 - 1])
 def test_random_states_are_eight_bytes(fake, seed):
     xla.manual_seed(seed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accel_state.errors import NotAvailableError
+from accel_state.world.process import PartialState
 from accel_train import Accelerator, XlaPlugin
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -160,6 +161,15 @@ def test_spmd_is_a_bool(spmd):
 )
 def test_the_device_selects_it(given, processes, device, name):
     assert strategy_name(given, processes, torch.device(device)) == name
+
+
+def test_the_cpu_is_refused_where_the_launcher_asks_for_tpus(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DISTRIBUTED_TYPE", "XLA")
+    PartialState.reset()
+    with pytest.raises(
+        IncompatibleOptionsError, match=r"asks for XLA devices \(--tpu\) and the script for cpu"
+    ):
+        Accelerator(cpu=True)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_xla") is not None, reason="about its absence")

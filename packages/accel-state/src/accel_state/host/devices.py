@@ -129,7 +129,7 @@ def choose_device(
         topology: topology of the process; its local rank is the index of its device.
         cpu: use the CPU even if there is an accelerator.
         override: the device to use regardless, from ACCELERATE_TORCH_DEVICE.
-        use_xla: use torch_xla's device, unless one of these says otherwise.
+        use_xla: use torch_xla's device, unless one of these says otherwise, or torch_tpu is there.
 
     Returns:
         ``cpu`` or ``mps`` without an index, other devices with one.
@@ -146,7 +146,7 @@ def choose_device(
             raise ConfigError(
                 f"environment variable ACCELERATE_TORCH_DEVICE is {override!r}: {error}"
             ) from None
-    if use_xla and not cpu:
+    if use_xla and not cpu and default_device().type != "tpu":
         return xla.xla_device()
     kind = torch.device("cpu") if cpu else default_device()
     if kind.type == "cpu":

@@ -79,7 +79,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     name = strategy_name(config, process.num_processes, process.device)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
-    _check_launched(launched, strategy_class)
+    _check_launched(launched, strategy_class, process.device)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -151,8 +151,12 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
         )
 
 
-def _check_launched(launched: LaunchConfig, strategy: type[Strategy]) -> None:
-    """Refuse a strategy of the script that is not the one which the launcher asks for."""
+def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: torch.device) -> None:
+    """Refuse a strategy or device of the script that is not the one which the launcher asks for."""
+    if launched.use_tpu and device.type not in ("xla", "tpu"):
+        raise IncompatibleOptionsError(
+            f"The launcher asks for XLA devices (--tpu) and the script for {device}. Leave --tpu or cpu=True out."
+        )
     asked = launched_plugin_type(launched)
     if asked is None or strategy.distributed_type == launched.distributed_type:
         return
