@@ -6,6 +6,7 @@ update with plain PyTorch on one process, from all of them.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -49,6 +50,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3offload": ("deepspeed", {"hf_ds_config": _OFFLOAD | {"zero_optimization": _zero(3, True)}}),
 }
 """Members of the suite beside the registered strategies: a strategy with options of its plugin."""
+
+ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}
+"""Variables of a member's ranks, which otherwise compute on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,7 @@ def make_accelerator(case: Case, **arguments: Any) -> Any:
     from accel_train import Accelerator, GradScalerKwargs
 
     selected = {} if case.strategy in ("single", "ddp") else {"strategy": _selection(case.strategy)}
+    os.environ.update(ENVIRONMENTS.get(case.strategy, {}))
     # A scale at which no gradient overflows: a skipped step is a test of its own.
     scaling = GradScalerKwargs(init_scale=case.scale)
     with strategies_installed():
@@ -255,8 +260,8 @@ def evaluate(accelerator: Any, model: nn.Module, loader: Any) -> None:
 
 
 def cloned(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A state dict that later steps do not change."""
-    return {name: value.detach().clone() for name, value in state.items()}
+    """A state dict that later steps do not change, in host memory."""
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def train_two(case: Case) -> tuple[Record, Record]:
@@ -299,6 +304,7 @@ def prepare_apart(case: Case, order: str) -> list[dict[str, Tensor]]:
     model = make_model(case)
     optimizer = make_optimizer(case, model)
     row = next(iter(DataLoader(Samples(4, case.dtype), batch_size=4)))
+    here = [part.to(accelerator.device) for part in row]
     if order == "with state":
         model(row[1]).sum().backward()
         optimizer.step()
@@ -311,7 +317,7 @@ def prepare_apart(case: Case, order: str) -> list[dict[str, Tensor]]:
         optimizer = accelerator.prepare(optimizer)
     weights = []
     for _ in range(2):
-        micro_batch(case, accelerator, model, row, Record())
+        micro_batch(case, accelerator, model, here, Record())
         optimizer.step()
         optimizer.zero_grad()
         weights.append(cloned(accelerator.get_state_dict(model)))

@@ -22,6 +22,7 @@ accelerator = make_accelerator(case)
 model = make_model(case)
 model, optimizer = accelerator.prepare(model, make_optimizer(case, model))
 row = next(iter(torch.utils.data.DataLoader(Samples(4, case.dtype), batch_size=4)))
+row = [part.to(accelerator.device) for part in row]
 for step in range(100):
     if step == 3 and accelerator.process_index == victim:
         raise ValueError(f"rank {victim} fails on purpose")

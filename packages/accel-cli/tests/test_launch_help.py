@@ -14,7 +14,7 @@ def test_help_names_every_flag_under_a_topic():
         "Starting and supervising:",
         "Processes and devices:",
         "FSDP:",
-        "DeepSpeed (not available yet):",
+        "DeepSpeed:",
         "MPI:",
     ):
         assert f"\n{title}\n" in text

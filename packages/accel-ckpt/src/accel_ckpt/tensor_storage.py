@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -100,6 +101,10 @@ def id_tensor_storage(tensor: Any) -> StorageId:
     """
     if tensor.layout != torch.strided or tensor.is_nested or is_traceable_wrapper_subclass(tensor):
         return tensor.device, id(tensor), 0
+    if (
+        tensor.device.type == "xla"
+    ):  # no addresses, but numbers, which a tensor shares with what detach() gives
+        return tensor.device, sys.modules["torch_xla"]._XLAC._xla_get_tensor_id(tensor), tensor.nbytes
     storage = tensor.untyped_storage()
     address = 0 if tensor.device.type == "meta" else storage.data_ptr()
     return tensor.device, address or id(tensor), storage.nbytes()

@@ -75,9 +75,9 @@ def test_spellings(flag, script):
         (["--multi_gpu", "--num_processes", "2", "SCRIPT"], 1, "pass --cpu"),
         (["--multi_gpu", "--cpu", "--num_processes", "2", "SCRIPT"], 2, "--cpu contradicts --multi_gpu"),
         (
-            ["--use_deepspeed", "SCRIPT"],
+            ["--use_megatron_lm", "SCRIPT"],
             1,
-            "--use_deepspeed (distributed_type DEEPSPEED) needs DeepSpeed, which is not available in this version",
+            "--use_megatron_lm (distributed_type MEGATRON_LM) needs Megatron-LM, which is not available in this",
         ),
         (["--aws_access_key_id", "key", "SCRIPT"], 2, "is for a SageMaker job"),
         (["--config_file", "nowhere.yaml", "SCRIPT"], 2, "nowhere.yaml does not exist"),

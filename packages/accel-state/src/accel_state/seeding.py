@@ -13,7 +13,8 @@ import torch
 from accel_state import environment
 from accel_state.communication.collectives import broadcast
 from accel_state.enums import RNGType
-from accel_state.errors import ConfigError, NotAvailableError, StateError
+from accel_state.errors import ConfigError, StateError
+from accel_state.host import xla
 from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
 from accel_state.world.process import PartialState, current_state
 from accel_state.world.topology import detect
@@ -54,7 +55,9 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         )
     random.seed(value)
     np.random.seed(value)
-    torch.manual_seed(value)  # seeds every device too
+    torch.manual_seed(value)  # seeds every device too, but for XLA's
+    if any(device.type == "xla" for device in _devices()):
+        xla.manual_seed(value)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -105,8 +108,6 @@ def _accessors(
         if generator is None:
             raise ConfigError("the type 'generator' needs a torch.Generator; pass it as generator=")
         return generator.get_state, generator.set_state
-    if kind is RNGType.XLA:
-        raise NotAvailableError("RNG states of XLA devices cannot be synchronized in this version")
     module = accelerator_module(kind.value)
     return module.get_rng_state, module.set_rng_state
 
@@ -179,6 +180,8 @@ def _device_setter(saved: Mapping[str, Any] | None) -> Callable[[], None]:
     devices = _devices()
     here = devices[0].type if devices else None
     there = None if saved is None else saved["type"]
+    if {here, there} == {"xla", None}:
+        return lambda: None  # states move between XLA and the CPU: the device's generator stays as it is
     if here != there:
         raise StateError(
             f"the random state was saved {f'on {there}' if there else 'without an accelerator'}, but this process "

@@ -97,11 +97,11 @@ def test_parallelism_megatron_dynamo_and_the_rest_reach_the_ranks():
     assert "ACCELERATE_DYNAMO_USE_DYNAMIC" not in other  # unset: torch.compile finds out
 
 
-def test_downcast_reaches_tpus():
-    assert encode(launched("--tpu --mixed_precision bf16"))["XLA_USE_BF16"] == "1"
-    found = encode(launched("--tpu --mixed_precision bf16 --downcast_bf16"))
-    assert (found["XLA_DOWNCAST_BF16"], found["ACCELERATE_DOWNCAST_BF16"]) == ("1", "true")
-    assert "XLA_USE_BF16" not in found
+def test_bf16_on_tpus_is_autocast():
+    """XLA_USE_BF16 and XLA_DOWNCAST_BF16 would store parameters in bf16, too."""
+    found = encode(launched("--tpu --mixed_precision bf16"))
+    assert (found["ACCELERATE_DISTRIBUTED_TYPE"], found["ACCELERATE_MIXED_PRECISION"]) == ("XLA", "bf16")
+    assert not {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"} & found.keys()
 
 
 def test_a_sagemaker_job_is_marked():

@@ -42,13 +42,14 @@ def test_what_exists_is_not_missing():
     assert missing_engines(LaunchConfig()) == []
     assert missing_engine("distributed_type", "MULTI_GPU") is None
     assert missing_engine("mixed_precision", "bf16") is None
-    assert missing_engine("mixed_precision", "DEEPSPEED") is None
-    assert missing_engine("distributed_type", "DEEPSPEED").section == "deepspeed"
+    assert missing_engine("mixed_precision", "MEGATRON_LM") is None
+    assert missing_engine("distributed_type", "MEGATRON_LM").section == "megatron_lm"
+    assert missing_engine("distributed_type", "DEEPSPEED") is None
     assert missing_engine("distributed_type", "FSDP") is None
 
 
 def test_the_tables_of_the_launcher_follow_from_the_one():
-    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES}
+    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES} | {"tpu"}  # pods
     assert all(missing_engine("distributed_type", kind).name == name for kind, name in MISSING_TYPES.items())
 
 
@@ -70,8 +71,8 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_deepspeed"], ["--use_megatron_lm"], ["--tpu"], ["--mixed_precision", "fp8"],
-        ["--zero_stage", "3"], ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
+        ["--use_megatron_lm"], ["--tpu_use_cluster", "--tpu"], ["--mixed_precision", "fp8"],
+        ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -83,9 +84,21 @@ def test_options_of_missing_engines_are_refused(flags):
 
 def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 2\n")
-    with pytest.raises(NotAvailableError, match=r"distributed_type: DEEPSPEED in .*config\.yaml"):
+    file.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
+    with pytest.raises(NotAvailableError, match=r"distributed_type: MEGATRON_LM in .*config\.yaml"):
         check_available(resolve(file, environ={}))
+
+
+def test_pods_in_a_file_are_refused_by_key(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text("distributed_type: XLA\ntpu_use_cluster: true\n")
+    with pytest.raises(NotAvailableError, match=r"tpu_use_cluster: True in .*config\.yaml needs .*a pod"):
+        check_available(resolve(file, environ={}))
+
+
+def test_one_tpu_machine_is_available():
+    resolved = resolve(environ={}, flags=parse_flags(["--tpu"]), use_default_file=False)
+    assert check_available(resolved).use_tpu
 
 
 def test_sagemaker_files_are_refused(tmp_path):

@@ -212,6 +212,7 @@ __getattr__, __dir__, __all__ = attach(
             "ProjectConfiguration",
             "StrategyPlugin",
             "TorchDynamoPlugin",
+            "XlaPlugin",
         ),
         "accel_train.mesh": ("Mesh",),
         "accel_train.ranks": ("Ranks",),

@@ -37,8 +37,8 @@ def test_the_scaler_is_torchs_for_this_device():
     assert type(scaler) is torch.amp.GradScaler
     assert scaler.scale(torch.tensor(2.0)).item() == 16.0
     assert type(get_grad_scaler(DistributedType.FSDP)) is torch.amp.GradScaler
-    with pytest.raises(NotAvailableError, match="DEEPSPEED"):
-        get_grad_scaler(DistributedType.DEEPSPEED)
+    with pytest.raises(NotAvailableError, match="MEGATRON_LM"):
+        get_grad_scaler(DistributedType.MEGATRON_LM)
 
 
 @pytest.mark.parametrize(

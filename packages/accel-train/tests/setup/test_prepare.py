@@ -453,12 +453,12 @@ def test_a_strategy_that_prepares_together_refuses_one_without_the_other(registe
     accelerator = Accelerator(strategy="together")
     model, optimizer = make()
     hint = r"accelerator\.prepare\(model, optimizer\)"
-    with pytest.raises(PrepareError, match=rf"'together' .* has a model without its optimizer.*{hint}"):
-        accelerator.prepare(model)
     with pytest.raises(PrepareError, match=rf"'together' .* has an optimizer without its model.*{hint}"):
         accelerator.prepare(optimizer)
     assert nothing_is_prepared(accelerator)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(4))))
+    evaluated = accelerator.prepare(make_net(1))
+    assert accelerator.prepare(evaluated) is evaluated, "a model alone is only evaluated"
     prepared = accelerator.prepare(optimizer, model)
     assert accelerator.prepare(*prepared, loader) == (*prepared, loader)
     assert accelerator.prepare(prepared[1]) is prepared[1]
@@ -474,13 +474,17 @@ def test_a_refused_call_leaves_no_loader_behind(register):
 
 
 def test_a_refused_call_leaves_an_outdated_model_known(register):
-    register(Together)
-    accelerator = Accelerator(strategy="together")
-    model, optimizer = make()
-    prepared, _ = accelerator.prepare(model, optimizer)
+    class One(Boxing):
+        name = "one"
+        capabilities = Capabilities(max_models=1)
+
+    register(One)
+    accelerator = Accelerator(strategy="one")
+    model = make_net()
+    prepared = accelerator.prepare(model)
     prepared.outdated = True
-    with pytest.raises(PrepareError, match="without its optimizer"):
-        accelerator.prepare(prepared)
+    with pytest.raises(PrepareError, match="at most 1 model"):
+        accelerator.prepare(prepared, make_net(1))
     assert accelerator._models == [model]
     prepared.outdated = False
     assert accelerator.prepare(model) is prepared

@@ -6,6 +6,7 @@ import codecs
 import importlib
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ from accel_ckpt.tensor_storage import (
     tied_aliases,
     why_not_plain,
 )
+from accel_state.trees import recursively_apply
 
 __all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
 
@@ -315,18 +317,24 @@ def save(
         for name, value in obj.items():
             check_writable(name, value)
         cleaned = clean_state_dict_for_safetensors(obj)
+    elif "torch_xla" in sys.modules:  # without it nobody could read the file
+        cleaned = recursively_apply(_from_xla, obj)
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
             import safetensors.torch
 
             f.write(safetensors.torch.save(cleaned, metadata={"format": "pt"}))
         else:
-            torch.save(obj, f)
+            torch.save(cleaned, f)
         return
     if safe_serialization:
         replace_file(Path(f).expanduser(), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
     else:
-        replace_file(Path(f).expanduser(), lambda path: write_torch(path, obj))
+        replace_file(Path(f).expanduser(), lambda path: write_torch(path, cleaned))
+
+
+def _from_xla(leaf: torch.Tensor) -> torch.Tensor:
+    return leaf.cpu() if leaf.device.type == "xla" else leaf
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:

@@ -131,16 +131,16 @@ class Staging:
             torch.save(compact(file.tensors), content)
             return
         layout = lay_out(about_tensors(file.tensors), file.metadata)
-        pinned = any(tensor.device.type != "cpu" for tensor in file.tensors.values())
+        pinned = any(_copies_alone(tensor.device) for tensor in file.tensors.values())
         image = FileImage(layout.size, self._buffers, pinned)
         self._images[file.name] = image, layout
         image.fill(0, layout.header)
         for name, tensor in file.tensors.items():
             later = id_tensor_storage(tensor) in self._later
             begin = layout.begin(name)
-            if tensor.device.type != "cpu":
+            if _copies_alone(tensor.device):
                 self._copy_from_device(tensor, image, begin, later)
-            elif later:
+            elif later and tensor.device.type == "cpu":
                 self._on_host.append((tensor, image, begin))
             else:
                 _copy_on_host(tensor, image, begin)
@@ -176,6 +176,11 @@ def _copy_on_host(tensor: torch.Tensor, image: FileImage, begin: int) -> None:
     for span in image.spans(begin, begin + len(source)):
         np.copyto(span.numpy(), source[: len(span)])
         source = source[len(span) :]
+
+
+def _copies_alone(device: torch.device) -> bool:
+    """Whether the device copies to pinned memory while the host goes on; XLA gives a copy only when it is complete."""
+    return device.type not in ("cpu", "xla")
 
 
 def _stepped(optimizer: Stepping) -> Iterator[torch.Tensor]:

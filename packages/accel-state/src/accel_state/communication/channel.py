@@ -157,7 +157,7 @@ class Channel:
 
     def checked(self, device: torch.device) -> bool:
         """Whether collectives of tensors on ``device`` start with an exchange of fingerprints."""
-        return self.check_cpu if device.type == "cpu" else self.check_device
+        return self.check_cpu if self.carrier(device).type == "cpu" else self.check_device
 
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which this group transfers tensors of ``device``."""

@@ -55,7 +55,7 @@ class Participation:
         self.ranks = world.ranks
         self._rank = rank
         self._channels = channels
-        self._on_cpu = device.type == "cpu"
+        self._on_cpu = world.carrier(device).type == "cpu"
         # A second PartialState in this world must not read what the first has left.
         generation = store.add(f"participation/{rank}", 1)
         self._store: Store = PrefixStore(f"participation/{generation}", store)

@@ -18,6 +18,8 @@ _ALIGNMENT = 16
 def bytes_of(leaf: Tensor) -> Tensor:
     """The values of a dense tensor as 1-D uint8: a view if it is contiguous, else a copy."""
     plain = leaf.detach()
+    if plain.device.type == "xla":  # there, each new shape would be a program to compile
+        plain = plain.cpu()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     # reshape alone does not make a strided one-dimensional tensor contiguous

@@ -225,6 +225,4 @@ def _derived(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
         ]
         if keys:
             found["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(keys)
-    if config.use_tpu and config.mixed_precision == "bf16":
-        found["XLA_DOWNCAST_BF16" if config.tpu.downcast_bf16 else "XLA_USE_BF16"] = "1"
     return found

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, DeviceError
+from accel_state.host import xla
 from accel_state.world.clusters.base import Topology
 
 __all__ = [
@@ -39,12 +40,15 @@ class DeviceBackend:
         distributed_type: distributed type of several processes on such devices.
         collectives: PyTorch's communication backend for such devices; None if there is none.
         has_index: whether a machine can have several, distinguished by an index.
+        lazy: operations are recorded and run later, so only strategies that declare such devices train on them; what
+            processes exchange goes through host memory.
     """
 
     type: str
     distributed_type: DistributedType
     collectives: str | None
     has_index: bool = True
+    lazy: bool = False
 
 
 BACKENDS: dict[str, DeviceBackend] = {
@@ -60,6 +64,8 @@ BACKENDS: dict[str, DeviceBackend] = {
         DeviceBackend("hpu", DistributedType.MULTI_HPU, "hccl"),
         DeviceBackend("neuron", DistributedType.MULTI_NEURON, "neuron"),
         DeviceBackend("mps", DistributedType.NO, None, has_index=False),
+        DeviceBackend("tpu", DistributedType.XLA, "tpu_dist"),  # torch_tpu, which torch.accelerator finds
+        DeviceBackend("xla", DistributedType.XLA, None, lazy=True),  # torch_xla, which it does not
     )
 }
 
@@ -93,6 +99,10 @@ def device_count(device_type: str) -> int:
     """Number of visible devices of a type; 1 for ``"cpu"``, 0 for a type that this machine does not have."""
     if device_type == "cpu":
         return 1
+    if device_type == "xla":
+        return int(
+            xla.is_installed()
+        )  # of this process; counting those of the machine would start the runtime
     return torch.accelerator.device_count() if default_device().type == device_type else 0
 
 
@@ -106,17 +116,20 @@ def accelerator_module(device_type: str) -> ModuleType:
         raise DeviceError(
             f"this machine has no {device_type} device; its accelerator is {default_device().type!r}"
         )
-    module: ModuleType = torch.get_device_module(device_type)
+    module: ModuleType = xla if device_type == "xla" else torch.get_device_module(device_type)
     return module
 
 
-def choose_device(topology: Topology, *, cpu: bool, override: str | None = None) -> torch.device:
+def choose_device(
+    topology: Topology, *, cpu: bool, override: str | None = None, use_xla: bool = False
+) -> torch.device:
     """The device for the process at ``topology``.
 
     Args:
         topology: topology of the process; its local rank is the index of its device.
         cpu: use the CPU even if there is an accelerator.
         override: the device to use regardless, from ACCELERATE_TORCH_DEVICE.
+        use_xla: use torch_xla's device, unless one of these says otherwise, or torch_tpu is there.
 
     Returns:
         ``cpu`` or ``mps`` without an index, other devices with one.
@@ -124,6 +137,7 @@ def choose_device(topology: Topology, *, cpu: bool, override: str | None = None)
     Raises:
         DeviceError: this node has fewer devices than processes; the message has both numbers.
         ConfigError: ``override`` is not a device.
+        NotAvailableError: ``use_xla``, and torch_xla is not installed.
     """
     if override:
         try:
@@ -132,6 +146,8 @@ def choose_device(topology: Topology, *, cpu: bool, override: str | None = None)
             raise ConfigError(
                 f"environment variable ACCELERATE_TORCH_DEVICE is {override!r}: {error}"
             ) from None
+    if use_xla and not cpu and default_device().type != "tpu":
+        return xla.xla_device()
     kind = torch.device("cpu") if cpu else default_device()
     if kind.type == "cpu":
         return kind
@@ -159,8 +175,8 @@ def _device_index(topology: Topology, kind: str) -> int:
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make ``device`` the current device of its type; does nothing for a device without an index."""
-    if device.index is not None and device.type not in ("cpu", "meta"):
+    """Make ``device`` the current device of its type; does nothing where a process has one such device at most."""
+    if device.index is not None and device.type not in ("cpu", "meta", "xla"):
         torch.accelerator.set_device_index(device.index)
 
 

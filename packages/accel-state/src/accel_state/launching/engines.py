@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINE_SECTIONS",
     "MISSING_ENGINES",
+    "MISSING_OPTIONS",
     "MISSING_SECTIONS",
     "MISSING_TYPES",
     "MissingEngine",
@@ -51,7 +52,6 @@ class MissingEngine:
 
 MISSING_ENGINES = (
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
-    MissingEngine("TPU", "tpu", "distributed_type", "XLA"),
     MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
     MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
 )
@@ -62,11 +62,22 @@ MISSING_TYPES = {
 }
 """Distributed types without an engine, and what people call them."""
 
-MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
+_TPU = "downcasting, or a pod of TPU machines"
+
+MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES} | {"tpu": _TPU}
 """Sections of the schema without an engine, and what people call it."""
 
 ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
+
+
+MISSING_OPTIONS = {
+    "deepspeed.deepspeed_hostfile": (),
+    "deepspeed.deepspeed_exclusion_filter": (),
+    "deepspeed.deepspeed_inclusion_filter": (),
+    "deepspeed.deepspeed_multinode_launcher": ("standard",),
+}
+"""Options of DeepSpeed's own launcher, and the values that mean this one."""
 
 
 def missing_engine(option: str, value: object) -> MissingEngine | None:
@@ -105,9 +116,19 @@ def check_available(resolved: Resolved) -> LaunchConfig:
         )
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
+    if config.use_tpu and config.tpu.tpu_use_cluster:
+        raise _missing(resolved, "tpu.tpu_use_cluster", _TPU)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
+        if path in MISSING_OPTIONS:
+            bound = schema_of(type(config)).by_path[path]
+            if value_of(config, bound) not in MISSING_OPTIONS[path]:
+                raise NotAvailableError(
+                    f"{bound.label} {value_of(config, bound)} is an option of DeepSpeed's own launcher, which is not "
+                    "used here. Leave it out, and run accel launch on every machine with --num_machines, "
+                    "--machine_rank and --main_process_ip"
+                )
     return config
 
 

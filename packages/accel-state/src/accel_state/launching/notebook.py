@@ -209,7 +209,10 @@ def _raise(outcome: Outcome, size: int) -> None:
 
 def _processes_here(wanted: int | None, environ: Mapping[str, str]) -> int:
     if environ.get("PJRT_DEVICE") == "TPU" or "TPU_NAME" in environ:
-        raise NotAvailableError("this notebook runs on a TPU; TPUs are not available in this version")
+        raise NotAvailableError(
+            "this notebook runs on a TPU, whose devices one process uses. Call the function without notebook_launcher; "
+            "Accelerator(strategy=XlaPlugin(spmd=True)) in it uses all of them"
+        )
     accelerators = find_accelerators(environ)
     cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "on", "t")
     found = 0 if cpu else accelerators.count

@@ -119,7 +119,8 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
     machines = config.num_machines
     ids = _gpu_ids(config.gpu_ids)
     found = accelerators.count if ids is None else len(ids)
-    cpu = config.use_cpu or config.distributed_type == "MULTI_CPU" or found == 0
+    # Which TPUs a process uses is torch_xla's decision: like processes on the CPU, they are not counted here.
+    cpu = config.use_cpu or config.use_tpu or config.distributed_type == "MULTI_CPU" or found == 0
     if config.multi_accelerator and not config.use_cpu and accelerators.count == 0:
         raise DeviceError(
             f"{_paradigm(config)} needs accelerators, but none are visible on this machine; "

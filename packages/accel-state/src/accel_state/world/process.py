@@ -18,6 +18,7 @@ from accel_state.communication.participation import Participation
 from accel_state.communication.watchdog import REPORT_AFTER
 from accel_state.enums import DistributedType
 from accel_state.errors import ConfigError, StateError
+from accel_state.host import xla
 from accel_state.host.devices import (
     choose_collectives,
     choose_device,
@@ -48,8 +49,9 @@ class PartialState:
     The first instance joins the world. All instances in a process share their attributes, because PyTorch has
     one default process group. A process that a launcher started as one of N is one of N on the CPU too.
 
-    Environment variables can select the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), debug mode
-    (ACCELERATE_DEBUG_MODE), and CPU affinity to the cores near the GPU (ACCELERATE_CPU_AFFINITY).
+    Environment variables can select the CPU (ACCELERATE_USE_CPU), a device (ACCELERATE_TORCH_DEVICE), XLA devices
+    (PJRT_DEVICE), debug mode (ACCELERATE_DEBUG_MODE), and CPU affinity to the cores near the GPU
+    (ACCELERATE_CPU_AFFINITY).
 
     Args:
         cpu: compute on the CPU even if there is an accelerator (also ACCELERATE_USE_CPU).
@@ -58,7 +60,7 @@ class PartialState:
 
     Attributes:
         device: the device of this process.
-        distributed_type: the kind of distributed run; ``NO`` without a process group.
+        distributed_type: the kind of distributed run; ``NO`` without a process group; ``XLA`` on XLA devices.
         backend: PyTorch's backend string, such as ``gloo``; None without a process group.
         num_processes: number of processes in the world.
         process_index: global rank of this process.
@@ -75,6 +77,7 @@ class PartialState:
     Raises:
         ConfigError: an environment variable or option is wrong.
         DeviceError: this node has fewer devices than processes.
+        NotAvailableError: XLA devices are selected, and torch_xla is not installed.
         LaunchError: rendezvous failed.
         StateError: ranks disagree about device or backend, or this process was already set up differently.
     """
@@ -402,14 +405,16 @@ def _check_options(cpu: bool, options: dict[str, Any]) -> None:
 
 def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Find this process's topology and device and join its world; returns all attributes of the state."""
-    topology = detect(environment.snapshot())
+    environ = environment.snapshot()
+    topology = detect(environ)
     settings = environment.decode()
     fork_launched = environment.parse_flag_from_env("FORK_LAUNCHED")
     cpu = cpu or settings.use_cpu
     override = settings.runtime.torch_device
+    use_xla = xla.is_selected(environ, settings)
 
     def device_for(place: Topology) -> torch.device:
-        return choose_device(place, cpu=cpu, override=override)
+        return choose_device(place, cpu=cpu, override=override, use_xla=use_xla)
 
     def choose() -> tuple[torch.device, str]:
         device = device_for(topology)
@@ -434,7 +439,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "_cpu": cpu,
         "_options": options,
         "device": device,
-        "distributed_type": DistributedType.NO if member is None else device_backend(device).distributed_type,
+        "distributed_type": _distributed_type(device, alone=member is None),
         "backend": None if member is None else member.backend,
         "num_processes": topology.world_size,
         "process_index": topology.rank,
@@ -448,6 +453,12 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         if member is None or channels is None
         else Participation(topology.rank, member.store, device, channels),
     }
+
+
+def _distributed_type(device: torch.device, *, alone: bool) -> DistributedType:
+    if alone and device.type != "xla":  # scripts ask by it whether to write for XLA, in one process as well
+        return DistributedType.NO
+    return device_backend(device).distributed_type
 
 
 def _channels(

@@ -106,7 +106,7 @@ def _create_group(
     store: Store, topology: Topology, device: torch.device, backend: str, options: Mapping[str, Any]
 ) -> None:
     arguments = {name: value for name, value in options.items() if name not in ("init_method", "backend")}
-    if device.index is not None:
+    if device.index is not None and device.type != "xla":  # whose values gloo sends, from host memory
         torch.accelerator.set_device_index(device.index)
         arguments.setdefault("device_id", device)
     dist.init_process_group(
@@ -121,7 +121,7 @@ def _create_group(
 
 def leave_at_exit(device: torch.device) -> None:
     """End the default process group when the interpreter exits, where its threads could otherwise abort the exit."""
-    if device.type == "cpu":
+    if device.type in ("cpu", "xla"):
         atexit.register(_leave)
 
 

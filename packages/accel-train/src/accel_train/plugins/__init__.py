@@ -17,6 +17,7 @@ from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
+from accel_train.plugins.xla import XlaPlugin
 
 __all__ = [
     "AutocastKwargs",
@@ -34,4 +35,5 @@ __all__ = [
     "SectionPlugin",
     "StrategyPlugin",
     "TorchDynamoPlugin",
+    "XlaPlugin",
 ]

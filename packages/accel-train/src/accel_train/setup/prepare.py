@@ -88,10 +88,12 @@ class _Objects:
 
     def models_and_optimizers(self) -> None:
         here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh
+        known = {id(scheduler) for scheduler in here.schedulers}
+        schedulers = [place for place in self._of_kind(LRScheduler) if id(self.results[place]) not in known]
         parts = Parts(
             models=list(new.values()),
             optimizers=[_inner(self.results[place]) for place in fresh],
-            schedulers=[self.results[place] for place in self._of_kind(LRScheduler)],
+            schedulers=[self.results[place] for place in schedulers],
             loaders=[self.results[place] for place in self._of_kind(DataLoader)],
         )
         if new or fresh or parts.schedulers:
@@ -105,7 +107,7 @@ class _Objects:
             self.results[place] = prepared
         for place, optimizer in zip(fresh, parts.optimizers, strict=True):
             self.results[place] = self._wrap_optimizer(self.results[place], optimizer, self._placed[place])
-        for place, scheduler in zip(self._of_kind(LRScheduler), parts.schedulers, strict=True):
+        for place, scheduler in zip(schedulers, parts.schedulers, strict=True):
             self.results[place] = scheduler
         wrapped = {id(known.optimizer): known for known in here.optimizers}
         for place in self._of_kind(torch.optim.Optimizer):

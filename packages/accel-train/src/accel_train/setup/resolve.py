@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
+from accel_state.host.devices import BACKENDS
 from accel_state.launching.engines import missing_engine, missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
@@ -79,10 +80,10 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     config: Any = given.strategy
-    name = strategy_name(config, process.num_processes)
+    name = strategy_name(config, process.num_processes, process.device)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
-    _check_launched(launched, strategy_class)
+    _check_launched(launched, strategy_class, process.device)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
@@ -112,9 +113,11 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     return Plan(strategy, precision, mesh, device)
 
 
-def strategy_name(given: StrategyPlugin | str | None, num_processes: int) -> str:
-    """The strategy that was asked for: by name, or by the type of its plugin; else by the number of processes."""
+def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:
+    """The strategy that was asked for: by name, or by its plugin's type; else by device and number of processes."""
     if given is None:
+        if device.type == "xla":
+            return "xla"
         return "ddp" if num_processes > 1 else "single"
     return given if isinstance(given, str) else given.strategy
 
@@ -166,8 +169,12 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
         )
 
 
-def _check_launched(launched: LaunchConfig, strategy: type[Strategy]) -> None:
-    """Refuse a strategy of the script that is not the one which the launcher asks for."""
+def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: torch.device) -> None:
+    """Refuse a strategy or device of the script that is not the one which the launcher asks for."""
+    if launched.use_tpu and device.type not in ("xla", "tpu"):
+        raise IncompatibleOptionsError(
+            f"The launcher asks for XLA devices (--tpu) and the script for {device}. Leave --tpu or cpu=True out."
+        )
     asked = launched_plugin_type(launched)
     if asked is None or strategy.distributed_type == launched.distributed_type:
         return
@@ -194,11 +201,7 @@ def _check(
             f"strategy {strategy.name!r} cannot compute with mixed_precision={precision.name!r}{where}; it takes "
             f"{', '.join(sorted(precisions))}."
         )
-    if capabilities.device_types is not None and device.type not in capabilities.device_types:
-        raise IncompatibleOptionsError(
-            f"strategy {strategy.name!r} does not run on device {device}; it runs on "
-            f"{', '.join(sorted(capabilities.device_types))}."
-        )
+    _check_device(strategy, device)
     if capabilities.needs_process_group and world_size < 2:
         raise IncompatibleOptionsError(
             f"strategy {strategy.name!r} needs more than one process, and there is one; launch with "
@@ -230,6 +233,22 @@ def _is_installed(requirement: str) -> bool:
     except importlib.metadata.PackageNotFoundError:  # importable without metadata: a checkout on the path
         return True
     return wanted.specifier.contains(found, prereleases=True)
+
+
+def _check_device(strategy: type[Strategy], device: torch.device) -> None:
+    declared = strategy.capabilities.device_types
+    lazy = device.type in BACKENDS and BACKENDS[device.type].lazy
+    if device.type in declared if declared is not None else not lazy:
+        return
+    runs_on = "devices that run operations at once" if declared is None else ", ".join(sorted(declared))
+    advice = ""
+    if lazy:
+        advice = " Leave the strategy out to get that of the device, or pass cpu=True."
+    elif declared is not None and "xla" in declared:
+        advice = " Launch with `accel launch --tpu`, or set PJRT_DEVICE to TPU (or CPU), without --cpu."
+    raise IncompatibleOptionsError(
+        f"strategy {strategy.name!r} does not run on device {device}; it runs on {runs_on}.{advice}"
+    )
 
 
 def module_of(requirement: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_train.errors import PrepareError
 from accel_train.plugins import TorchDynamoPlugin
 from accel_train.precision.autocast import restore_forward
@@ -68,4 +69,8 @@ def place_model(model: nn.Module, device: torch.device) -> nn.Module:
             f"Parameter {meta[0]!r} (of {len(meta)}) is on the meta device and has no values to move to {device}. Load "
             "a checkpoint first (load_checkpoint_in_model), or build the model without init_empty_weights()."
         )
-    return model.to(device)
+    # A move to XLA puts new parameters in the place of the old ones, for each name another.
+    tied = find_tied_parameters(model) if device.type == "xla" else []
+    moved = model.to(device)
+    retie_parameters(moved, tied)
+    return moved

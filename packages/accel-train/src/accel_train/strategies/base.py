@@ -44,7 +44,8 @@ class Capabilities:
 
     Attributes:
         precisions: names of the precisions it can run, or None for all of them.
-        device_types: device types it can run on, or None for all of them.
+        device_types: device types it can run on, or None for all that run operations when they are called; those that
+            record them, such as "xla", must be named.
         needs_process_group: it needs more than one process.
         num_items: it can weigh micro-batches by items, as `backward(loss_sum, num_items=n)` asks.
         window: "planned" if the number of micro-batches of a window must be known when the window opens; "any" if

@@ -124,8 +124,10 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
         present = members[0].new_tensor([float(p.grad is not None) for p in members])
         together = torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)])
-        dist.all_reduce(together, group=ranks.group)
-        counts, *values = torch.split(together, [len(members), *(p.numel() for p in members)])
+        # gloo sends what is in host memory, and all other devices have a backend of their own.
+        sent = together.cpu() if together.device.type == "xla" else together
+        dist.all_reduce(sent, group=ranks.group)
+        counts, *values = torch.split(sent.to(together.device), [len(members), *(p.numel() for p in members)])
         for parameter, count, gradient, value in zip(
             members, counts.tolist(), gradients, values, strict=True
         ):

@@ -63,7 +63,8 @@ def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
     if total not in ("auto", None, micro * steps * script.ranks):
         raise IncompatibleOptionsError(
             f"train_batch_size is {total} in {holder.origin}, and {micro} samples per micro-batch, {steps} "
-            f'micro-batches and {script.ranks} ranks are {micro * steps * script.ranks}. Say "auto", or correct one of them.'
+            f"micro-batches and {script.ranks} ranks are {micro * steps * script.ranks}. "
+            'Say "auto", or correct one of them.'
         )
     config["train_batch_size"] = micro * steps * script.ranks
     own.deepspeed_config_process(must_match=False, **_values(script))
