@@ -1,10 +1,13 @@
-"""Sharded training against the same written by hand: FSDP2 steps, and the start of a large model from its files.
+"""Sharded training against the same written by hand: steps, the start of a large model from its files, and saving.
 
 A toy transformer trains on two CPU ranks of one thread each, ours and plain `fully_shard` in turn, round after round;
-final weights are checked to be equal. The start builds a Llama on the meta device and reads it in parts: time over that
-of reading as many bytes into memory, and memory per rank beyond its share.
+final weights are checked to be equal. The same with DeepSpeed's engine where it is installed. The start builds a Llama
+on the meta device and reads it in parts: time over that of reading as many bytes into memory, memory per rank beyond
+its share. Saving compares `save_state` with torch's Distributed Checkpoint of the same state, both on a file system in
+memory, and how long each keeps the loop waiting when it saves in the background.
 
     hatch run bench:parallel
+    hatch run engines-deepspeed:bench
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import argparse
 import random
 import resource
+import shutil
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +116,73 @@ def ours() -> tuple[nn.Module, Round]:
     return model, run
 
 
-CONTENDERS = {"raw": raw, "ours": ours}
+def engine_by_hand(stage: int) -> tuple[nn.Module, Round]:
+    """DeepSpeed's own loop."""
+    import deepspeed
+
+    model, optimizer, inputs = parts()
+    config = {
+        "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 2**62,
+    }
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )
+
+    def run() -> None:
+        for _ in range(STEPS):
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+
+    return model, run
 
 
-def measure_steps(rounds: int) -> dict[str, list[float]]:
+def engine_ours(stage: int) -> tuple[nn.Module, Round]:
+    """The same by `Accelerator`; the configuration clips, as in the loop above."""
+    from accel_train import Accelerator, DeepSpeedPlugin
+
+    model, optimizer, inputs = parts()
+    accelerator = Accelerator(
+        cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=stage, gradient_clipping=1.0)
+    )
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(inputs).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return model, run
+
+
+CONTENDERS: dict[str, dict[str, Callable[[], tuple[nn.Module, Round]]]] = {
+    "FSDP2": {"ours": ours, "raw": raw},
+    "ZeRO-1": {"ours": partial(engine_ours, 1), "raw": partial(engine_by_hand, 1)},
+    "ZeRO-3": {"ours": partial(engine_ours, 3), "raw": partial(engine_by_hand, 3)},
+}
+
+
+def local_values(parameter: Any) -> Tensor:
+    """What this rank holds of a parameter of any of them."""
+    if hasattr(parameter, "ds_tensor"):
+        values: Tensor = parameter.ds_tensor
+        return values
+    own: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return own.detach()
+
+
+def measure_steps(kind: str, rounds: int) -> dict[str, list[float]]:
     """Seconds per step of every round, on each rank."""
     from accel_state import PartialState
 
     warnings.filterwarnings("ignore")
     PartialState(cpu=True)
-    runs = {name: make() for name, make in CONTENDERS.items()}
+    runs = {name: make() for name, make in CONTENDERS[kind].items()}
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds + 1):
@@ -133,7 +195,7 @@ def measure_steps(rounds: int) -> dict[str, list[float]]:
             if turn:  # the first round warms up
                 times[name].append((time.perf_counter() - began) / STEPS)
     for mine, theirs in zip(runs["ours"][0].parameters(), runs["raw"][0].parameters(), strict=True):
-        torch.testing.assert_close(mine.to_local(), theirs.to_local(), rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
+        torch.testing.assert_close(local_values(mine), local_values(theirs), rtol=1e-3, atol=1e-5)
     return times
 
 
@@ -196,13 +258,86 @@ def read_share(folder: str) -> float:
     return time.perf_counter() - began
 
 
-def show_steps(rounds: int) -> None:
-    times = worlds.run(measure_steps, 2, rounds, timeout=900)[0]
+def measure_saves(folder: str, layers: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of saving one state in turn, and of what the loop waits for when it is saved in the background."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from transformers import LlamaForCausalLM
+
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    warnings.filterwarnings("ignore")
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(llama_config(layers))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    writers = dist.new_group(backend="gloo")
+
+    def state() -> dict[str, Any]:
+        weights, optimizers = get_state_dict(model, optimizer.optimizer)
+        return {"model": weights, "optimizer": optimizers}
+
+    def timed(save: Callable[[Path], Any]) -> tuple[float, Any]:
+        target = Path(folder) / "state"
+        if dist.get_rank() == 0:
+            shutil.rmtree(target, ignore_errors=True)
+        dist.barrier()
+        began = time.perf_counter()
+        answer = save(target)
+        return time.perf_counter() - began, answer
+
+    found: dict[str, list[float]] = {name: [] for name in ("ours", "dcp", "ours stall", "dcp stall")}
+    for turn in range(rounds + 1):
+        seconds = {
+            "ours": timed(accelerator.save_state)[0],
+            "dcp": timed(lambda path: dcp.save(state(), checkpoint_id=path))[0],
+        }
+        seconds["ours stall"], handle = timed(lambda path: accelerator.save_state(path, asynchronous=True))
+        began = time.perf_counter()
+        optimizer.step()  # waits until what it changes is copied
+        seconds["ours stall"] += time.perf_counter() - began
+        handle.result()
+        seconds["dcp stall"], future = timed(
+            lambda path: dcp.async_save(state(), checkpoint_id=path, process_group=writers)
+        )
+        future.result()
+        if turn:
+            for name, value in seconds.items():
+                found[name].append(value)
+    return found
+
+
+def show_saves(layers: int, rounds: int) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        times = worlds.run(measure_saves, 2, folder, layers, rounds, timeout=900)[0]
+    for what, mine, theirs, goal in (
+        ("save_state over dcp.save", "ours", "dcp", "at most 1.0"),
+        (
+            "stall of a save in the background: dcp.async_save over ours",
+            "dcp stall",
+            "ours stall",
+            "at least 3",
+        ),
+    ):
+        ratios = sorted(a / b for a, b in zip(times[mine], times[theirs], strict=True))
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        print(
+            f"{what}, 2 ranks: {statistics.median(times[mine]):.3f} s over {statistics.median(times[theirs]):.3f} s: "
+            f"{middle:.2f} [{low:.2f}-{high:.2f}], goal {goal}"
+        )
+
+
+def show_steps(kind: str, rounds: int) -> None:
+    times = worlds.run(measure_steps, 2, kind, rounds, timeout=900)[0]
     ratios = sorted(a / b for a, b in zip(times["ours"], times["raw"], strict=True))
     low, middle, high = statistics.quantiles(ratios, n=4)
     micro = statistics.median(times["raw"]) * 1e6
     print(
-        f"FSDP2 step, 2 ranks: raw {micro:.0f} us; ours over raw {middle:.3f} [{low:.3f}-{high:.3f}], goal 1.03"
+        f"{kind} step, 2 ranks: raw {micro:.0f} us; ours over raw {middle:.3f} [{low:.3f}-{high:.3f}], goal 1.03"
     )
 
 
@@ -236,10 +371,16 @@ def main() -> int:
     parser.add_argument(
         "--layers", type=int, default=20, help="of the model that is read; 20 are 1 B parameters"
     )
-    parser.add_argument("--parts", nargs="+", choices=("steps", "start"), default=["steps", "start"])
+    parts = ("steps", "deepspeed", "start", "saves")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=["steps", "start", "saves"])
     arguments = parser.parse_args()
     if "steps" in arguments.parts:
-        show_steps(arguments.rounds)
+        show_steps("FSDP2", arguments.rounds)
+    if "deepspeed" in arguments.parts:
+        show_steps("ZeRO-1", arguments.rounds)
+        show_steps("ZeRO-3", arguments.rounds)
+    if "saves" in arguments.parts:
+        show_saves(2, 7)
     if "start" in arguments.parts:
         show_start(arguments.layers, 3)
     return 0
