@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import runpy
@@ -165,6 +166,36 @@ def test_a_model_bigger_than_the_memory_that_its_process_may_use_answers(tmp_pat
     assert len(unlimited) >= 80
     assert ours.stdout.endswith(unlimited), "the same as with all weights in memory"
     assert run("--plain").returncode == 137
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
+    """`hatch run engines:deepspeed` does so with deepspeed.yaml."""
+    from safetensors.torch import load_file
+
+    curves = {}
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "page.md").write_text((EXAMPLES.parent / "index.md").read_text(encoding="utf-8"))
+    for name in ("single", strategy):
+        script = EXAMPLES / "strategies" / "char_llama.py"
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "launch",
+            "--config_file",
+            str(script.with_name(f"{name}.yaml")),
+        ]
+        done = subprocess.run(
+            [*command, str(script), "--steps", "6", "--text", str(tmp_path / "text")],
+            cwd=tmp_path, text=True, capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        curves[name] = json.loads((tmp_path / f"losses_{name}.json").read_text())
+    assert curves[strategy] == pytest.approx(curves["single"], rel=1e-4)
+    assert curves["single"][-1] < curves["single"][0]
+    names = [load_file(tmp_path / f"char_llama_{name}" / "model.safetensors").keys() for name in curves]
+    assert names[0] == names[1]
 
 
 def test_where_nothing_may_be_written_no_model_is_trained(tmp_path):

@@ -5,6 +5,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -435,3 +440,171 @@ def test_transformers(tmp_path, kind, lora, stage):
         torch.testing.assert_close(weights, expected, rtol=2e-4, atol=2e-5)
     [loaded] = worlds.run(load_transformer, 1, kind, lora, folder)
     torch.testing.assert_close(loaded, weights, rtol=0, atol=0)
+
+
+def test_the_example_by_its_configuration_file(tmp_path):
+    script = Path(__file__).parents[2] / "docs" / "examples" / "strategies" / "char_llama.py"
+    curves = {}
+    for name in ("single", "deepspeed"):
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli",
+            "launch",
+            "--config_file",
+            str(script.with_name(f"{name}.yaml")),
+        ]
+        subprocess.run([*command, str(script), "--steps", "6"], cwd=tmp_path, check=True, timeout=200)
+        curves[name] = json.loads((tmp_path / f"losses_{name}.json").read_text())
+    assert curves["deepspeed"] == pytest.approx(curves["single"], rel=1e-4)
+
+
+TRL = """
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 8
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+SCRIPT = """
+import torch
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer = accelerator.prepare(model, optimizer)
+accelerator.backward(model(torch.ones(4, 8)).mean())
+optimizer.step()
+weights = accelerator.get_state_dict(model)
+plugin = accelerator.deepspeed_plugin
+accelerator.print(
+    "told", accelerator.num_processes, plugin.zero_stage, accelerator.mixed_precision, weights["weight"].dtype
+)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("file", "told 2 3 bf16 torch.bfloat16"),
+        ("flags", "told 2 1 no torch.float32"),
+        ("torchrun", "told 2 1 no torch.float32"),
+        ("alone", "told 1 2 no torch.float32"),
+    ],
+)
+def test_user_paths(tmp_path, how, expected):
+    (tmp_path / "zero3.yaml").write_text(TRL)
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accel_cli", "launch", "--cpu"]
+    environment = dict(os.environ)
+    if how == "file":
+        command = [*launch, "--config_file", "zero3.yaml", "--num_processes", "2"]
+    elif how == "flags":
+        command = [*launch, "--use_deepspeed", "--zero_stage", "1", "--num_processes", "2"]
+    else:
+        command = [sys.executable]
+        environment |= {"ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true"}
+        if how == "torchrun":
+            command += ["-m", "torch.distributed.run", "--nproc_per_node", "2"]
+            environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = "1"
+    done = subprocess.run(
+        [*command, str(script)], cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert expected in done.stdout
+
+
+def refused(case: str) -> None:
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(deepspeed_plugin=plugin_of(2))
+    model, other = make_model(), make_model(1)
+    if case == "others":
+        accelerator.prepare(model, optimizer_of(other))
+    elif case == "two optimizers":
+        accelerator.prepare(model, optimizer_of(model), torch.optim.SGD(model.parameters(), lr=1.0))
+    elif case == "both models":
+        accelerator.prepare(model, other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0))
+    elif case == "untrained":
+        accelerator.backward(accelerator.prepare(model)(torch.ones(1, 5)).sum())
+    else:
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        loss = model(torch.ones(1, 5)).sum()
+        if case == "argument":
+            accelerator.backward(loss, create_graph=True)
+        accelerator.backward(loss)
+        if case == "some":
+            accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0)
+        if case == "closure":
+            optimizer.step(lambda: loss)
+
+
+@pytest.mark.parametrize(
+    ("case", "match"),
+    [
+        ("others", "holds parameters of no model in this prepare"),
+        ("two optimizers", "comes with two optimizers"),
+        ("both models", "holds parameters of 2 models"),
+        ("untrained", "no model was prepared with its optimizer"),
+        ("argument", r"backward\(create_graph=…\) is not known to DeepSpeed"),
+        ("some", "3 fewer than Sequential trains"),
+        ("closure", r"optimizer.step\(closure\) is not known"),
+    ],
+)
+def test_refused_on_all_ranks(case, match):
+    with pytest.raises(worlds.RankError, match=match):
+        worlds.run(refused, 2, case)
+
+
+def dropped(stage: int, offload: bool) -> dict[str, Tensor]:
+    """A gradient that the script drops does not come back in the next step."""
+    from accel_train import Accelerator
+
+    zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offload else {})
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False}
+    accelerator = Accelerator(deepspeed_plugin=plugin_of(stage, **config))
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    x, y = make_data()
+    for wanted in (True, False, True, False, True):
+        accelerator.backward(((model(x) - y) ** 2).mean() * (1 if wanted else 1000))
+        if wanted:
+            optimizer.step()
+        optimizer.zero_grad()
+    return whole(model, accelerator)
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
+)
+def test_dropped_gradients(stage, offload):
+    model = make_model()
+    optimizer = optimizer_of(model)
+    x, y = make_data()
+    for _ in range(3):
+        optimizer.zero_grad()
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+    for weights in worlds.run(dropped, 2, stage, offload):
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
