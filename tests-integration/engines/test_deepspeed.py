@@ -608,3 +608,47 @@ def test_dropped_gradients(stage, offload):
         optimizer.step()
     for weights in worlds.run(dropped, 2, stage, offload):
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def options(case: str) -> Any:
+    """Losses of a small Llama under an option, whether it was built divided, and how many ranks read differently."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    from accel_train import Accelerator, DeepSpeedPlugin
+
+    config: dict[str, Any] = {"zero_optimization": {"stage": 2 if case == "autotp" else 3}}
+    if case == "autotp":
+        config["tensor_parallel"] = {"autotp_size": 2}
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(config, zero3_init_flag=case == "init"),
+        dynamo_backend="eager" if case == "compile" else None,
+    )
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=40))
+    divided = [hasattr(parameter, "ds_id") for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens(), batch_size=2))
+    losses = []
+    for _ in range(3):
+        for batch in loader:
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach(), reduction="mean").item())
+    return losses, all(divided), accelerator.strategy.batch.size
+
+
+@pytest.mark.parametrize("case", ["plain", "compile", "init", "autotp"])
+def test_options_of_the_engine(case):
+    """Compiled as eager; built divided; with tensor parallelism both ranks of a pair read the same samples."""
+    (losses, divided, readers), (others, _, _) = worlds.run(options, 2, case, timeout=200)
+    assert losses == others
+    assert losses[-1] < losses[0]
+    assert divided == (case == "init")
+    assert readers == (1 if case == "autotp" else 2)
+    assert len(losses) == 3 * 4 // readers
+    if case == "compile":
+        eager = worlds.run(options, 2, "plain", timeout=200)[0][0]
+        assert losses == pytest.approx(eager, rel=1e-5)

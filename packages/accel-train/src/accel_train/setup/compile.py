@@ -16,8 +16,13 @@ from accel_train.unwrap import has_compiled_regions
 __all__ = ["compile_model", "compile_regions"]
 
 
-def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
     """Compile a model as the plugin says; one that is compiled already stays as it is.
+
+    Args:
+        model: the model.
+        plugin: whether and how.
+        in_place: put no wrapper around it.
 
     Returns:
         The compiled module, or `model` itself when nothing is to be done or its blocks were compiled in place.
@@ -28,6 +33,9 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     kwargs["backend"] = plugin.compiler
     if plugin.use_regional_compilation:
         return compile_regions(model, **kwargs)
+    if in_place:
+        model.compile(**kwargs)  # type: ignore[no-untyped-call]
+        return model
     return cast(nn.Module, torch.compile(model, **kwargs))
 
 

@@ -50,6 +50,10 @@ class Steps:
         """`torch.compile`, as the dynamo plugin says."""
         return compile_model(model, self.dynamo)
 
+    def compile_in_place(self, model: nn.Module) -> None:
+        """The same without a wrapper, for engines that must find the module itself."""
+        compile_model(model, self.dynamo, in_place=True)
+
 
 def place_model(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model, unless a device map already spread it.

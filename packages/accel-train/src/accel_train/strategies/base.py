@@ -174,6 +174,10 @@ class ModelSteps(Protocol):
         """`torch.compile`, as the dynamo plugin says; without one `model` itself."""
         ...
 
+    def compile_in_place(self, model: nn.Module) -> None:
+        """The same without a wrapper, for engines that must find the module itself."""
+        ...
+
 
 @dataclass
 class Parts:

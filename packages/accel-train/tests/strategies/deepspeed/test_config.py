@@ -29,7 +29,7 @@ def test_batch_sizes_precision_and_the_owner_of_the_step():
     plugin = DeepSpeedPlugin(zero_stage=1)
     config = engine_config(plugin, script(precision="bf16"))
     assert config["train_micro_batch_size_per_gpu"] == 4
-    assert config["train_batch_size"] == 8
+    assert "train_batch_size" not in config, "the engine multiplies"
     assert config["managed_gradient_accumulation"] is False
     assert config["bf16"] == {"enabled": True}
     assert config["gradient_clipping"] == 0.0

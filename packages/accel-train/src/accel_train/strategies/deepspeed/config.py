@@ -66,7 +66,9 @@ def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
             f"micro-batches and {script.ranks} ranks are {micro * steps * script.ranks}. "
             'Say "auto", or correct one of them.'
         )
-    config["train_batch_size"] = micro * steps * script.ranks
+    config.pop(
+        "train_batch_size", None
+    )  # the engine's own product, which counts ranks of tensor parallelism as well
     own.deepspeed_config_process(must_match=False, **_values(script))
     if config.get("gradient_clipping") in (None, "auto"):
         config["gradient_clipping"] = 0.0  # the engine's own default clips to 1

@@ -141,12 +141,13 @@ class DeepSpeedStrategy(Strategy):
         given = self._optimizer_for(optimizer, config)
         engine = make_engine(
             self.options.device,
-            model=steps.compile(model),
+            model=plain,
             optimizer=given,
             model_parameters=[p for group in groups for p in group] if given is None else None,
             config=config,
         )
         cast_inputs(plain, self.precision.dtypes.compute)
+        steps.compile_in_place(plain)
         made = _Trained(
             engine,
             plain,
@@ -178,9 +179,10 @@ class DeepSpeedStrategy(Strategy):
             config = engine_config(self.plugin, self._script(plain, None, Parts()))
             for section in ("optimizer", "scheduler"):
                 config.pop(section, None)
-            engine = make_engine(self.options.device, model=steps.compile(model), config=config)
+            engine = make_engine(self.options.device, model=plain, config=config)
             self._evaluated.append(engine)
             cast_inputs(plain, self.precision.dtypes.compute)
+            steps.compile_in_place(plain)
             prepared: nn.Module = engine
             return prepared
         placed = steps.place(model)
