@@ -1,6 +1,6 @@
 """A small Llama that learns to write the documentation, character by character.
 
-How it is trained is said by a configuration file alone:
+A configuration file alone says how it is trained:
 
     accel launch --config_file single.yaml char_llama.py
     accel launch --config_file ddp.yaml char_llama.py
@@ -78,7 +78,7 @@ def main() -> None:
                 break
 
     name = accelerator.strategy.name
-    accelerator.save_model(model, f"char_llama_{name}")  # the same file, whoever trained it
+    accelerator.save_model(model, f"char_llama_{name}")  # the same file for every strategy
     if accelerator.is_main_process:
         Path(f"losses_{name}.json").write_text(json.dumps(losses))
     accelerator.end_training()

@@ -34,7 +34,7 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool
     if plugin.use_regional_compilation:
         return compile_regions(model, **kwargs)
     if in_place:
-        model.compile(**kwargs)  # type: ignore[no-untyped-call]
+        model.compile(**kwargs)
         return model
     return cast(nn.Module, torch.compile(model, **kwargs))
 
