@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.parts import is_sharded
 from accel_train.errors import PrepareError
 
-__all__ = ["Replaced", "followed"]
+__all__ = ["Replaced", "followed", "link_parts"]
 
 
 class Replaced:
@@ -111,6 +112,37 @@ def followed(
             new = after.get(name)
             if new is not None and new is not old:
                 replaced.add(old, new)
+
+
+def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor]) -> None:
+    """Give an optimizer that was built while parameters were gathered this rank's parts in the place of whole ones.
+
+    Args:
+        optimizer: changed in place.
+        gathered: parts by the `id` of the whole parameter that is in the model in its place now.
+
+    Raises:
+        PrepareError: it has state for a whole one, or holds one whose memory is freed. Nothing is changed then.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            known = id(parameter) in gathered
+            if (known and parameter in optimizer.state) or (not known and _is_freed(parameter)):
+                raise PrepareError(
+                    f"{type(optimizer).__name__} was built while the parameters of a sharded model were gathered, as a "
+                    f"forward without gradients leaves them, and holds a whole one of shape {tuple(parameter.shape)} "
+                    f"(group {number}, place {place}), which gets no gradient. Build it from the model's parameters() "
+                    "before such a forward, and prepare it before the model runs again."
+                )
+    for group in optimizer.param_groups:
+        group["params"] = [gathered.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def _is_freed(parameter: Tensor) -> bool:
+    """Whether it is a whole parameter whose memory FSDP has given back."""
+    if is_sharded(parameter) or parameter.is_meta or not parameter.numel():
+        return False
+    return parameter.layout == torch.strided and parameter.untyped_storage().size() == 0
 
 
 def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimizer) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -11,19 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from accel_ckpt.parts import is_sharded
+from accel_ckpt.parts import reshard
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import FullyShardedDataParallelPlugin
-from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks
+from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
+from accel_train.strategies.relink import link_parts
 from accel_train.strategies.wrappers import is_sharded_by_script
 
 __all__ = ["FSDP2Strategy"]
@@ -43,7 +46,11 @@ class FSDP2Strategy(Strategy):
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
-        self._whole: list[nn.Parameter] = []  # that every rank holds: those of ignored modules
+        self._watches: list[Watch] = []  # one for each divided model
+        self._whole: list[
+            nn.Parameter
+        ] = []  # that every rank holds: those of ignored modules, and added ones
+        self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds_back = False
         for translation in self.plugin.translations:
             _logger.warning_once("FSDP version 1: %s", translation)
@@ -65,13 +72,27 @@ class FSDP2Strategy(Strategy):
 
     # Preparing
 
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Prepare the objects of one call; optimizers get the parts of what was gathered when they were built."""
+        prepared = super().prepare(parts, steps)
+        for optimizer in parts.optimizers:
+            self._check_optimizer(optimizer)
+        return prepared
+
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
-        if not is_sharded_by_script(plain):
+        if is_sharded_by_script(plain):
+            reshard(plain)
+        else:
             self._divide(plain)
-        return steps.compile(model)
+        prepared = steps.compile(model)
+        watch = Watch(plain, self._find_whole)
+        self._watches.append(watch)
+        prepared.register_forward_pre_hook(watch, prepend=True)
+        self._find_whole()
+        return prepared
 
     def _divide(self, model: nn.Module) -> None:
         plugin = self.plugin
@@ -106,7 +127,15 @@ class FSDP2Strategy(Strategy):
         if plugin.forward_prefetch:
             _prefetch(units)
         allow_inference_first(model)
-        self._whole += [parameter for parameter in model.parameters() if not is_sharded(parameter)]
+
+    def _find_whole(self) -> None:
+        self._whole = [parameter for watch in self._watches for parameter in watch.whole]
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """See that an optimizer holds this rank's parts, not the whole values that a forward may leave in the model."""
+        gathered = {there: part for watch in self._watches for there, part in watch.gathered().items()}
+        link_parts(optimizer, gathered)
+        self._checked[optimizer] = _size(optimizer)
 
     def _start(self, held: list[Held], model: nn.Module) -> Start | None:
         """How tensors get their values; None: each rank reads its parts from files."""
@@ -175,9 +204,22 @@ class FSDP2Strategy(Strategy):
         finally:
             self._hold_back([model], before)
 
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Step an optimizer, whose parameters are checked when their number has changed."""
+        if self._checked.get(optimizer) != _size(optimizer):
+            self._check_optimizer(optimizer)
+        return super().step(optimizer, closure)
+
     def release(self) -> None:
-        """Forget the parameters that it averages."""
+        """Forget the models and the parameters that it averages."""
+        self._watches.clear()
         self._whole.clear()
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:

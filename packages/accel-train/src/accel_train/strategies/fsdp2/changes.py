@@ -1,0 +1,203 @@
+"""What a script does to a divided model after it was prepared: parameters added, frozen, unfrozen or replaced."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from accel_ckpt.parts import is_sharded, reshard
+from accel_state.communication.collectives import broadcast
+from accel_state.log import get_logger
+from accel_train.errors import PrepareError
+from accel_train.strategies.fsdp2.start import agree
+
+__all__ = ["Watch"]
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A place in a module that holds a parameter.
+
+    Attributes:
+        module: whose place it is; kept, so that its `id` stays its own.
+        name: of the parameter in the module.
+        parameter: what is there while nothing is gathered.
+        trained: whether it required a gradient.
+        unit: the module that gathers it; None: every rank holds it whole.
+    """
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    trained: bool
+    unit: nn.Module | None
+
+
+class Watch:
+    """Forward pre-hook of a divided model that looks for changes, before they could be lost or differ between ranks.
+
+    The engine manages the parameters that were there when it divided the model. One that is added later (an adapter)
+    would start with other values on each rank, and no one would average its gradients. Without a change a call costs
+    a walk over the modules, and no communication.
+
+    Args:
+        model: the divided model, without wrappers.
+        changed: called after each change.
+    """
+
+    def __init__(self, model: nn.Module, changed: Callable[[], None]) -> None:
+        self.model = model
+        self._kind = type(model).__name__.removeprefix("FSDP")  # the engine makes a class of that name
+        self._changed = changed
+        self._slots: dict[tuple[int, str], _Slot] = {}
+        self._sizes: Counter[int] = Counter()  # divided parameters of each unit, by the unit's `id`
+        self._note()
+
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        """Take up what has changed, on all ranks alike.
+
+        Raises:
+            PrepareError: a divided parameter was replaced, or the ranks' models have become different.
+        """
+        if torch.compiler.is_compiling():
+            return  # Dynamo would trace the walk and guard on every module
+        if self._has_changed():
+            self._take_up()
+
+    @property
+    def whole(self) -> list[nn.Parameter]:
+        """The parameters that every rank holds whole, each once."""
+        found = {id(slot.parameter): slot.parameter for slot in self._slots.values() if slot.unit is None}
+        return list(found.values())
+
+    def gathered(self) -> dict[int, nn.Parameter]:
+        """The parameters whose whole values are in the model now, by the `id` of what is in their place."""
+        return {
+            id(there): slot.parameter
+            for module, name, there, _ in _walk(self.model)
+            if (slot := self._slots.get((id(module), name))) is not None
+            if slot.unit is not None and there is not slot.parameter
+        }
+
+    def _note(self) -> None:
+        """Remember the model as it is; nothing is gathered."""
+        self._slots.clear()
+        self._sizes.clear()
+        for module, name, parameter, unit in _walk(self.model):
+            divided = unit if is_sharded(parameter) else None
+            self._slots[id(module), name] = _Slot(module, name, parameter, parameter.requires_grad, divided)
+            if divided is not None:
+                self._sizes[id(divided)] += 1
+
+    def _has_changed(self) -> bool:
+        slots = self._slots
+        elsewhere: Counter[int] = Counter()
+        count = 0
+        for module, name, parameter, _ in _walk(self.model):
+            slot = slots.get((id(module), name))
+            if slot is None or parameter.requires_grad is not slot.trained:
+                return True
+            if parameter is not slot.parameter:
+                if slot.unit is None or _is_other_part(parameter, slot.parameter):
+                    return True
+                elsewhere[id(slot.unit)] += 1
+            count += 1
+        # A unit is gathered as a whole.
+        return count != len(slots) or any(self._sizes[unit] != number for unit, number in elsewhere.items())
+
+    def _take_up(self) -> None:
+        agree(self.model)
+        self._refuse_replaced()
+        wanted = {
+            (id(module), name): parameter.requires_grad for module, name, parameter, _ in _walk(self.model)
+        }
+        reshard(self.model)
+        units: dict[int, nn.Module] = {}
+        for key, slot in self._slots.items():
+            trained = wanted.get(key, slot.trained)
+            if trained is not slot.trained and slot.unit is not None:
+                slot.parameter.requires_grad_(trained)
+                units[id(slot.unit)] = slot.unit
+        with torch.inference_mode(False), torch.no_grad():
+            for unit in units.values():
+                assert isinstance(unit, FSDPModule)
+                unit.unshard()  # it looks again for what is trained, and in which dtype gradients are reduced
+                unit.reshard()
+        self._share_added()
+        self._note()
+        self._changed()
+
+    def _refuse_replaced(self) -> None:
+        """Refuse what the engine would overwrite, or never gather."""
+        present = list(_walk(self.model))
+        elsewhere: Counter[int] = Counter()
+        for module, name, parameter, _ in present:
+            slot = self._slots.get((id(module), name))
+            if slot is not None and slot.unit is not None and parameter is not slot.parameter:
+                elsewhere[id(slot.unit)] += 1
+        for module, name, parameter, _ in present:
+            slot = self._slots.get((id(module), name))
+            if slot is None:
+                replaced = is_sharded(parameter)
+            elif slot.unit is None or parameter is slot.parameter:
+                continue
+            else:
+                gathered = elsewhere[id(slot.unit)] == self._sizes[id(slot.unit)]
+                replaced = _is_other_part(parameter, slot.parameter) or not gathered
+            if replaced:
+                raise PrepareError(
+                    f"The parameter {self._name(module, name)!r} of {self._kind} was replaced after "
+                    "the model was prepared, so that neither the sharding nor its optimizer know it. Replace "
+                    "parameters before prepare(), or copy values into those that are there: "
+                    "`with torch.no_grad(): parameter.copy_(values)`, load_state_dict(…) without assign=True, or "
+                    "accelerator.load_state()."
+                )
+
+    def _share_added(self) -> None:
+        """Give parameters that were added rank 0's values; every rank keeps them whole."""
+        added: dict[int, tuple[str, nn.Parameter]] = {}
+        for module, name, parameter, _ in _walk(self.model):
+            slot = self._slots.get((id(module), name))
+            if slot is None or (slot.unit is None and slot.parameter is not parameter):
+                added.setdefault(id(parameter), (self._name(module, name), parameter))
+        if not added:
+            return
+        names = [name for name, _ in added.values()]
+        _logger.warning(
+            f"{len(names)} parameters were added to {self._kind} after it was prepared "
+            f"({names[0]}{', …' if len(names) > 1 else ''}): all ranks take rank 0's values, and keep them whole. Add "
+            "them before prepare() to have them sharded"
+        )
+        broadcast([parameter.detach() for _, parameter in added.values()])
+
+    def _name(self, module: nn.Module, name: str) -> str:
+        prefix = next((prefix for prefix, item in self.model.named_modules() if item is module), "")
+        return f"{prefix}.{name}".lstrip(".")
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, nn.Module]]:
+    """Every place that holds a parameter, and the unit that it is in."""
+    seen = {id(model)}
+    stack = [(model, model)]
+    while stack:
+        module, unit = stack.pop()
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, name, parameter, unit
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append((child, child if isinstance(child, FSDPModule) else unit))
+
+
+def _is_other_part(parameter: Any, known: Any) -> bool:
+    """Whether it is divided as the known one is; a gathered one is whole, or divided among fewer ranks."""
+    return is_sharded(parameter) and parameter.device_mesh == known.device_mesh
