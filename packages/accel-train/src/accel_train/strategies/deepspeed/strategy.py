@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-import accel_ckpt
 from accel_ckpt import NamedModel, Part
 from accel_ckpt.modules.names import listed
-from accel_ckpt.parts import is_divided, is_leaf, shape_of
+from accel_ckpt.parts import is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
@@ -407,13 +406,6 @@ class DeepSpeedStrategy(Strategy):
         known = {name: parameter for name, parameter in parameters.items() if name in about}
         with torch.no_grad():
             item.state.load_model_state(lambda name, leaf: weights.fill({name: leaf}), known)
-
-    def full_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        """A model's whole weights; a collective where ranks hold parts."""
-        state = self.exported_state(model)
-        return {
-            name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
-        }
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
