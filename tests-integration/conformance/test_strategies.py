@@ -72,8 +72,8 @@ def strategy_of(name: str) -> str:
 def ranks_of(name: str) -> list[int]:
     if name == "xla":
         return [2, 1]
-    if name == "hsdp":
-        return [4]  # two replicas, each divided among two
+    if name in ("hsdp", "groups"):
+        return [4]  # two replicas, each of two ranks
     return [1] if name == "single" else [2, 4]
 
 

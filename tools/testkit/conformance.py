@@ -43,6 +43,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "fsdp2",
         {"cpu_offload": True, "reshard_after_forward": False, "activation_checkpointing": True},
     ),
+    "groups": ("tp", {"tp_size": 2}),
     "zero0": ("deepspeed", {"zero_stage": 0}),
     "zero1": ("deepspeed", {"zero_stage": 1}),
     "zero3": ("deepspeed", {"zero_stage": 3}),
@@ -175,9 +176,17 @@ def _selection(member: str) -> Any:
     strategy, options = VARIANTS.get(member, (member, {}))
     if not options:
         return strategy
-    from accel_train.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accel_train.plugins import (
+        DeepSpeedPlugin,
+        FullyShardedDataParallelPlugin,
+        TorchTensorParallelPlugin,
+    )
 
-    plugins: dict[str, Any] = {"fsdp2": FullyShardedDataParallelPlugin, "deepspeed": DeepSpeedPlugin}
+    plugins: dict[str, Any] = {
+        "fsdp2": FullyShardedDataParallelPlugin,
+        "deepspeed": DeepSpeedPlugin,
+        "tp": TorchTensorParallelPlugin,
+    }
     return plugins[strategy](**options)
 
 

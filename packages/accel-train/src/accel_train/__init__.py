@@ -212,6 +212,7 @@ __getattr__, __dir__, __all__ = attach(
             "ProjectConfiguration",
             "StrategyPlugin",
             "TorchDynamoPlugin",
+            "TorchTensorParallelPlugin",
             "XlaPlugin",
         ),
         "accel_train.mesh": ("Mesh",),

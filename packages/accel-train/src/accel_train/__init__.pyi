@@ -215,6 +215,7 @@ from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import StrategyPlugin as StrategyPlugin
 from accel_train.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_train.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_train.plugins import XlaPlugin as XlaPlugin
 from accel_train.ranks import Ranks as Ranks
 from accel_train.setup.compile import compile_regions as compile_regions

@@ -8,7 +8,7 @@ over items: the sum), which is what the window's end would have made of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.strategies.base import Strategy
+from accel_train.strategies.gradients import any_divided, local_part
 
 __all__ = ["Trained", "check", "dump", "for_other_ranks", "holds_gradients", "is_open", "load"]
 
@@ -110,7 +111,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
             "save them. Save after optimizer.step(), outside of an unfinished accumulation window."
         )
     return {
-        "engine": _engine(strategy),
+        "engine": _engine(strategy, (gradient for _, gradient in gradients)),
         "averaged_over": accumulator.averaged_over,
         "sync_gradients": accumulator.sync_gradients,
         "last_owner": _owner_number(accumulator.last_owner, trained),
@@ -120,9 +121,15 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
     }
 
 
-def _engine(strategy: Strategy) -> str | None:
-    """Whose form the gradients have; None: that of plain PyTorch."""
-    return strategy.name if strategy.capabilities.hides_gradients else None
+def _engine(strategy: Strategy, tensors: Iterable[Tensor]) -> str | None:
+    """Whose form the gradients have; None: that of plain PyTorch, which any number of ranks can take over.
+
+    Args:
+        strategy: the one that made them.
+        tensors: gradients or parameters; of divided ones each rank keeps its part.
+    """
+    own = strategy.capabilities.hides_gradients or strategy.loss.repeats or any_divided(tensors)
+    return strategy.name if own else None
 
 
 def _gradients(trained: Trained, counting: bool) -> list[tuple[str, Tensor]]:
@@ -160,7 +167,7 @@ def _owner_number(owner: weakref.ref[Any] | None, trained: Trained) -> int | Non
 
 
 def _pack(gradient: Tensor) -> Any:
-    gradient = gradient.detach()
+    gradient = local_part(gradient.detach())
     if gradient.is_sparse:
         return {
             "indices": gradient._indices(),
@@ -215,7 +222,8 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
     Raises:
         StateMismatchError: it has gradients for parameters that are not here, or in the form of another engine.
     """
-    saved, here = tree.get("engine"), _engine(strategy)
+    saved, here = tree.get("engine"), _engine(strategy, trained.parameters().values())
+    same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
     if is_open(tree) and (saved != here or (here is not None and not same_ranks)):
         raise accel_ckpt.StateMismatchError(
             "the checkpoint was saved inside an accumulation window, whose gradients have the form of "
@@ -251,7 +259,8 @@ def _unpack(packed: Any, parameter: Tensor) -> Tensor:
     if isinstance(packed, str):
         return empty.zero_()
     if isinstance(packed, Tensor):
-        return empty.copy_(packed)
+        local_part(empty).copy_(packed)
+        return empty
     return torch.sparse_coo_tensor(
         packed["indices"],
         packed["values"],

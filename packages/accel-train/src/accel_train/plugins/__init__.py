@@ -17,6 +17,7 @@ from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
+from accel_train.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel_train.plugins.xla import XlaPlugin
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "SectionPlugin",
     "StrategyPlugin",
     "TorchDynamoPlugin",
+    "TorchTensorParallelPlugin",
     "XlaPlugin",
 ]

@@ -38,7 +38,7 @@ class DDPStrategy(Strategy):
     def _wrap(self, model: nn.Module) -> nn.Module:
         if _ddp(model) is not None:
             return model  # compiled around it
-        if is_sharded_by_script(model):
+        if is_sharded_by_script(model, self.batch):
             return model
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,9 @@ from accel_ckpt.parts import is_sharded
 from accel_train.ranks import Ranks
 
 __all__ = ["any_divided", "average", "clip_by_norm", "local_part", "total_norm"]
+
+# As torch's DistributedDataParallel: large enough for the bandwidth, small beside the gradients.
+_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 def any_divided(parameters: Iterable[Tensor]) -> bool:
@@ -111,7 +114,9 @@ def _divided_dimensions(parameter: Any) -> tuple[int, ...]:
 
 @torch.no_grad()
 def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
-    """Average the gradients of parameters that all ranks hold whole; one that no rank has a gradient of keeps none.
+    """Average gradients over ranks that hold the same parameters, or the same parts of them.
+
+    A parameter that no rank has a gradient of keeps none.
 
     Args:
         parameters: the same on every rank, on one device and of one dtype or of several.
@@ -121,15 +126,39 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in by_kind.values():
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        present = members[0].new_tensor([float(p.grad is not None) for p in members])
-        together = torch.cat([present, *(gradient.reshape(-1) for gradient in gradients)])
-        # gloo sends what is in host memory, and all other devices have a backend of their own.
-        sent = together.cpu() if together.device.type == "xla" else together
-        dist.all_reduce(sent, group=ranks.group)
-        counts, *values = torch.split(sent.to(together.device), [len(members), *(p.numel() for p in members)])
-        for parameter, count, gradient, value in zip(
-            members, counts.tolist(), gradients, values, strict=True
-        ):
-            if count:
-                parameter.grad = gradient.copy_(value.view_as(gradient) / ranks.size)
+        for bucket in _buckets(members):
+            _average(bucket, ranks)
+
+
+def _average(bucket: Sequence[nn.Parameter], ranks: Ranks) -> None:
+    """One reduction: which of the gradients there are, and their values."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+    local = [local_part(gradient) for gradient in gradients]
+    present = local[0].new_tensor([float(p.grad is not None) for p in bucket])
+    together = torch.cat([present, *(values.reshape(-1) for values in local)])
+    # gloo sends what is in host memory, and all other devices have a backend of their own.
+    sent = together.cpu() if together.device.type == "xla" else together
+    dist.all_reduce(sent, group=ranks.group)
+    counts, *sums = torch.split(
+        sent.to(together.device), [len(bucket), *(values.numel() for values in local)]
+    )
+    for parameter, count, gradient, values, total in zip(
+        bucket, counts.tolist(), gradients, local, sums, strict=True
+    ):
+        if count:
+            values.copy_(total.view_as(values) / ranks.size)
+            parameter.grad = gradient
+
+
+def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters whose gradients are copied and reduced together, so that the copy stays small."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        bucket.append(parameter)
+        size += local_part(parameter).nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

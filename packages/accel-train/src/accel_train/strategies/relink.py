@@ -18,7 +18,7 @@ import accel_ckpt
 from accel_ckpt.parts import is_sharded
 from accel_train.errors import PrepareError
 
-__all__ = ["Replaced", "followed", "link_parts"]
+__all__ = ["Replaced", "check_kinds", "followed", "link_parts"]
 
 
 class Replaced:
@@ -136,6 +136,23 @@ def link_parts(optimizer: torch.optim.Optimizer, gathered: Mapping[int, Tensor])
                 )
     for group in optimizer.param_groups:
         group["params"] = [gathered.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def check_kinds(optimizer: torch.optim.Optimizer) -> None:
+    """Check that a fused or foreach step does not get whole and divided parameters in one group.
+
+    Raises:
+        PrepareError: it would, which torch refuses in the middle of a step.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        option = next((name for name in ("fused", "foreach") if group.get(name)), None)
+        divided = sum(map(is_sharded, group["params"]))
+        if option is not None and 0 < divided < len(group["params"]):
+            raise PrepareError(
+                f"Group {number} of {type(optimizer).__name__} has {option}=True, {divided} divided parameters "
+                f"(DTensor) and {len(group['params']) - divided} whole ones; torch cannot step both together. Leave "
+                f"out {option}, or give the optimizer one group of each kind."
+            )
 
 
 def _is_freed(parameter: Tensor) -> bool:

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from accel_ckpt.parts import fsdp_modules, is_sharded
+from accel_ckpt.parts import fsdp_modules, is_sharded, reshard
 from accel_train.errors import PrepareError
+from accel_train.ranks import Ranks
 
-__all__ = ["innermost", "inside_compiled", "is_compiled_module", "is_sharded_by_script"]
+__all__ = [
+    "check_division",
+    "innermost",
+    "inside_compiled",
+    "is_compiled_module",
+    "is_sharded_by_script",
+    "reduced_by_fsdp",
+]
 
 
 def is_compiled_module(module: Any) -> bool:
@@ -42,19 +52,71 @@ def innermost(model: nn.Module, *unwraps: Callable[[nn.Module], nn.Module]) -> n
         model = inner
 
 
-def is_sharded_by_script(model: nn.Module) -> bool:
+def is_sharded_by_script(model: nn.Module, batch: Ranks) -> bool:
     """Whether the script has divided a model with `fully_shard`, which reduces its gradients by itself.
 
     Raises:
-        PrepareError: it has divided the model in another way, so that ranks would need to read the same samples.
+        PrepareError: as `check_division`.
     """
-    if next(fsdp_modules(model), None) is not None:
-        return True
-    divided = next((name for name, parameter in model.named_parameters() if is_sharded(parameter)), None)
-    if divided is not None:
+    check_division(model, batch)
+    return next(fsdp_modules(model), None) is not None
+
+
+def check_division(model: nn.Module, batch: Ranks) -> None:
+    """Check that ranks which share a tensor read the same samples, but for those that FSDP divides it among.
+
+    Args:
+        model: without wrappers.
+        batch: the ranks that read different samples.
+
+    Raises:
+        PrepareError: they do not; it says how many ranks must.
+    """
+    reshard(model)
+    engine = reduced_by_fsdp(model)
+    partly: dict[str, int] = {}  # how many ranks FSDP averages a gradient over, where these are not all
+    for name, parameter in model.named_parameters():
+        if not is_sharded(parameter):
+            continue
+        differing = _differing(parameter, batch)
+        wrong = [size for size, _ in differing]
+        if id(parameter) in engine:
+            averaged = math.prod(wrong)
+            if averaged != batch.size:
+                partly[name] = averaged
+            wrong = [size for size, divides in differing if divides][1:]  # FSDP divides a tensor once
+        if wrong:
+            raise PrepareError(
+                f"{type(model).__name__} is divided among ranks already ({name!r} is a DTensor), and not by "
+                "fully_shard alone: ranks that share a tensor must read the same samples, and here each reads its own. "
+                f"Say so before there is a model: Accelerator(torch_tp_plugin=TorchTensorParallelPlugin("
+                f"tp_size={wrong[-1]}))."
+            )
+    for name, averaged in partly.items():
         raise PrepareError(
-            f"{type(model).__name__} is divided among ranks already ({divided!r} is a DTensor), and not by "
-            "fully_shard: ranks that share a tensor must read the same samples, and this strategy gives each its own. "
-            "Build the model without a tp_plan or device mesh."
+            f"fully_shard has divided {name!r} of {type(model).__name__} among {averaged} ranks that read different "
+            f"samples, and there are {batch.size}: its gradients would be averaged over the former only. Pass it the "
+            "mesh of all of them, accelerator.torch_device_mesh['dp_replicate'] under tensor parallelism."
         )
-    return False
+
+
+def reduced_by_fsdp(model: nn.Module) -> set[int]:
+    """The divided parameters below `fully_shard`, which reduces their gradients, by `id`."""
+    return {
+        id(parameter)
+        for unit in fsdp_modules(model)
+        for parameter in unit.parameters()
+        if is_sharded(parameter)
+    }
+
+
+def _differing(parameter: Any, batch: Ranks) -> list[tuple[int, bool]]:
+    """Of the dimensions of a tensor's mesh over ranks that read different samples: size, and whether they divide it."""
+    found = []
+    for dimension, placement in enumerate(parameter.placements):
+        if parameter.device_mesh.size(dimension) == 1:
+            continue
+        ranks = dist.get_process_group_ranks(parameter.device_mesh.get_group(dimension))
+        if len({batch.index_of[rank] for rank in ranks}) > 1:
+            found.append((len(ranks), not placement.is_replicate()))
+    return found

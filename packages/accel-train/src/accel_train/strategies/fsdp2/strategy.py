@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from accel_ckpt.parts import reshard
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
 from accel_state.world.process import PartialState
@@ -26,7 +25,7 @@ from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
-from accel_train.strategies.relink import link_parts
+from accel_train.strategies.relink import check_kinds, link_parts
 from accel_train.strategies.wrappers import is_sharded_by_script
 
 __all__ = ["FSDP2Strategy"]
@@ -83,9 +82,7 @@ class FSDP2Strategy(Strategy):
         """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
-        if is_sharded_by_script(plain):
-            reshard(plain)
-        else:
+        if not is_sharded_by_script(plain, self.batch):
             self._divide(plain)
         prepared = steps.compile(model)
         watch = Watch(plain, self._find_whole)
@@ -135,6 +132,7 @@ class FSDP2Strategy(Strategy):
         """See that an optimizer holds this rank's parts, not the whole values that a forward may leave in the model."""
         gathered = {there: part for watch in self._watches for there, part in watch.gathered().items()}
         link_parts(optimizer, gathered)
+        check_kinds(optimizer)
         self._checked[optimizer] = _size(optimizer)
 
     def _start(self, held: list[Held], model: nn.Module) -> Start | None:

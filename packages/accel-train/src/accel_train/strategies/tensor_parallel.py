@@ -1,0 +1,163 @@
+"""Models whose tensors the script has divided among ranks that read the same samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_ckpt.parts import fsdp_modules, is_sharded
+from accel_state.communication.collectives import broadcast
+from accel_train.errors import IncompatibleOptionsError, PrepareError
+from accel_train.mesh import Mesh
+from accel_train.plugins import TorchTensorParallelPlugin
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.gradients import average, local_part
+from accel_train.strategies.relink import check_kinds
+from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
+
+__all__ = ["TensorParallelStrategy"]
+
+
+class TensorParallelStrategy(Strategy):
+    """Divides nothing and wraps nothing: gradients are averaged over groups of ranks with different samples.
+
+    Which ranks read the same samples is decided with the `Accelerator`, before there is a model. A model that is
+    divided otherwise is refused. Parts of the model that the script has given to `fully_shard` are reduced there.
+    """
+
+    name: ClassVar[str] = "tp"
+    # Torch's gradient scaler cannot unscale whole tensors and parts of others together.
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        precisions=frozenset({"no", "bf16"}), needs_process_group=True
+    )
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self._known: list[tuple[nn.Module, set[int]]] = []  # prepared models, and their parameters by `id`
+        self._holds_back = False
+
+    @classmethod
+    def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
+        """Neighbours by number read the same samples."""
+        plugin: TorchTensorParallelPlugin = config or TorchTensorParallelPlugin()
+        size = plugin.tp_size or world_size
+        if world_size % size:
+            raise IncompatibleOptionsError(
+                f"tp_size={size} does not divide the {world_size} processes into groups of one size. Start a multiple "
+                f"of {size} processes, or change tp_size."
+            )
+        return Mesh({"dp_replicate": world_size // size, "tp": size}, device.type, world_size, rank)
+
+    # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Prepare the objects of one call; optimizers must be able to step what they hold."""
+        for optimizer in parts.optimizers:
+            check_kinds(optimizer)
+        return super().prepare(parts, steps)
+
+    def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
+        """Check how a model is divided, and start all groups with the values of the first."""
+        model = steps.convert(model)
+        plain = self.plain(model)
+        check_division(plain, self.batch)
+        if not any(map(is_sharded, plain.parameters())):
+            model = steps.place(model)
+        self._share_start(plain)
+        self._known = [(known, ids) for known, ids in self._known if known is not plain]
+        self._known.append((plain, set(map(id, plain.parameters()))))
+        return steps.compile(model)
+
+    def is_outdated(self, model: nn.Module) -> bool:
+        """Whether parameters were added to a prepared model, which other ranks may have with other values."""
+        plain = self.plain(model)
+        return any(known is plain and self._first_added(plain, ids) for known, ids in self._known)
+
+    def release(self) -> None:
+        """Forget the prepared models."""
+        self._known.clear()
+
+    def _share_start(self, model: nn.Module) -> None:
+        meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        if meta:
+            raise PrepareError(
+                f"Parameter {meta[0]!r} (of {len(meta)}) has no storage (it is on the meta device). Load the weights "
+                "before prepare()."
+            )
+        engine = reduced_by_fsdp(model)
+        tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        whole = [tensor.detach() for tensor in tensors.values() if not is_sharded(tensor)]
+        if whole:
+            broadcast(whole)
+        if self.loss.size == 1:
+            return
+        for key, tensor in tensors.items():
+            if is_sharded(tensor) and key not in engine:
+                dist.broadcast(local_part(tensor.detach()), group=self.loss.group, group_src=0)
+
+    # One micro-batch
+
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """Average gradients only in the last micro-batch of a window."""
+        self._holds_back = not last and not self.options.sync_each_batch
+
+    def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
+        """Average again."""
+        self._holds_back = False
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Compute gradients, and average them over the groups."""
+        super().backward(models, loss, pending=pending, kwargs=kwargs)
+        for model, ids in self._known:
+            self._complete(model, ids)
+
+    def _complete(self, model: nn.Module, ids: set[int]) -> None:
+        added = self._first_added(model, ids)
+        if added is not None:
+            raise PrepareError(
+                f"The parameter {added!r} was added to {type(model).__name__} after it was prepared, and ranks may "
+                "have started with other values. Prepare the model again: `model = accelerator.prepare(model)`."
+            )
+        engine = reduced_by_fsdp(model)
+        parameters = [p for p in model.parameters() if p.requires_grad and id(p) not in engine]
+        for parameter in parameters:
+            _sum_up(parameter)
+        if self.loss.size > 1 and not self._holds_back:
+            average(parameters, self.loss)
+
+    def _first_added(self, model: nn.Module, ids: set[int]) -> str | None:
+        if next(fsdp_modules(model), None) is not None:
+            return None  # FSDP puts other parameters in the place of those that it gathers
+        return next((name for name, parameter in model.named_parameters() if id(parameter) not in ids), None)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside keep each group's own gradients."""
+        before, self._holds_back = self._holds_back, True
+        try:
+            yield
+        finally:
+            self._holds_back = before
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Backward passes inside average, although `no_sync` is in force."""
+        before, self._holds_back = self._holds_back, False
+        try:
+            yield
+        finally:
+            self._holds_back = before
+
+
+def _sum_up(parameter: Any) -> None:
+    """Divide a gradient as its parameter; ranks may have summands of it, as of a norm over a divided sequence."""
+    gradient = parameter.grad
+    if is_sharded(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(gradient.device_mesh, parameter.placements)
