@@ -134,6 +134,40 @@ def test_the_engine_computes_what_it_computes_by_hand(stage, precision, clip):
 # Optimizers and schedulers of the configuration
 
 
+def accumulated(stage: int | None, counting: bool) -> dict[str, Tensor]:
+    """Three windows of 5 micro-batches an epoch on 2 ranks, the last of 2; rows have different numbers of items."""
+    from accel_train import Accelerator
+
+    plugin = None if stage is None else plugin_of(stage)
+    accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=5)
+    model = make_model()
+    x, y = make_data()
+    items = (torch.arange(ROWS) % 3).unsqueeze(1) < torch.arange(3) + 1  # 3, 2 and 1 of each row's numbers count
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(x, y, items), batch_size=1)
+    )
+    for _ in range(2):
+        for rows, wanted, mask in loader:
+            with accelerator.accumulate(model):
+                errors = (model(rows) - wanted).square() * mask
+                if counting:
+                    accelerator.backward(errors.sum(), num_items=mask.sum())
+                else:
+                    accelerator.backward(errors.sum() / mask.sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return whole(model, accelerator)
+
+
+@pytest.mark.parametrize("counting", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_t44_accumulation_equals_ddp(stage, counting):
+    wanted = worlds.run(accumulated, 2, None, counting)[0]
+    for found in worlds.run(accumulated, 2, stage, counting):
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
 def placeholders(stage: int, scheduler: str) -> Any:
     from accel_train import Accelerator, DummyOptim, DummyScheduler
 

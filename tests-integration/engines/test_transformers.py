@@ -13,32 +13,38 @@ pytest.importorskip(
 )
 
 
-def llama_config():
-    from transformers import LlamaConfig
+def config_of(kind):
+    import transformers
 
-    return LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        num_hidden_layers=2,
-    )
+    small = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "num_hidden_layers": 2,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    return {
+        "llama": lambda: transformers.LlamaConfig(**small),
+        "mixtral": lambda: transformers.MixtralConfig(**small, num_local_experts=4),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**small, **experts),
+    }[kind]()
 
 
 def ids():
     return (torch.arange(80).view(8, 10) * 3) % 96
 
 
-def llama_steps(accelerator, model):
+def train(accelerator, model):
+    """Losses and norms of three steps; each group of ranks has its rows of the batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    rows, ranks = ids(), None
     if accelerator is not None:
         model, optimizer = accelerator.prepare(model, optimizer)
-    ranks = (
-        (1, 0) if accelerator is None else (accelerator.strategy.batch.size, accelerator.strategy.batch.index)
-    )
-    rows = ids().chunk(ranks[0])[ranks[1]]
+        ranks = accelerator.strategy.batch
+        rows = rows.chunk(ranks.size)[ranks.index]
     seen = []
     for _ in range(3):
         loss = model(input_ids=rows, labels=rows).loss
@@ -55,39 +61,50 @@ def llama_steps(accelerator, model):
     return model, seen
 
 
-def planned(folder, sizes):
-    from transformers import LlamaForCausalLM
+def divided(folder, sizes):
+    from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
     from accel_train import Accelerator, TorchTensorParallelPlugin
 
-    accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+    tp = sizes.get("tp_size", 1)
+    chosen = {"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=tp)} if tp > 1 else {"strategy": "fsdp2"}
+    accelerator = Accelerator(cpu=True, **chosen)
     config = DistributedConfig(**sizes)
-    model = LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
-    model, seen = llama_steps(accelerator, model)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+    model, seen = train(accelerator, model)
     accelerator.save_model(model, folder / "after")
-    accelerator.wait_for_everyone()
     return seen, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
 
 
+TP = {"tp_size": 2}
+FSDP = {"fsdp_size": 2}
+
+
 @pytest.mark.parametrize(
-    ("ranks", "sizes"),
+    ("kind", "ranks", "sizes"),
     [
-        (2, {"tp_size": 2}),
-        pytest.param(4, {"tp_size": 2, "fsdp_size": 2}, marks=pytest.mark.full),
+        ("llama", 2, TP),
+        ("mixtral", 2, TP),
+        ("qwen3_moe", 2, TP),
+        ("qwen3_moe", 2, {**TP, "ep_size": 2}),
+        ("llama", 2, FSDP),
+        ("mixtral", 2, FSDP),
+        pytest.param("llama", 4, {**TP, **FSDP}, marks=pytest.mark.full),
+        pytest.param("mixtral", 4, {**TP, **FSDP}, marks=pytest.mark.full),
     ],
 )
-def test_models_with_a_plan_of_transformers_train_as_on_one_process(tmp_path, ranks, sizes):
-    from transformers import LlamaForCausalLM
+def test_t35_models_that_transformers_divides_train_as_on_one_process(tmp_path, kind, ranks, sizes):
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(llama_config())
+    model = AutoModelForCausalLM.from_config(config_of(kind))
     model.save_pretrained(tmp_path)
-    model, wanted = llama_steps(None, model)
-    for seen, weights in worlds.run(planned, ranks, tmp_path, sizes):
+    model, wanted = train(None, model)
+    for seen, weights in worlds.run(divided, ranks, tmp_path, sizes):
         torch.testing.assert_close(torch.tensor(seen), torch.tensor(wanted), rtol=1e-5, atol=1e-5)
         for name, value in model.state_dict().items():
             torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5, msg=name)
-    llama_config().save_pretrained(tmp_path / "after")
-    again = LlamaForCausalLM.from_pretrained(tmp_path / "after")
+    config_of(kind).save_pretrained(tmp_path / "after")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "after")
     torch.testing.assert_close(again(ids()).logits, model(ids()).logits, rtol=1e-4, atol=1e-4)
