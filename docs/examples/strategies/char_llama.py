@@ -81,6 +81,7 @@ def main() -> None:
     accelerator.save_model(model, f"char_llama_{name}")  # the same file for every strategy
     if accelerator.is_main_process:
         Path(f"losses_{name}.json").write_text(json.dumps(losses))
+    accelerator.print(f"loss {losses[-1]:.4f}; wrote char_llama_{name}/ and losses_{name}.json")
     accelerator.end_training()
 
 

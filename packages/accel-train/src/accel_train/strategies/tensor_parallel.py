@@ -83,14 +83,15 @@ class TensorParallelStrategy(Strategy):
         self._known.clear()
 
     def _share_start(self, model: nn.Module) -> None:
-        meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+        named = [*model.named_parameters(), *model.named_buffers()]
+        meta = [name for name, tensor in named if tensor.is_meta]
         if meta:
             raise PrepareError(
-                f"Parameter {meta[0]!r} (of {len(meta)}) has no storage (it is on the meta device). Load the weights "
+                f"{meta[0]!r} (of {len(meta)} tensors) has no storage (it is on the meta device). Load the weights "
                 "before prepare()."
             )
         engine = reduced_by_fsdp(model)
-        tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        tensors = {id(tensor): tensor for _, tensor in named}
         whole = [tensor.detach() for tensor in tensors.values() if not is_sharded(tensor)]
         if whole:
             broadcast(whole)
