@@ -90,6 +90,10 @@ ENGINE_LIMITS = {
 """Cells in which an engine is less exact than the others, and how much."""
 
 
+REFUSED = "refused"
+"""In the table: the capabilities say no, and the error says so."""
+
+
 CELLS = [(name, ranks) for name in MEMBERS for ranks in ranks_of(name)]
 REGISTERED = [(name, ranks) for name, ranks in CELLS if name not in VARIANTS]
 
@@ -126,7 +130,8 @@ def check(case: Case, records: list[Record], expected: Record) -> None:
 
 @cells
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_training(name, ranks, accumulation):
+def test_training(name, ranks, accumulation, record_property):
+    record_property("shown", "/".join(precisions_of(name)))
     for precision in precisions_of(name):
         case = Case(name, precision, accumulation)
         check(case, *run(case, ranks))
@@ -143,11 +148,12 @@ def test_short_window(name, ranks):
 
 @cells
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_items(name, ranks, accumulation):
+def test_items(name, ranks, accumulation, record_property):
     case = Case(name, accumulation=accumulation, items=True)
     if MEMBERS[name].capabilities.num_items:
         check(case, *run(case, ranks))
     else:
+        record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=f"AccumulationError.*{strategy_of(name)}.*cannot weigh micro-batches"
         ):
@@ -223,9 +229,10 @@ def test_two_models(name, ranks):
 
 @smallest
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "with state"])
-def test_t45_optimizers_follow_replaced_parameters(name, ranks, order):
+def test_t45_optimizers_follow_replaced_parameters(name, ranks, order, record_property):
     case = Case(name)
     if MEMBERS[name].capabilities.prepares_together:
+        record_property("shown", REFUSED)
         with pytest.raises(worlds.RankError, match=r"PrepareError.*(in one|Pass both to one) call"):
             worlds.run(prepare_apart, ranks, case, order)
         return
@@ -260,10 +267,11 @@ def test_gather_for_metrics(name, ranks, use_objects):
 
 
 @smallest
-def test_uneven(name, ranks):
+def test_uneven(name, ranks, record_property):
     """A rank without data counts as a gradient of zero, or the strategy refuses."""
     case = Case(name, optimizer="SGD", rounds=3)
     if ranks > 1 and not hasattr(MEMBERS[name], "join"):
+        record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=f"IncompatibleOptionsError.*{strategy_of(name)}.*even_batches=True"
         ):
@@ -323,9 +331,10 @@ def test_resume(tmp_path, name, ranks, accumulation):
 
 
 @smallest
-def test_resume_inside_a_window(tmp_path, name, ranks):
+def test_resume_inside_a_window(tmp_path, name, ranks, record_property):
     case = Case(name, accumulation=3)
     if not MEMBERS[name].capabilities.saves_windows:
+        record_property("shown", REFUSED)
         with pytest.raises(
             worlds.RankError, match=rf"{strategy_of(name)}.*cannot save them\. Save after optimizer\.step"
         ):
