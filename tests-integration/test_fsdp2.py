@@ -134,6 +134,7 @@ OPTIONS = {
         "activation_checkpointing": True,
         "activation_checkpointing_offload": True,
     },
+    "selective checkpointing": {"activation_checkpointing": "selective"},
     "offload": {"cpu_offload": True},
     "prefetch": {"forward_prefetch": True},
     "one unit": {"auto_wrap_policy": "no_wrap"},
@@ -156,6 +157,19 @@ FEW = {"checkpointing", "offload", "version 1", "ignored"}
 )
 def test_options_change_no_result(name):
     check(worlds.run(train, 2, llama, **OPTIONS[name]), expected(llama))
+
+
+def eager():
+    """Its attention notices keys that were appended to the cache twice."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SMALL, num_hidden_layers=2, attn_implementation="eager")
+    return build(LlamaForCausalLM, config, False)
+
+
+@pytest.mark.full
+def test_recomputed_blocks_cache_nothing():
+    check(worlds.run(train, 2, eager, activation_checkpointing=True), expected(eager))
 
 
 def test_replicas_of_sharded_models():

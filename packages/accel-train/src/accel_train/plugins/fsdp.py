@@ -37,7 +37,6 @@ _DTYPES = {
 _TRUTHS = (
     "sync_module_states",
     "forward_prefetch",
-    "activation_checkpointing",
     "limit_all_gathers",
     "cpu_ram_efficient_loading",
     "activation_checkpointing_offload",
@@ -104,7 +103,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             the module's `reset_parameters`.
         sync_module_states: ranks start with rank 0's weights; False: the script makes them equal.
         forward_prefetch: gather the parameters of the next unit while one computes in forward.
-        activation_checkpointing: recompute the activations of every unit in backward instead of storing them.
+        activation_checkpointing: recompute the activations of every unit in backward instead of storing them. True: all
+            of them; "selective": all but what products, convolutions and attention return; a function: all but what
+            it says, as `torch.utils.checkpoint.create_selective_checkpoint_contexts` takes it.
         cpu_ram_efficient_loading: rank 0 has the weights and sends each rank its part; the others may have their
             model on the meta device.
         transformer_cls_names_to_wrap: names of the classes whose instances are units.
@@ -137,6 +138,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         }
     )
 
+    activation_checkpointing: Any = None
     sharding_strategy: Any = None
     reshard_after_forward: Any = None
     backward_prefetch: Any = None
@@ -192,6 +194,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             "min_num_params": _read_count("min_num_params", self.min_num_params, 0),
             "mixed_precision_policy": _read_precision(self.mixed_precision_policy),
             "dp_replicate_size": self._read_replicas(sharding),
+            "activation_checkpointing": self._read_checkpointing(),
         }
 
     @property
@@ -218,6 +221,15 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         return found
 
     @property
+    def checkpoint_policy(self) -> Callable[..., Any] | None:
+        """Of which operations checkpointed units keep the results; None: of none."""
+        if self.activation_checkpointing == "selective":
+            from accel_train.strategies.fsdp2.activations import keep_products
+
+            return keep_products
+        return self.activation_checkpointing if callable(self.activation_checkpointing) else None
+
+    @property
     def offload_policy(self) -> OffloadPolicy:
         """What `fully_shard` takes as `offload_policy`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -231,6 +243,17 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         value = getattr(self, name)
         if not isinstance(value, bool):
             raise ArgumentTypeError(f"{name} takes True or False, got {type(value).__name__}: {value!r:.80}.")
+
+    def _read_checkpointing(self) -> Any:
+        given = self.activation_checkpointing
+        if isinstance(given, str) and given.lower() == "selective":
+            return "selective"
+        if not isinstance(given, bool) and not callable(given):
+            raise ArgumentTypeError(
+                "activation_checkpointing takes True, False, 'selective' or a function of a context and an operation, "
+                f"got {type(given).__name__}: {given!r:.80}."
+            )
+        return given
 
     def _read_sharding(self) -> tuple[str | None, bool | int]:
         """The sharding strategy of version 1, if one was given, and `reshard_after_forward`."""

@@ -6,9 +6,11 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.activations import CheckpointedForward, checkpoint_blocks
+from accel_train.strategies.fsdp2.activations import CheckpointedForward, checkpoint_blocks, keep_products
 
 
 class Block(nn.Module):
@@ -20,7 +22,8 @@ class Block(nn.Module):
 
     def forward(self, x, *, scale=1.0):
         self.calls += 1
-        return x + self.narrow(nn.functional.dropout(torch.tanh(self.wide(x)), 0.5, self.training)) * scale
+        hidden = nn.functional.dropout(torch.tanh(self.wide(x)), 0.5, self.training)
+        return x + torch.tanh(self.narrow(hidden)) * scale
 
 
 class Model(nn.Module):
@@ -56,6 +59,75 @@ def test_t42_blocks_are_recomputed_and_less_is_kept(offload):
     assert little < much / 3
     assert [block.calls for block in saving.blocks] == [2, 2, 2]
     assert list(saving.state_dict()) == list(plain.state_dict())
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += operation.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return operation(*args, **(kwargs or {}))
+
+
+def keep_wide(context, operation, *args, **kwargs):
+    """A policy of a script: the result of the first layer alone."""
+    wide = operation is torch.ops.aten.addmm.default and args[0].numel() == 64
+    return CheckpointPolicy.MUST_SAVE if wide else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("policy", "again"), [(None, 2), (keep_wide, 1), (keep_products, 0)])
+def test_t42_a_policy_keeps_results(policy, again):
+    torch.manual_seed(0)
+    plain = Model()
+    saving = copy.deepcopy(plain)
+    checkpoint_blocks(saving, saving.blocks, False, policy)
+    with Products() as counted:
+        expected, gradients, _ = run(plain)
+    with Products() as products:
+        out, same, _ = run(saving)
+    assert torch.equal(out, expected), "dropout included"
+    for gradient, wanted in zip(same, gradients, strict=True):
+        assert torch.equal(gradient, wanted)
+    # Of each block's two products.
+    assert products.count - counted.count == again * len(saving.blocks)
+
+
+class Cache:
+    """As transformers' DynamicCache tells its length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def get_seq_length(self):
+        return self.length
+
+
+class Caching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen = []
+
+    def forward(self, x, past_key_values=None, use_cache=None):
+        self.seen.append((past_key_values, use_cache))
+        return torch.tanh(self.linear(x))
+
+
+def test_recomputed_blocks_append_to_no_cache():
+    model = nn.ModuleList([Caching(), Caching()])
+    checkpoint_blocks(model, model, offload=False)
+    model[0](torch.ones(1, 2), past_key_values=Cache(0), use_cache=True).sum().backward()
+    assert model[0].seen == [(None, False)] * 2
+    with torch.no_grad():
+        model[0](torch.ones(1, 2), past_key_values="kept", use_cache=True)
+    assert model[0].seen[-1] == ("kept", True)
+    for cache, held in ((Cache(5), "the keys and values of 5 positions"), (((1, 2),), "keys and values")):
+        with pytest.raises(
+            PrepareError, match=f"past_key_values holds {held}.*activation_checkpointing=False"
+        ):
+            model[1](torch.ones(1, 2), past_key_values=cache)
 
 
 def test_nothing_is_recomputed_without_gradients():

@@ -11,16 +11,47 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_train.errors import PrepareError
 from accel_train.strategies.blocks import repeated_blocks
 
-__all__ = ["CheckpointedForward", "checkpoint_blocks"]
+__all__ = ["CheckpointedForward", "Policy", "checkpoint_blocks", "keep_products"]
+
+Policy = Callable[..., CheckpointPolicy]
+"""Says for each operation whether its results are kept, as `create_selective_checkpoint_contexts` of torch takes it."""
+
+# Arguments of blocks of transformers.
+_CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+# Where the time of a forward goes; there is one kernel of attention for each kind of device.
+_PRODUCTS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+)
+
+
+def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """The policy "selective": keep what products, convolutions and attention return; the rest is cheap to recompute."""
+    return CheckpointPolicy.MUST_SAVE if operation in _PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class CheckpointedForward:
     """A block's forward whose activations are computed again in backward; only its inputs are kept.
+
+    A cache of keys and values, which models of transformers make also in training, is left out: the block would append
+    to it once more when it is recomputed.
 
     It replaces `forward` instead of wrapping the module, so names do not change, and hooks of the module, which gather
     its parameters, run once and not again while it is recomputed.
@@ -28,26 +59,61 @@ class CheckpointedForward:
     Args:
         forward: the block's own.
         offload: keep the inputs in host memory.
+        policy: of which operations the results are kept besides; None: of none.
     """
 
-    def __init__(self, forward: Callable[..., Any], offload: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], offload: bool, policy: Policy | None = None) -> None:
         functools.update_wrapper(self, forward)
         self.forward = forward
         self.offload = offload
+        self.policy = policy
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The block's outputs."""
+        """The block's outputs.
+
+        Raises:
+            PrepareError: a cache that already holds keys and values, as for prefix tuning.
+        """
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        kwargs = _without_cache(kwargs)
         where: AbstractContextManager[Any] = contextlib.nullcontext()
         if self.offload:
             where = save_on_cpu(pin_memory=torch.accelerator.is_available())
+        selective: dict[str, Any] = {}
+        if self.policy is not None:
+            make = functools.partial(create_selective_checkpoint_contexts, self.policy)
+            selective["context_fn"] = make
         with where:
-            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+            return checkpoint(self.forward, *args, use_reentrant=False, **selective, **kwargs)
 
 
-def checkpoint_blocks(model: nn.Module, units: Iterable[nn.Module], offload: bool) -> None:
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a block of transformers by which it caches nothing."""
+    caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    for name in caches:
+        length = getattr(kwargs[name], "get_seq_length", lambda: None)()
+        if length != 0:
+            held = "keys and values" if length is None else f"the keys and values of {length} positions"
+            raise PrepareError(
+                f"{name} holds {held} (as for prefix tuning), and a block that is recomputed in backward would append "
+                "to them again. Set activation_checkpointing=False."
+            )
+    if not caches:
+        return kwargs
+    return {**kwargs, **dict.fromkeys(caches), **({"use_cache": False} if "use_cache" in kwargs else {})}
+
+
+def checkpoint_blocks(
+    model: nn.Module, units: Iterable[nn.Module], offload: bool, policy: Policy | None = None
+) -> None:
     """Checkpoint the innermost units of a model, or its repeated blocks if it is one unit.
+
+    Args:
+        model: changed in place.
+        units: what is gathered together.
+        offload: keep the inputs of blocks in host memory.
+        policy: of which operations the results are kept; None: of none.
 
     Raises:
         PrepareError: there are neither: recomputing the whole model at once would save nothing.
@@ -63,4 +129,4 @@ def checkpoint_blocks(model: nn.Module, units: Iterable[nn.Module], offload: boo
     for block in blocks:
         inside = any(id(module) in known for module in block.modules() if module is not block)
         if not inside and not isinstance(block.forward, CheckpointedForward):
-            block.forward = CheckpointedForward(block.forward, offload)
+            block.forward = CheckpointedForward(block.forward, offload, policy)

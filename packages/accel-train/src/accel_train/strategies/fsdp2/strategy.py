@@ -102,7 +102,9 @@ class FSDP2Strategy(Strategy):
             "ignored_params": ignored_parameters(model, plugin.ignored_modules),
         }
         if plugin.activation_checkpointing:
-            checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
+            checkpoint_blocks(
+                model, units, bool(plugin.activation_checkpointing_offload), plugin.checkpoint_policy
+            )
         reshard = plugin.reshard_after_forward
         widened = 0
         for unit in [*units, model]:
