@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor
@@ -45,23 +45,25 @@ def optimizer_state_by_name(
         optimizer. What else its ``state_dict()`` holds is kept under its own key; state under keys that are
         not parameters is under ``"global_state"``.
     """
-    return name_positions(optimizer.state_dict(), optimizer, models)
+    return name_positions(optimizer.state_dict(), _groups(optimizer), models)
 
 
 def name_positions(
-    packed: Mapping[str, Any], optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    packed: Mapping[str, Any],
+    parameters: Sequence[Sequence[Tensor]],
+    models: Sequence[nn.Module | NamedModel],
 ) -> dict[str, Any]:
     """Name the parameters in a state dict that numbers them, as torch's optimizers write it.
 
     Args:
         packed: written by an optimizer with the same groups of parameters in the same order.
-        optimizer: with these parameters.
+        parameters: those of each group.
         models: name them.
 
     Raises:
         StateMismatchError: it has other groups, or groups of other sizes.
     """
-    names = _parameter_names(optimizer, models)
+    names = _parameter_names(parameters, models)
     packed = dict(packed)
     state = packed.pop("state")
     groups = packed.pop("param_groups")
@@ -94,7 +96,7 @@ def check_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
-    names = _parameter_names(optimizer, models)
+    names = _parameter_names(_groups(optimizer), models)
     _check_parameters(names, tree["param_groups"])
     # Versions of torch add switches, but not numbers, to the options of an optimizer.
     defaults = getattr(optimizer, "defaults", {})
@@ -132,7 +134,7 @@ def load_optimizer_state(
         CorruptCheckpointError: a file is not what was written; nothing was changed.
     """
     check_optimizer_state(optimizer, tree, models)
-    names = _parameter_names(optimizer, models)
+    names = _parameter_names(_groups(optimizer), models)
     saved: defaultdict[frozenset[str], list[Any]] = defaultdict(list)
     for group in tree["param_groups"]:
         saved[frozenset(group["params"])].append(group)  # several only of groups without parameters
@@ -190,16 +192,19 @@ def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
     )
 
 
+def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
 def _parameter_names(
-    optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    groups: Sequence[Sequence[Tensor]], models: Sequence[nn.Module | NamedModel]
 ) -> list[list[str]]:
     known: dict[int, str] = {}
     for index, model in enumerate(named_models(models)):
         for name, parameter in model.parameters().items():
             known.setdefault(id(parameter), f"model_{index}.{name}")
     return [
-        [known.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group["params"])]
-        for g, group in enumerate(optimizer.param_groups)
+        [known.get(id(p), f"unnamed.{g}.{i}") for i, p in enumerate(group)] for g, group in enumerate(groups)
     ]
 
 

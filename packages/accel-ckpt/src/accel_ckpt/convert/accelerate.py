@@ -2,8 +2,9 @@
 
 Its folders are known by the names of their files; they have no manifest and nothing that says that a save was
 finished. Models and the other parts are in one file each, numbered by the order of preparation; under FSDP the
-models and optimizers are single files of full tensors, or folders of torch's Distributed Checkpoint. Optimizer
-states number parameters by position, under FSDP they name them.
+models and optimizers are single files of full tensors, or folders of torch's Distributed Checkpoint, under DeepSpeed
+the folders that its engine writes for a model and its optimizer. Optimizer states number parameters by position,
+under FSDP and ZeRO they name them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from accel_ckpt.convert.dcp import DcpFolder, is_dcp_folder
+from accel_ckpt.convert.deepspeed import DeepSpeedFolder, is_deepspeed_folder, tagged_folder
 from accel_ckpt.convert.pickles import unpickle
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from accel_ckpt.format.manifest import MANIFEST_NAME
@@ -40,6 +42,7 @@ _NUMBERED = {
     "model": re.compile(_MODEL),
     "fsdp_model": re.compile(r"pytorch_model_fsdp(?:_(?P<n>\d+))?\.bin"),
     "fsdp_folder": re.compile(r"pytorch_model_fsdp_(?P<n>\d+)"),
+    "engine_folder": re.compile(r"pytorch_model(?:_(?P<n>\d+))?"),
     "optimizer": re.compile(r"optimizer(?:_(?P<n>\d+))?\.bin"),
     "optimizer_folder": re.compile(r"optimizer_(?P<n>\d+)"),
     "scheduler": re.compile(r"scheduler(?:_(?P<n>\d+))?\.bin"),
@@ -48,8 +51,8 @@ _NUMBERED = {
     "rank": re.compile(r"random_states_(?P<n>\d+)\.pkl"),
     "rank_shard": re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank\d+\.bin"),
 }
-_FOLDERS = {"fsdp_folder", "optimizer_folder"}
-_WEIGHTS = ("fsdp_folder", "fsdp_model", "model")
+_FOLDERS = {"fsdp_folder", "optimizer_folder", "engine_folder"}
+_WEIGHTS = ("engine_folder", "fsdp_folder", "fsdp_model", "model")
 _SCALER = "scaler.pt"
 _DEVICE_SEED = re.compile(r"torch_(\w+)_manual_seed")
 
@@ -74,6 +77,10 @@ def _contents(folder: Path) -> dict[str, dict[int, Path]]:
                 if kind == "model" and path.suffix == ".bin" and int(number) in found[kind]:
                     continue  # as there, safetensors come first
                 found[kind][int(number)] = path
+    engines = {number: path for number, path in found["engine_folder"].items() if is_deepspeed_folder(path)}
+    if not engines and (tagged := tagged_folder(folder)) is not None:
+        engines = {0: tagged}  # of DeepSpeed itself
+    found["engine_folder"] = engines
     return found
 
 
@@ -81,13 +88,15 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
     """Whether a folder looks like a training state that Accelerate wrote, whole or not.
 
     It has no manifest of ours, and something that only a training state has: a random state, an optimizer, a
-    scheduler, or weights in one of the layouts of FSDP.
+    scheduler, or weights in one of the layouts of FSDP or DeepSpeed.
     """
     if not folder.is_dir() or (folder / MANIFEST_NAME).exists():
         return False
+    if (folder / "latest").is_file():
+        return True  # of DeepSpeed
     found = _contents(folder)
     folders = any(is_dcp_folder(path) for kind in _FOLDERS for path in found[kind].values())
-    files = ("rank", "optimizer", "scheduler", "custom", "fsdp_model", "rank_shard")
+    files = ("rank", "optimizer", "scheduler", "custom", "fsdp_model", "rank_shard", "engine_folder")
     return folders or any(found[kind] for kind in files)
 
 
@@ -125,6 +134,9 @@ class AccelerateCheckpoint:
                 "Accelerate gives (model.safetensors with optimizer.bin, random_states_0.pkl, …)"
             )
         self._found = _contents(directory)
+        self._engines = {
+            number: DeepSpeedFolder(path) for number, path in self._found["engine_folder"].items()
+        }
         if self._found["rank_shard"]:
             raise NotAvailableError(
                 f"{directory} holds one flat file per rank ({next(iter(self._found['rank_shard'].values())).name}), "
@@ -133,16 +145,11 @@ class AccelerateCheckpoint:
             )
 
     def _refuse_other_engines(self) -> None:
-        engines = {
-            "DeepSpeed": ("zero_to_fp32.py", "pytorch_model/mp_rank_00_model_states.pt"),
-            "Megatron-LM": ("latest_checkpointed_iteration.txt",),
-        }
-        for engine, marks in engines.items():
-            if any((self.directory / mark).exists() for mark in marks):
-                raise NotAvailableError(
-                    f"{self.directory} was written by {engine}, whose own layout is not read here; convert it "
-                    "with that engine's tools to plain weights, and load them with load_checkpoint_in_model"
-                )
+        if (self.directory / "latest_checkpointed_iteration.txt").exists():
+            raise NotAvailableError(
+                f"{self.directory} was written by Megatron-LM, whose own layout is not read here; convert it "
+                "with its tools to plain weights, and load them with load_checkpoint_in_model"
+            )
 
     # What is there
 
@@ -150,12 +157,17 @@ class AccelerateCheckpoint:
         return next((self._found[kind] for kind in _WEIGHTS if self._found[kind]), {})
 
     def _optimizers(self) -> dict[int, Path]:
+        if self._engines:
+            return {number: engine.path for number, engine in self._engines.items() if engine.has_optimizer}
         first, second = ("optimizer", "optimizer_folder")[:: -1 if self._found["fsdp_folder"] else 1]
         return self._found[first] or self._found[second]
 
     @property
     def kind(self) -> str:
         """The layout in words."""
+        if self._engines:
+            stage = max(engine.stage for engine in self._engines.values())
+            return f"DeepSpeed, ZeRO stage {stage}" if stage else "DeepSpeed without ZeRO"
         if self._found["fsdp_folder"]:
             return "FSDP, sharded"
         return "FSDP, full" if self._found["fsdp_model"] else "single process or DDP"
@@ -175,17 +187,26 @@ class AccelerateCheckpoint:
         return {
             "models": len(self._weights()),
             "optimizers": len(self._optimizers()),
-            "schedulers": len(self._found["scheduler"]),
+            "schedulers": len(self._schedulers()),
             "scalers": int((self.directory / _SCALER).is_file()),
             "custom objects": len(self._found["custom"]),
         }
+
+    def _schedulers(self) -> dict[int, Any]:
+        """Files of schedulers, or the states of those that DeepSpeed's engines stepped."""
+        if self._found["scheduler"]:
+            return dict(self._found["scheduler"])
+        states = [engine.scheduler for engine in self._engines.values()]
+        return dict(enumerate(state for state in states if state is not None))
 
     # What it holds
 
     def model(self, index: int) -> dict[str, Any]:
         """A model's state dict under canonical names; of tied names perhaps only one."""
         path = self._part("model", self._weights(), index)
-        if path.is_dir():
+        if index in self._engines:
+            state_dict: Any = self._engines[index].weights()
+        elif path.is_dir():
             state_dict = DcpFolder(path).tree("model")
         elif path.suffix == ".safetensors":
             shard = MappedShard(path)
@@ -198,30 +219,37 @@ class AccelerateCheckpoint:
         return canonical_state_dict(dict(state_dict))
 
     def optimizer(
-        self, index: int, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+        self, index: int, parameters: Sequence[Sequence[Tensor]], models: Sequence[nn.Module]
     ) -> dict[str, Any]:
         """An optimizer's state as `load_optimizer_state` takes it.
 
         Args:
             index: its number.
-            optimizer: the one that is to continue, built as it was there; positions become names through it.
+            parameters: of each group of the optimizer that is to continue, built as it was there; positions become
+                names through them.
             models: name the parameters; optimizer ``i`` of FSDP belongs to model ``i``, as there.
         """
         path = self._part("optimizer", self._optimizers(), index)
-        saved = DcpFolder(path).tree("optimizer") if path.is_dir() else unpickle(path, str(path), mapped=True)
+        if index in self._engines:
+            saved: Any = self._engines[index].optimizer()
+        elif path.is_dir():
+            saved = DcpFolder(path).tree("optimizer")
+        else:
+            saved = unpickle(path, str(path), mapped=True)
         if not (isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), Sequence)):
             raise CorruptCheckpointError(f"{path} does not hold the state of an optimizer")
         saved = {"state": {}, **saved}  # a sharded state without entries has no key
         try:
             if any(isinstance(p, str) for group in saved["param_groups"] for p in group["params"]):
                 return _rename(saved, index, models)
-            return name_positions(saved, optimizer, models)
+            return name_positions(saved, parameters, models)
         except StateMismatchError as error:
             raise StateMismatchError(f"{path} does not fit optimizer {index}: {error}") from error
 
     def scheduler(self, index: int) -> Any:
         """A scheduler's state dict."""
-        return self._unpickle(self._part("scheduler", self._found["scheduler"], index))
+        state = self._part("scheduler", self._schedulers(), index)
+        return self._unpickle(state) if isinstance(state, Path) else state
 
     def scaler(self) -> Any:
         """The state dict of the gradient scaler."""
@@ -260,7 +288,7 @@ class AccelerateCheckpoint:
     def _unpickle(self, path: Path) -> Any:
         return unpickle(path, str(path), trusted=self._trusted, opt_in=self._opt_in)
 
-    def _part(self, what: str, parts: Mapping[int, Path], index: int) -> Path:
+    def _part(self, what: str, parts: Mapping[int, Any], index: int) -> Any:
         if index not in parts:
             raise CheckpointNotFoundError(
                 f"{self.directory} ({self.kind}) holds no {what} {index}; it holds the numbers {sorted(parts)}"

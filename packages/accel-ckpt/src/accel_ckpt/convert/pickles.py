@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -14,7 +14,7 @@ from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, U
 from accel_ckpt.format.reader import DAMAGE, cause_of, is_plain_zip, refuse_pointer
 from accel_ckpt.saving.save_model import TORCH_SAFE_GLOBALS
 
-__all__ = ["FileSlice", "read_plain", "unpickle"]
+__all__ = ["FileSlice", "Inert", "read_plain", "unpickle"]
 
 # Of Python's own unpickler, besides.
 _PLAIN_DAMAGE = (ImportError, MemoryError, ArithmeticError)
@@ -57,8 +57,28 @@ class FileSlice(io.RawIOBase):
         return count
 
 
+class Inert:
+    """Stands in for a class of another program: takes what a pickle gives it, and keeps nothing."""
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        """An object without content."""
+        return super().__new__(cls)
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
 def unpickle(
-    source: Path | IO[bytes], what: str, *, trusted: bool = False, opt_in: str = "", mapped: bool = False
+    source: Path | IO[bytes],
+    what: str,
+    *,
+    trusted: bool = False,
+    opt_in: str = "",
+    mapped: bool = False,
+    stand_ins: Sequence[tuple[type, str]] = (),
 ) -> Any:
     """Read what ``torch.save`` wrote, to the CPU.
 
@@ -72,6 +92,7 @@ def unpickle(
             from yourself.
         opt_in: how the caller's user would say so; empty where there is no way.
         mapped: map the tensors of a file privately instead of reading them, where its layout allows.
+        stand_ins: classes that take the place of those that the file names, by full name.
 
     Raises:
         UnsafeCheckpointError: reading it would call something that is not on the list.
@@ -83,7 +104,7 @@ def unpickle(
         refuse_pointer(source)
         mapped = is_plain_zip(source) and mapped
     try:
-        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *stand_ins]):
             return torch.load(source, map_location="cpu", weights_only=not trusted, mmap=mapped)
     except pickle.UnpicklingError as error:
         advice = f". If you trust the file: {opt_in}" if opt_in else ""

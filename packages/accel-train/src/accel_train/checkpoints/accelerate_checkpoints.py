@@ -63,7 +63,9 @@ def read(
     _check_parts(here, checkpoint)
     shared: dict[str, Any] = {}
     for index, optimizer in enumerate(here.optimizers):
-        shared[f"optimizer_{index}"] = checkpoint.optimizer(index, optimizer.optimizer, here.models)
+        shared[f"optimizer_{index}"] = checkpoint.optimizer(
+            index, here.plan.strategy.parameter_groups(optimizer.optimizer), here.models
+        )
     for index in range(len(here.schedulers)):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
     if here.plan.precision.scaler is not None:

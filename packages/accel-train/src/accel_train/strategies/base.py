@@ -371,6 +371,10 @@ class Strategy:
         self.precision.forget_unscaled(optimizer)
         optimizer.zero_grad(set_to_none)
 
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The parameters of each group of the script's optimizer, where an engine has emptied or changed its groups."""
+        return [list(group["params"]) for group in optimizer.param_groups]
+
     @property
     def gradients_wait(self) -> bool:
         """Whether an engine holds gradients that wait for a step, outside of `parameter.grad`."""

@@ -51,6 +51,7 @@ class _Trained:
     gradients: EngineGradients
     state: EngineState
     plugin: DeepSpeedPlugin
+    groups: list[list[Tensor]]  # parameters, as the script grouped them
 
 
 class DeepSpeedStrategy(Strategy):
@@ -155,6 +156,7 @@ class DeepSpeedStrategy(Strategy):
             EngineGradients(engine, plain),
             EngineState(engine, plain, groups),
             self.plugin,
+            groups,
         )
         self._trained.append(made)
         return made
@@ -326,6 +328,11 @@ class DeepSpeedStrategy(Strategy):
             super().zero_grad(optimizer, set_to_none)
         else:
             item.gradients.drop()
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The parameters of each group; the engine leaves empty groups behind."""
+        item = self._of_optimizer(optimizer)
+        return super().parameter_groups(optimizer) if item is None else item.groups
 
     @property
     def gradients_wait(self) -> bool:
