@@ -288,7 +288,7 @@ class DeepSpeedFolder:
             )
         base = saved[0]
         assert base is not None
-        # A flat tensor of each group stands in the optimizer for the parameters of the group.
+        # The optimizer has one flat tensor for all parameters of a group.
         keys = [key for group in base["param_groups"] for key in group["params"]]
         state: dict[str, Any] = {}
         names: dict[int, list[str]] = {number: [] for number in range(len(keys))}
