@@ -26,6 +26,7 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
+from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import EngineGradients
 from accel_train.strategies.deepspeed.placeholders import (
@@ -51,6 +52,7 @@ class _Trained:
     gradients: EngineGradients
     state: EngineState
     plugin: DeepSpeedPlugin
+    watch: Watch
 
 
 class DeepSpeedStrategy(Strategy):
@@ -155,6 +157,7 @@ class DeepSpeedStrategy(Strategy):
             EngineGradients(engine, plain),
             EngineState(engine, plain, groups),
             self.plugin,
+            Watch(engine, plain, engine.basic_optimizer),
         )
         self._trained.append(made)
         return made
@@ -180,6 +183,7 @@ class DeepSpeedStrategy(Strategy):
                 config.pop(section, None)
             engine = make_engine(self.options.device, model=plain, config=config)
             self._evaluated.append(engine)
+            Watch(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
             prepared: nn.Module = engine
@@ -219,7 +223,7 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             ArgumentTypeError: an argument that the engine's backward does not take.
-            PrepareError: the model was prepared without its optimizer.
+            PrepareError: the model was prepared without its optimizer, or its parameters have changed since.
         """
         unknown = sorted(kwargs.keys() - {"retain_graph"})
         if unknown:
@@ -244,6 +248,8 @@ class DeepSpeedStrategy(Strategy):
                 "only. Call backward() for the loss of each, or set zero_stage=1."
             )
         for item in used:
+            item.watch.check()
+        for item in used:
             loss = item.gradients.before_backward(loss)
         # The other engines of the loss finish their gradients in hooks of their own.
         used[0].engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -262,11 +268,14 @@ class DeepSpeedStrategy(Strategy):
         wanted = {id(parameter) for parameter in parameters}
         found = [item for item in self._trained if not wanted.isdisjoint(item.gradients.keys)]
         for item in found:
-            missing = len(item.gradients.keys - wanted)
+            missing = item.gradients.keys - wanted
+            if missing:
+                missing &= {id(parameter) for parameter in item.model.parameters()}  # scripts may remove some
             if missing and not item.gradients.in_parameters:
                 raise OptionError(
-                    f"Clipping was given {len(wanted)} parameters, {missing} fewer than {type(item.model).__name__} "
-                    "trains, and DeepSpeed keeps the gradients of all of them together. Pass model.parameters()."
+                    f"Clipping was given {len(wanted)} parameters, {len(missing)} fewer than "
+                    f"{type(item.model).__name__} trains, and DeepSpeed keeps the gradients of all of them together. "
+                    "Pass model.parameters()."
                 )
         return found
 
