@@ -172,4 +172,4 @@ def test_a_rank_holds_its_share(tmp_path, request, case):
         # States are copied for their digests in blocks of 16 MiB; of the model's 32 tensors rank 0 writes one while it
         # receives the next one from the ranks.
         assert found["save_state"] <= 4 * (1 << 24) + MARGIN < 4 * count
-        assert found["save_model"] <= 8 * tensor + MARGIN < 4 * count
+        assert found["save_model"] <= 10 * tensor + MARGIN < 4 * count
