@@ -142,14 +142,11 @@ def accumulated(stage: int | None, counting: bool) -> dict[str, Tensor]:
     accelerator = Accelerator(cpu=True, deepspeed_plugin=plugin, gradient_accumulation_steps=5)
     model = make_model()
     x, y = make_data()
-    items = (torch.arange(ROWS) % 3).unsqueeze(1) < torch.arange(
-        3
-    ) + 1  # 3, 2 and 1 of each row's numbers count
-    model, optimizer, loader = accelerator.prepare(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        DataLoader(TensorDataset(x, y, items), batch_size=1),
-    )
+    # 3, 2 and 1 of each row's numbers count.
+    items = (torch.arange(ROWS) % 3).unsqueeze(1) < torch.arange(3) + 1
+    loader = DataLoader(TensorDataset(x, y, items), batch_size=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for _ in range(2):
         for rows, wanted, mask in loader:
             with accelerator.accumulate(model):

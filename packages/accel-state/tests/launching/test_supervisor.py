@@ -225,6 +225,27 @@ def test_death_by_signal_becomes_128_plus_n(launcher):
 
 
 @posix
+def test_a_crash_is_blamed_although_the_error_that_it_causes_is_heard_first(launcher):
+    # A busy launcher may read the traceback of a rank whose connection broke before it learns what has broken it.
+    script = launcher.script("""
+        if rank == 1:
+            import traceback
+            try: raise ConnectionError("closed by peer")
+            except ConnectionError: traceback.print_exc()
+            open("heard", "w").close()
+            time.sleep(0.6)
+            sys.exit(1)
+        while not os.path.exists("heard"):
+            time.sleep(0.01)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """)
+    done = launcher.run("--num_processes", "2", script)
+    assert done.returncode == 137
+    assert "rank 0 failed first (ended by SIGKILL" in done.stderr
+
+
+@posix
 def test_a_killed_rank_is_explained(launcher):
     script = launcher.script("if rank == 0: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     done = launcher.run("--num_processes", "2", script)

@@ -48,7 +48,8 @@ def gather_whole(leaf: Leaf, coordinator: Coordinator | None = None) -> torch.Te
         whole: torch.Tensor = leaf.detach().full_tensor()  # type: ignore[attr-defined]
         return whole.cpu()
     ranks = coordinator or default_coordinator()
-    mine = [(part.offsets, part.tensor.detach().cpu()) for part in parts_of(leaf)]
+    # Copies, because a view is pickled with all of the memory that it looks at, such as a flat partition.
+    mine = [(part.offsets, part.tensor.detach().to("cpu", copy=True)) for part in parts_of(leaf)]
     shape = shape_of(leaf)
     result = torch.empty(shape, dtype=_dtype_of(leaf))
     filled = torch.zeros(shape, dtype=torch.bool)

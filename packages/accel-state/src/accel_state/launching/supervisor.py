@@ -22,6 +22,12 @@ _SETTLE = 2.0
 """Seconds that a rank whose traceback preceded the first exit gets to exit, so that the report names the right rank."""
 _CATCH_UP = 0.5
 """Seconds that the readers of standard error get, on a busy machine, to reach the time of the first exit."""
+_CRASHES = {
+    -int(getattr(signal, name))
+    for name in ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE")
+    if hasattr(signal, name)
+}
+"""Exit codes of ends that another rank's failure does not cause."""
 _FAILURE_GRACE = 5.0
 _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
@@ -65,6 +71,10 @@ class SupervisedProcess:
     label: str
     code: int | None = None
     ended_at: float = 0.0
+
+    def crashed(self) -> bool:
+        """Whether it ended without a word, by a signal that it did not get because of another rank."""
+        return self.code in _CRASHES and self.output.traceback_at is None
 
     def failed_at(self) -> float:
         """Time of failure: its last traceback precedes its exit and the exits of other ranks that it causes."""
@@ -195,11 +205,13 @@ class _Group:
         now = time.monotonic()
         if now - self.first_exit < _CATCH_UP and not all(m.output.caught_up() for m in self.members):
             return
-        if now - self.first_exit < _SETTLE and any(map(self._failed_before, self._alive())):
+        self._collect()  # a rank that has ended before this one may have been asked before it
+        failed = [member for member in self.members if member.code]
+        # A rank that waits for one that crashes fails at once, and may be heard before the end of the other is known.
+        crashed = [member for member in failed if member.crashed()]
+        if not crashed and now - self.first_exit < _SETTLE and any(map(self._failed_before, self._alive())):
             return
-        self.first_failed = min(
-            (member for member in self.members if member.code), key=SupervisedProcess.failed_at
-        )
+        self.first_failed = min(crashed or failed, key=SupervisedProcess.failed_at)
         if self.stopped_by is not None:
             return
         others = _listed([member.label for member in self._alive()])

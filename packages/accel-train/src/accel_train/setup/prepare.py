@@ -144,6 +144,13 @@ class _Objects:
                 f"this would make {count}. Create another Accelerator for the others."
             )
         if capabilities.prepares_together and optimizers and not models:
+            if self._models:
+                raise PrepareError(
+                    f"The strategy {name!r} prepares a model and its optimizer together, and the model of this call is "
+                    "prepared already. Release everything, and prepare it again with this optimizer and the loaders: "
+                    "`model = accelerator.unwrap_model(model)`, `accelerator.free_memory()`, "
+                    "`accelerator.prepare(model, optimizer, …)`."
+                )
             raise PrepareError(
                 f"The strategy {name!r} prepares a model and its optimizer together, and this call has an optimizer "
                 "without its model. Pass both to one call: `accelerator.prepare(model, optimizer)`."

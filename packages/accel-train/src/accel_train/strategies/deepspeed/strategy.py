@@ -26,6 +26,7 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
+from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
 from accel_train.strategies.deepspeed.gradients import EngineGradients
 from accel_train.strategies.deepspeed.placeholders import (
@@ -52,6 +53,7 @@ class _Trained:
     state: EngineState
     plugin: DeepSpeedPlugin
     groups: list[list[Tensor]]  # parameters, as the script grouped them
+    watch: Watch
 
 
 class DeepSpeedStrategy(Strategy):
@@ -157,6 +159,7 @@ class DeepSpeedStrategy(Strategy):
             EngineState(engine, plain, groups),
             self.plugin,
             groups,
+            Watch(engine, plain, engine.basic_optimizer),
         )
         self._trained.append(made)
         return made
@@ -182,6 +185,7 @@ class DeepSpeedStrategy(Strategy):
                 config.pop(section, None)
             engine = make_engine(self.options.device, model=plain, config=config)
             self._evaluated.append(engine)
+            Watch(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
             prepared: nn.Module = engine
@@ -221,7 +225,7 @@ class DeepSpeedStrategy(Strategy):
 
         Raises:
             ArgumentTypeError: an argument that the engine's backward does not take.
-            PrepareError: the model was prepared without its optimizer.
+            PrepareError: the model was prepared without its optimizer, or its parameters have changed since.
         """
         unknown = sorted(kwargs.keys() - {"retain_graph"})
         if unknown:
@@ -246,6 +250,8 @@ class DeepSpeedStrategy(Strategy):
                 "only. Call backward() for the loss of each, or set zero_stage=1."
             )
         for item in used:
+            item.watch.check()
+        for item in used:
             loss = item.gradients.before_backward(loss)
         # The other engines of the loss finish their gradients in hooks of their own.
         used[0].engine.backward(loss, scale_wrt_gas=False, **kwargs)
@@ -264,11 +270,14 @@ class DeepSpeedStrategy(Strategy):
         wanted = {id(parameter) for parameter in parameters}
         found = [item for item in self._trained if not wanted.isdisjoint(item.gradients.keys)]
         for item in found:
-            missing = len(item.gradients.keys - wanted)
+            missing = item.gradients.keys - wanted
+            if missing:
+                missing &= {id(parameter) for parameter in item.model.parameters()}  # scripts may remove some
             if missing and not item.gradients.in_parameters:
                 raise OptionError(
-                    f"Clipping was given {len(wanted)} parameters, {missing} fewer than {type(item.model).__name__} "
-                    "trains, and DeepSpeed keeps the gradients of all of them together. Pass model.parameters()."
+                    f"Clipping was given {len(wanted)} parameters, {len(missing)} fewer than "
+                    f"{type(item.model).__name__} trains, and DeepSpeed keeps the gradients of all of them together. "
+                    "Pass model.parameters()."
                 )
         return found
 

@@ -1,0 +1,96 @@
+"""What a script changes in a model or an optimizer after an engine was made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_train.errors import PrepareError
+
+__all__ = ["Watch"]
+
+_NEXT = (
+    "Change the model before prepare(), or make a new engine on all ranks: `model = accelerator.unwrap_model(model)`, "
+    "`accelerator.free_memory()`, and prepare() of the model, a new optimizer and the loaders."
+)
+
+
+class Watch:
+    """Forward pre-hook of an engine that refuses parameters which the engine does not know.
+
+    An engine copies what it trains into flat partitions when it is made. A parameter that is added or unfrozen later
+    would silently keep its values, and one that is frozen would move on by its momentum and weight decay. A check is a
+    walk over the modules, without communication; ranks that change their models alike get the same error.
+
+    Args:
+        engine: DeepSpeed's engine.
+        model: the module inside it.
+        optimizer: what the engine steps; None: it only evaluates.
+    """
+
+    def __init__(self, engine: Any, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        # The parameters are kept, so that their `id`s stay their own.
+        self._known = {
+            id(parameter): (parameter, parameter.requires_grad) for parameter in model.parameters()
+        }
+        self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._groups = len(optimizer.param_groups) if optimizer is not None else 0
+        self._stage: int = engine.zero_optimization_stage()
+        engine.register_forward_pre_hook(self)
+
+    def __call__(self, engine: nn.Module, inputs: Any) -> None:
+        """Refuse a forward that trains, or that stage 3 would fail in, because of parameters that are new.
+
+        Below stage 2 a script may freeze one model while it trains another through it. The hooks of stages 2 and 3 take
+        such a backward for one of the frozen model, and fail, or change gradients of the next one.
+
+        Raises:
+            PrepareError: a parameter was added or replaced; from stage 2 on also: frozen or unfrozen.
+        """
+        trains = torch.is_grad_enabled()
+        if trains or self._stage == 3:
+            self._check(flags=trains and self._stage >= 2)
+
+    def check(self) -> None:
+        """Refuse a backward whose gradients the engine would not take, or would go on without.
+
+        Raises:
+            PrepareError: a parameter was added, replaced, frozen or unfrozen, or a group was added to the optimizer.
+        """
+        self._check(flags=True)
+        if self.optimizer is not None and len(self.optimizer.param_groups) != self._groups:
+            raise PrepareError(
+                f"{type(self.optimizer).__name__} had {self._groups} groups of parameters when it was prepared, and "
+                f"has {len(self.optimizer.param_groups)}; DeepSpeed's engine would not average the gradients of what "
+                f"was added. {_NEXT}"
+            )
+
+    def _check(self, flags: bool) -> None:
+        known = self._known
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is None:
+                    continue
+                found = known.get(id(parameter))
+                if found is None or (flags and found[1] is not parameter.requires_grad):
+                    raise PrepareError(self._message(parameter))
+
+    def _message(self, parameter: nn.Parameter) -> str:
+        name = next(name for name, p in self.model.named_parameters(remove_duplicate=False) if p is parameter)
+        if id(parameter) not in self._known:
+            change = "replaced in" if name in self._names else "added to"
+            what = f"was {change} {type(self.model).__name__}"
+            result = "does not know it: it would keep its values"
+        elif parameter.requires_grad:
+            what = f"of {type(self.model).__name__} was frozen when the model was prepared, and unfrozen"
+            result = "does not train it: it would keep its values"
+        else:
+            what = f"of {type(self.model).__name__} was frozen"
+            result = "would go on to change it by its momentum and weight decay"
+            if self._stage >= 2:
+                result += "; only zero_stage=1 can freeze a model while another is trained through it"
+        return f"The parameter {name!r} {what} after prepare(), and DeepSpeed's engine {result}. {_NEXT}"
