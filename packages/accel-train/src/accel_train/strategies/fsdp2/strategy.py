@@ -104,6 +104,7 @@ class FSDP2Strategy(Strategy):
         if plugin.activation_checkpointing:
             checkpoint_blocks(model, units, offload=bool(plugin.activation_checkpointing_offload))
         reshard = plugin.reshard_after_forward
+        formats = _formats(model)
         widened = 0
         for unit in [*units, model]:
             if self.precision.dtypes.compute is not None:
@@ -113,6 +114,9 @@ class FSDP2Strategy(Strategy):
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
             fully_shard(unit, reshard_after_forward=after, **options)
+        for module, name, quant_state in formats:
+            divided: Any = module._parameters[name]
+            divided.quant_state = quant_state
         if widened:
             _logger.warning(
                 f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
@@ -218,6 +222,16 @@ class FSDP2Strategy(Strategy):
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _formats(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """What bitsandbytes notes at 4-bit weights of their format, and looks for there when a state dict is made."""
+    return [
+        (module, name, parameter.quant_state)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if getattr(parameter, "quant_state", None) is not None
+    ]
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
