@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +115,7 @@ class FSDP2Strategy(Strategy):
             after = None if unit is model and reshard else reshard
             fully_shard(unit, reshard_after_forward=after, **options)
         for module, name, quant_state in formats:
-            divided: Any = module._parameters[name]
-            divided.quant_state = quant_state
+            cast(Any, module._parameters[name]).quant_state = quant_state
         if widened:
             _logger.warning(
                 f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
