@@ -225,12 +225,9 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 
 def _formats(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     """What bitsandbytes notes at 4-bit weights of their format, and looks for there when a state dict is made."""
-    return [
-        (module, name, parameter.quant_state)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if getattr(parameter, "quant_state", None) is not None
-    ]
+    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    found = [(module, name, getattr(parameter, "quant_state", None)) for module, name, parameter in places]
+    return [(module, name, quant_state) for module, name, quant_state in found if quant_state is not None]
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
