@@ -178,6 +178,32 @@ def test_replicas_of_sharded_models():
     assert all(held < 0.55 for *_, held in results), "two replicas, each divided among two"
 
 
+def on_two_machines(strategy_name):
+    """The ranks' environment says that two of them are on each machine."""
+    import os
+
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)}
+    os.environ["GROUP_WORLD_SIZE"] = "2"
+    from accel_train import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(sharding_strategy=strategy_name)
+    mesh = Accelerator(cpu=True, fsdp_plugin=plugin).torch_device_mesh
+    replicas = mesh["dp_replicate"].mesh.tolist(), mesh["dp_shard"].mesh.tolist()
+    return *replicas, *train(llama, sharding_strategy=strategy_name)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+def test_hybrid_sharding_keeps_a_replica_on_each_machine(name):
+    found = worlds.run(on_two_machines, 4, name)
+    check([result[2:] for result in found], expected(llama, 4))
+    for rank, (replicas, shards, _, _, held) in enumerate(found):
+        assert replicas == [rank % 2, rank % 2 + 2]
+        assert shards == [rank // 2 * 2, rank // 2 * 2 + 1], "the ranks of one machine"
+        assert held < 0.55
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision(precision):
     wanted = worlds.run(train, 2, llama, strategy="ddp", precision=precision)[0]

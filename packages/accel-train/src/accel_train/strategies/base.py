@@ -418,7 +418,7 @@ class Strategy:
         """Load weights for which `misfits` found nothing; each rank reads what it holds."""
         plain, own = self.plain(model), self.model_state(model)
         if not any(is_divided(leaf) for leaf in own.values()):
-            plain.load_state_dict(under_own_names(plain, weights.whole()), strict=strict)
+            _load_whole(plain, under_own_names(plain, weights.whole()), strict)
             return
         about = weights.about
         weights.fill({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
@@ -482,6 +482,31 @@ class Strategy:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         return self  # a copied optimizer still belongs to its accelerator
+
+
+def _load_whole(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a whole state dict; what modules save but do not load, as 4-bit layers their format, is filled in place."""
+    formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
+    loaded = {name: value for name, value in state.items() if name not in formats}
+    model.load_state_dict(loaded, strict=strict)
+    own = model.state_dict() if formats else {}
+    with torch.no_grad():
+        for name in formats & own.keys():
+            own[name].copy_(state[name])
+
+
+def _parameter_of(model: nn.Module, name: str) -> Any:
+    """The parameter that an entry of a state dict below a parameter's name describes."""
+    module: Any = model
+    parts = name.split(".")
+    for place, part in enumerate(parts):
+        parameter = module._parameters.get(part)
+        if parameter is not None:
+            return parameter if place + 1 < len(parts) else None
+        module = module._modules.get(part)
+        if module is None:
+            return None
+    return None
 
 
 def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:

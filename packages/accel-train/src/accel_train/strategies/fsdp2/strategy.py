@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,7 @@ class FSDP2Strategy(Strategy):
                 model, units, bool(plugin.activation_checkpointing_offload), plugin.checkpoint_policy
             )
         reshard = plugin.reshard_after_forward
+        formats = _formats(model)
         widened = 0
         for unit in [*units, model]:
             if self.precision.dtypes.compute is not None:
@@ -115,6 +116,8 @@ class FSDP2Strategy(Strategy):
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
             fully_shard(unit, reshard_after_forward=after, **options)
+        for module, name, quant_state in formats:
+            cast(Any, module._parameters[name]).quant_state = quant_state
         if widened:
             _logger.warning(
                 f"{widened} trained parameters of {type(model).__name__} have less than 32 bits; their parts, and the "
@@ -220,6 +223,13 @@ class FSDP2Strategy(Strategy):
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _formats(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """What bitsandbytes notes at 4-bit weights of their format, and looks for there when a state dict is made."""
+    places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items()]
+    found = [(module, name, getattr(parameter, "quant_state", None)) for module, name, parameter in places]
+    return [(module, name, quant_state) for module, name, quant_state in found if quant_state is not None]
 
 
 def _prefetch(units: Sequence[nn.Module]) -> None:
