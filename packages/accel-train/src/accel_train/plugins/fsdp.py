@@ -221,15 +221,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
         return found
 
     @property
-    def checkpoint_policy(self) -> Callable[..., Any] | None:
-        """Of which operations checkpointed units keep the results; None: of none."""
-        if self.activation_checkpointing == "selective":
-            from accel_train.strategies.fsdp2.activations import keep_products
-
-            return keep_products
-        return self.activation_checkpointing if callable(self.activation_checkpointing) else None
-
-    @property
     def offload_policy(self) -> OffloadPolicy:
         """What `fully_shard` takes as `offload_policy`."""
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from accel_train.errors import PrepareError
 from accel_train.strategies.blocks import repeated_blocks
 
-__all__ = ["CheckpointedForward", "Policy", "checkpoint_blocks", "keep_products"]
+__all__ = ["CheckpointedForward", "Policy", "checkpoint_blocks", "keep_products", "policy_of"]
 
 Policy = Callable[..., CheckpointPolicy]
 """Says for each operation whether its results are kept, as `create_selective_checkpoint_contexts` of torch takes it."""
@@ -40,6 +40,13 @@ _PRODUCTS = frozenset(
         "_scaled_dot_product_cudnn_attention",
     )
 )
+
+
+def policy_of(chosen: bool | str | Policy) -> Policy | None:
+    """The policy that a plugin's `activation_checkpointing` chooses; None: keep nothing."""
+    if callable(chosen):
+        return chosen
+    return keep_products if chosen == "selective" else None
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

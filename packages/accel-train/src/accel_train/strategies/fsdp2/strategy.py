@@ -19,7 +19,7 @@ from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import FullyShardedDataParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
-from accel_train.strategies.fsdp2.activations import checkpoint_blocks
+from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
 from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
@@ -102,9 +102,8 @@ class FSDP2Strategy(Strategy):
             "ignored_params": ignored_parameters(model, plugin.ignored_modules),
         }
         if plugin.activation_checkpointing:
-            checkpoint_blocks(
-                model, units, bool(plugin.activation_checkpointing_offload), plugin.checkpoint_policy
-            )
+            policy = policy_of(plugin.activation_checkpointing)
+            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), policy)
         reshard = plugin.reshard_after_forward
         formats = _formats(model)
         widened = 0
