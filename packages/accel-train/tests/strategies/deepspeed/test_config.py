@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_state import PartialState
 from accel_train import DeepSpeedPlugin, DummyOptim, DummyScheduler
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
@@ -102,6 +103,17 @@ def test_other_sections_pass_through():
 def test_refused(config, changed, error, match):
     with pytest.raises(error, match=match):
         engine_config(DeepSpeedPlugin(config), script(**changed))
+
+
+def test_names_that_look_misspelt_are_reported(caplog):
+    PartialState(cpu=True)  # by which loggers know their rank
+    check_known(
+        {"zero_optimisation": {}, "gradient_acumulation_steps": 2, "new_section": {}, "bf16": {}}, "ds.json"
+    )
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "'zero_optimisation' in ds.json" in first
+    assert "did you mean 'zero_optimization'?" in first
+    assert "did you mean 'gradient_accumulation_steps'?" in second
 
 
 def test_deepcompile_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,11 +11,61 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_state.log import get_logger
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins import DeepSpeedPlugin
 from accel_train.strategies.deepspeed.placeholders import DummyOptim, DummyScheduler
 
-__all__ = ["Script", "engine_config"]
+__all__ = ["Script", "check_known", "engine_config"]
+
+_logger = get_logger(__name__)
+
+# The sections that configurations of users have. The engine passes over what it does not know without a word, and each
+# of its versions knows more, so only names that look like one of these are reported.
+_SECTIONS = (
+    "activation_checkpointing",
+    "aio",
+    "amp",
+    "bf16",
+    "bfloat16",
+    "checkpoint",
+    "comms_logger",
+    "communication_data_type",
+    "compression_training",
+    "csv_monitor",
+    "data_efficiency",
+    "data_types",
+    "dataloader_drop_last",
+    "disable_allgather",
+    "dump_state",
+    "elasticity",
+    "flops_profiler",
+    "fp16",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "gradient_predivide_factor",
+    "hybrid_engine",
+    "managed_gradient_accumulation",
+    "memory_breakdown",
+    "optimizer",
+    "prescale_gradients",
+    "progressive_layer_drop",
+    "scheduler",
+    "seq_parallel_communication_data_type",
+    "sparse_attention",
+    "sparse_gradients",
+    "steps_per_print",
+    "tensor_parallel",
+    "tensorboard",
+    "torch_autocast",
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
 
 
 @dataclass(frozen=True)
@@ -175,11 +226,18 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def check_known(config: Mapping[str, Any], origin: str) -> None:
-    """Refuse what an engine cannot do that steps when the script does.
+    """Refuse what an engine cannot do that steps when the script does; warn of names that look misspelt.
 
     Raises:
         OptionError: a section of the configuration.
     """
+    for name in config:
+        near = difflib.get_close_matches(name, _SECTIONS, n=1, cutoff=0.85)
+        if name not in _SECTIONS and near:
+            _logger.warning(
+                f"{name!r} in {origin} is no section that DeepSpeed is known to have, and it ignores others; did you "
+                f"mean {near[0]!r}?"
+            )
     for section in ("pipeline", "compile"):
         if isinstance(config.get(section), Mapping) and config[section].get("deepcompile"):
             raise OptionError(
