@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from accel_ckpt.convert.pickles import Inert, unpickle
-from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.format.reader import cause_of
 from accel_state.errors import NotAvailableError
 
 __all__ = ["DeepSpeedFolder", "is_deepspeed_folder", "tagged_folder"]
@@ -44,6 +46,10 @@ _STAND_INS: tuple[Any, ...] = (
         )
     ),
 )
+
+
+# What a file that describes something else makes of the code that takes it apart.
+_ODD = (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError)
 
 
 def is_deepspeed_folder(folder: Path) -> bool:
@@ -147,7 +153,8 @@ class DeepSpeedFolder:
     @property
     def stage(self) -> int:
         """Stage of ZeRO; 0: none."""
-        return int(self._ranks[0].get("zero_stage", 0)) if self._ranks else 0
+        with _taking_apart(self.path):
+            return int(self._ranks[0].get("zero_stage", 0)) if self._ranks else 0
 
     @property
     def has_optimizer(self) -> bool:
@@ -163,6 +170,10 @@ class DeepSpeedFolder:
 
     def weights(self) -> dict[str, Tensor]:
         """Whole weights by name: float32 where the optimizer updates float32 copies; buffers as they are."""
+        with _taking_apart(self.path):
+            return self._weights()
+
+    def _weights(self) -> dict[str, Tensor]:
         found = {name: value for name, value in self._model["module"].items() if isinstance(value, Tensor)}
         if self.stage == 0:
             return {**found, **self._float32_copies(found)}
@@ -276,6 +287,10 @@ class DeepSpeedFolder:
         """
         if not self.has_optimizer:
             raise CheckpointNotFoundError(f"{self.path} holds no state of an optimizer")
+        with _taking_apart(self.path):
+            return self._optimizer()
+
+    def _optimizer(self) -> dict[str, Any]:
         if not self._parts:
             whole = self._model["optimizer"]
             return dict(whole.get("optimizer_state_dict", whole))
@@ -313,6 +328,23 @@ class DeepSpeedFolder:
             for group in base["param_groups"]
         ]
         return {"state": state, "param_groups": groups}
+
+
+@contextmanager
+def _taking_apart(path: Path) -> Iterator[None]:
+    """Files that can be read may still hold anything.
+
+    Raises:
+        CorruptCheckpointError: they do not hold what the code inside looks for.
+    """
+    try:
+        yield
+    except (CheckpointError, NotAvailableError):
+        raise
+    except _ODD as error:
+        raise CorruptCheckpointError(
+            f"{path} does not hold what DeepSpeed writes: {cause_of(error)}"
+        ) from error
 
 
 def _is_part(value: Any, size: int) -> bool:
