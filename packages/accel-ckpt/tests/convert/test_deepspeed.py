@@ -3,6 +3,7 @@
 import enum
 import math
 import os
+import re
 import sys
 from types import ModuleType
 
@@ -276,17 +277,19 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path, stage):
         DeepSpeedFolder(folder).weights()
 
 
-@pytest.mark.parametrize("key", ["param_shapes", "shared_params", "module"])
-@pytest.mark.parametrize("odd", [3, [], [{}], {"up.weight": "x"}, [[1]], [{"up.weight": (-1, "a")}]])
+@pytest.mark.parametrize(
+    ("key", "odd"),
+    [
+        *(("param_shapes", odd) for odd in (3, {"up.weight": "x"}, [[1]], [{"up.weight": (-1, "a")}])),
+        *(("shared_params", odd) for odd in (3, [{}], [[1]])),
+        *(("module", odd) for odd in (3, [], [{}])),
+    ],
+)
 def test_odd_content_is_an_error_that_names_the_folder(tmp_path, key, odd):
     folder = write(tmp_path, 2, 2)
     change(folder / "mp_rank_00_model_states.pt", lambda content: content.update({key: odd}))
-    try:
-        found = DeepSpeedFolder(folder)
-        found.weights()
-        found.optimizer()
-    except CorruptCheckpointError as error:
-        assert str(folder) in str(error)
+    with pytest.raises(CorruptCheckpointError, match=re.escape(str(folder))):
+        DeepSpeedFolder(folder).weights()
 
 
 def test_a_part_of_a_frozen_parameter_is_missing(tmp_path):
