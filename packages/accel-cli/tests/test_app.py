@@ -8,7 +8,7 @@ import time
 import pytest
 
 from accel_cli import __version__
-from accel_cli.app import COMMANDS, main
+from accel_cli.app import COMMANDS, OTHER_NAMES, main
 
 
 def accel(*words, **environ):
@@ -20,7 +20,7 @@ def accel(*words, **environ):
 
 def test_without_a_command_help_is_shown_and_the_code_is_1(capsys):
     assert main([]) == 1
-    assert "commands:" in capsys.readouterr().out
+    assert "usage: accel COMMAND" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("word", ["-h", "--help"])
@@ -39,8 +39,10 @@ def test_version(capsys):
     ("word", "hint"),
     [
         ("lunch", "command lunch does not exist; did you mean launch?"),
-        ("xyz", "the commands are config, env, launch, merge-weights"),
-        ("--halp", "option --halp does not exist"),
+        ("xyz", "the commands are config, launch, "),
+        ("torchrun", "command torchrun does not exist; use accel launch"),
+        ("collect_env", "command collect_env does not exist; use accel env"),
+        ("--halp", "flag --halp does not exist; did you mean --help?"),
         ("train.py", "to start a script: accel launch train.py"),
     ],
 )
@@ -49,7 +51,7 @@ def test_unknown_words_get_a_suggestion(word, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-def test_every_command_has_a_module_with_main_and_help(capsys):
+def test_every_command_has_a_help_page(capsys):
     for name in COMMANDS:
         assert main([name, "--help"]) == 0
         assert name in capsys.readouterr().out
@@ -64,11 +66,19 @@ def test_errors_are_one_message_without_traceback():
     assert done.stderr.startswith("accel launch: error: the script 'nowhere.py' does not exist")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["launch", "--help"], ["launch", "--dry-run", __file__]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        *([name, "--help"] for name in COMMANDS),
+        ["--help"],
+        ["launch", "--help-all"],
+        ["launch", "--dry-run", __file__],
+    ],
+)
 def test_torch_is_never_imported(words):
     code = (
         "import sys; from accel_cli.app import main; main(sys.argv[1:]);"
-        "sys.exit(3 if {'torch', 'rich', 'typer', 'numpy'} & set(sys.modules) else 0)"
+        "sys.exit(3 if {'torch', 'rich', 'questionary', 'numpy'} & set(sys.modules) else 0)"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "HF_HOME": os.devnull}
     assert (
@@ -101,6 +111,17 @@ def test_output_that_nobody_reads_is_no_reason_for_a_traceback(words, redirectio
     )
     assert done.stderr == ""
     assert (tmp_path / "ran").exists() == ("show.py" in words)
+
+
+@pytest.mark.parametrize("word", OTHER_NAMES)
+def test_names_of_other_tools_lead_to_a_command(word):
+    assert word not in COMMANDS
+    assert OTHER_NAMES[word] in {*COMMANDS, "--version"}
+
+
+def test_a_command_is_found_in_both_spellings(capsys):
+    assert main(["merge_weights", "--help"]) == 0
+    assert "usage: accel merge-weights" in capsys.readouterr().out
 
 
 def test_help_takes_a_command(capsys):

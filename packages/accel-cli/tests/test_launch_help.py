@@ -1,25 +1,51 @@
 """The help of ``accel launch``."""
 
-from accel_cli.launch_help import launch_help
+import pytest
+
+from accel_cli.colors import Colors
+from accel_cli.launch_help import TOPICS, launch_help, typed_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
+from accel_state.errors import ConfigError
+
+PLAIN = Colors(False)
 
 
-def test_help_names_every_flag_under_a_topic():
-    text = launch_help(100)
+def test_the_first_page_fits_on_one_screen():
+    text = launch_help(width=120, colors=PLAIN)
+    assert len(text.splitlines()) <= 45
+    assert "--help-all" in text
+    assert all(topic in text for topic in TOPICS)
+
+
+def test_every_flag_is_on_the_page_of_all_flags_with_variable_and_key():
+    text = launch_help("all", width=100, colors=PLAIN)
+    joined = " ".join(text.split())
     for bound in schema_of(LaunchConfig).options:
-        for flag in bound.flags:
+        for flag in (*bound.flags, *bound.about.switches):
             assert f"{flag}" in text
-    for title in (
-        "Starting and supervising:",
-        "Processes and devices:",
-        "FSDP:",
-        "DeepSpeed:",
-        "MPI:",
-    ):
-        assert f"\n{title}\n" in text
+        if bound.flags:
+            for name in (*bound.variables, *([bound.file_path] if bound.keys else [])):
+                assert name in joined
     assert max(map(len, text.splitlines())) <= 130
-    titles = [
-        line for line in text.splitlines() if line.endswith(":") and not line.startswith((" ", "examples"))
-    ]
-    assert titles == sorted(titles, key=lambda title: "not available yet" in title), "what works comes first"
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_every_topic_has_a_page_of_its_own_flags(topic):
+    text = launch_help(topic, width=100, colors=PLAIN)
+    assert f"--help {topic}" in text
+    assert text.count("\n  --") >= 1
+    assert launch_help(topic.replace("_", "-").upper(), width=100, colors=PLAIN) == text
+
+
+def test_an_unknown_topic_names_the_near_ones():
+    with pytest.raises(ConfigError, match="there is no help about fdsp; did you mean fsdp"):
+        launch_help("fdsp")
+
+
+def test_completion_knows_every_flag():
+    names = {name for flag in typed_flags() for name in flag.names}
+    known = schema_of(LaunchConfig)
+    assert {flag for bound in known.options for flag in (*bound.flags, *bound.about.switches)} <= names
+    choices = {flag.names[0]: flag.choices for flag in typed_flags()}
+    assert choices["--mixed_precision"] == ("no", "fp16", "bf16", "fp8")

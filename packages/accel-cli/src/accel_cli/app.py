@@ -1,6 +1,7 @@
-"""The command table, and the parts that all commands share: help, version, error messages.
+"""The ``accel`` application: the table of commands, their lazy import, and the messages of their errors.
 
-This module imports very little: each command's module is imported when the command runs.
+A command's module is imported when the command runs or shows its help, so that ``accel --help`` and completion are
+fast.
 """
 
 from __future__ import annotations
@@ -10,40 +11,128 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from typer.core import CompletionItem  # type: ignore[attr-defined] # Typer does not export it
 
 from accel_cli.__about__ import __version__
+from accel_cli.colors import colors_for
+from accel_cli.dialect import App, Group, UsageError, describe_usage_error, did_you_mean
+from accel_cli.help_pages import help_page
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "OTHER_NAMES", "main"]
 
 
-class Command(NamedTuple):
+class Entry(NamedTuple):
     """An entry of the table.
 
     Attributes:
-        module: has a function ``main(arguments) -> int``.
+        topic: heading in ``accel --help``.
+        module: has an ``App`` named ``app``.
         summary: one line for ``accel --help``.
     """
 
+    topic: str
     module: str
     summary: str
 
 
-COMMANDS: dict[str, Command] = {
-    "config": Command("accel_cli.commands.config", "Write the configuration file that launch reads."),
-    "env": Command(
-        "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
+COMMANDS: dict[str, Entry] = {
+    "config": Entry(
+        "start",
+        "accel_cli.commands.config",
+        "Write, show and check the configuration file that launch reads.",
     ),
-    "launch": Command("accel_cli.commands.launch", "Start a script on one or many processes."),
-    "merge-weights": Command(
-        "accel_cli.commands.merge_weights", "Merge a sharded checkpoint into plain files of weights."
+    "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
+    "env": Entry(
+        "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
+    ),
+    "merge-weights": Entry(
+        "convert",
+        "accel_cli.commands.merge_weights",
+        "Merge a sharded checkpoint into plain files of weights.",
     ),
 }
+"""Every command, by its name."""
+
+OTHER_NAMES = {
+    "run": "launch",
+    "torchrun": "launch",
+    "start": "launch",
+    "configure": "config",
+    "init": "config",
+    "setup": "config",
+    "info": "env",
+    "collect-env": "env",
+    "version": "--version",
+    "consolidate": "merge-weights",
+    "merge": "merge-weights",
+    "zero-to-fp32": "merge-weights",
+}
+"""Names that other tools have for what a command of ours does."""
 
 _USAGE = 2
 _FAILURE = 1
 _CUT_OFF = 141
 """128 + SIGPIPE, as shells report for programs whose reader closed the pipe."""
+_COMPLETING = "_ACCEL_COMPLETE"
+
+
+class LazyGroup(Group):
+    """The commands of the table; each module is imported when it is asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """The names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command with this name; None if there is none."""
+        if cmd_name not in COMMANDS:
+            return None
+        command = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name].module).app)
+        command.name = cmd_name
+        return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, with a hint for names of other tools and for scripts."""
+        name = args[0]
+        if not ctx.resilient_parsing and name.replace("_", "-") not in COMMANDS:
+            ctx.fail(_unknown(name))
+        return super().resolve_command(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page of ``accel --help``."""
+        formatter.write(_help())
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
+        """Commands that begin with ``incomplete``, without importing them; flags if it begins with a dash."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        return [
+            CompletionItem(name, help=entry.summary)
+            for name, entry in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+
+
+app = App(cls=LazyGroup, add_completion=True, help="Configure, launch and inspect PyTorch training.")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"accel {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", "-V", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,57 +161,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(words: list[str]) -> int:
+    root: Any = typer.main.get_command(app)
+    from accel_state.environment import snapshot
+
+    if _COMPLETING in snapshot():
+        return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
         sys.stdout.write(_help())
         return _FAILURE
-    name, *rest = words
-    if name == "help" and rest and rest[0] in COMMANDS:
-        name, rest = rest[0], ["--help"]
-    if name in ("-h", "--help", "help"):
-        sys.stdout.write(_help())
-        return 0
-    if name in ("-V", "--version"):
-        sys.stdout.write(f"accel {__version__}\n")
-        return 0
-    if name not in COMMANDS:
-        return _complain("accel", _unknown(name), _USAGE)
-    return _run(name, rest)
-
-
-def _run(name: str, arguments: list[str]) -> int:
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
+    name = words[0].replace("_", "-")
+    who = f"accel {name}" if name in COMMANDS else "accel"
     from accel_state.errors import AccelError, ConfigError
 
     try:
-        return int(importlib.import_module(COMMANDS[name].module).main(arguments))
-    except ConfigError as error:
-        return _complain(f"accel {name}", str(error), _USAGE)
-    except AccelError as error:
-        return _complain(f"accel {name}", str(error), _FAILURE)
-    except KeyboardInterrupt:
+        with root.make_context("accel", words) as context:
+            code = root.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except (KeyboardInterrupt, typer.Abort):
         return 130
+    except UsageError as error:
+        path = getattr(getattr(error, "ctx", None), "command_path", who)
+        return _complain(path, describe_usage_error(error), _USAGE)
+    except ConfigError as error:
+        return _complain(who, str(error), _USAGE)
+    except AccelError as error:
+        return _complain(who, str(error), _FAILURE)
+    return code if type(code) is int else 0
 
 
 def _help() -> str:
-    width = max(map(len, COMMANDS))
-    rows = "".join(f"  {name:<{width}}  {command.summary}\n" for name, command in COMMANDS.items())
-    return (
-        f"usage: accel COMMAND ...\n\nConfigure, launch and inspect PyTorch training.\n\ncommands:\n{rows}\naccel "
-        "COMMAND --help shows the options of a command; accel --version prints the version.\n"
+    topics: dict[str, list[tuple[str, str]]] = {}
+    for name, entry in COMMANDS.items():
+        topics.setdefault(entry.topic, []).append((name, entry.summary))
+    options = [
+        ("-V, --version", "Print the version."),
+        ("--install-completion", "Install completion for the current shell."),
+        ("--show-completion", "Print the completion script of the current shell."),
+        ("-h, --help", "Show this help; accel COMMAND --help shows that of a command."),
+    ]
+    return help_page(
+        "accel COMMAND ...",
+        "Configure, launch and inspect PyTorch training.",
+        [*topics.items(), ("options", options)],
     )
 
 
 def _unknown(name: str) -> str:
-    import difflib
-
-    near = difflib.get_close_matches(name, COMMANDS, n=1)
     what = "option" if name.startswith("-") else "command"
-    hint = f"did you mean {near[0]}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    other = OTHER_NAMES.get(name.replace("_", "-"))
     if name.endswith(".py"):
-        hint = f"to start a script: accel launch {name}"
-    return f"{what} {name} does not exist; {hint}"
+        hint = f"; to start a script: accel launch {name}"
+    elif other is not None:
+        hint = f"; use accel {other}"
+    else:
+        hint = did_you_mean(name, COMMANDS, f"; the commands are {', '.join(COMMANDS)}")
+    return f"{what} {name} does not exist{hint}"
 
 
 def _complain(who: str, message: str, code: int) -> int:
     sys.stdout.flush()
-    sys.stderr.write(f"{who}: error: {message}\n")
+    colors = colors_for(sys.stderr)
+    sys.stderr.write(f"{colors('bold', who)}: {colors('red', 'error')}: {message}\n")
     return code

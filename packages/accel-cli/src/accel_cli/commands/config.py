@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from accel_cli.typer_app import HELP, run_app
+from accel_cli.dialect import App
 from accel_state.config.files import default_path, find_default, load, save
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError, ConfigNotFoundError
 
-__all__ = ["main"]
+__all__ = ["app"]
 
 _FileOption = Annotated[
     str | None,
-    typer.Option(
-        "--config_file", "--config-file", help="The file; by default the one that accel launch reads."
-    ),
+    typer.Option("--config_file", help="The file; by default the one that accel launch reads."),
 ]
 
-app = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings=HELP,
+app = App(
     help="Write the configuration file that accel launch reads; without a subcommand, ask questions first.",
 )
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command with the arguments after its name; returns the exit code."""
-    return run_app(app, "accel config", arguments)
 
 
 @app.callback(invoke_without_command=True)
@@ -67,12 +55,10 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
     typer.echo(f"wrote {save(config, path)}")
 
 
-@app.command(context_settings=HELP)
+@app.command()
 def default(
     config_file: _FileOption = None,
-    mixed_precision: Annotated[
-        str, typer.Option("--mixed_precision", "--mixed-precision", help="no, fp16 or bf16.")
-    ] = "no",
+    mixed_precision: Annotated[str, typer.Option("--mixed_precision", help="no, fp16 or bf16.")] = "no",
 ) -> None:
     """Write a file for the accelerators of this machine, or for its CPU, without questions."""
     from accel_state.config.default_config import write_basic_config
@@ -84,7 +70,7 @@ def default(
         typer.echo(f"wrote {path}")
 
 
-@app.command(context_settings=HELP)
+@app.command()
 def update(config_file: _FileOption = None) -> None:
     """Read a configuration file of any version and write it in the current format."""
     environ = snapshot()

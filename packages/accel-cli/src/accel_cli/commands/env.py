@@ -8,34 +8,28 @@ import json
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from accel_cli.dialect import App
 from accel_cli.render import show_facts
-from accel_cli.typer_app import HELP, run_app
 from accel_state.config.merge import Origin, Resolved, resolve
 from accel_state.config.schema import schema_of, value_of
 from accel_state.errors import ConfigError, ConfigNotFoundError
 
-__all__ = ["collect", "main"]
+__all__ = ["app", "collect"]
 
 _PACKAGES = ("accel_state", "accel_ckpt", "accel_bigmodel", "accel_train", "accel_cli")
 _LIBRARIES = ("torch", "numpy", "safetensors", "huggingface_hub", "transformers", "accelerate", "deepspeed")
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+app = App()
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Run the command with the arguments after its name; returns the exit code."""
-    return run_app(app, "accel env", arguments)
-
-
-@app.command(context_settings=HELP)
+@app.command()
 def env(
     config_file: Annotated[
-        str | None, typer.Option("--config_file", "--config-file", help="Configuration file to show.")
+        str | None, typer.Option("--config_file", help="Configuration file to show.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:

@@ -9,20 +9,15 @@ from typing import Annotated
 
 import typer
 
-from accel_cli.typer_app import HELP, run_app
+from accel_cli.dialect import App
 from accel_state.errors import ConfigError
 
-__all__ = ["main"]
+__all__ = ["app"]
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command with the arguments after its name; returns the exit code."""
-    return run_app(app, "accel merge-weights", arguments)
+app = App()
 
 
-@app.command(context_settings=HELP)
+@app.command()
 def merge_weights(
     checkpoint_directory: Annotated[
         Path,
@@ -36,7 +31,6 @@ def merge_weights(
         bool,
         typer.Option(
             "--unsafe_serialization",
-            "--unsafe-serialization",
             help="Write pytorch_model.bin, a pickle, instead of model.safetensors.",
         ),
     ] = False,
@@ -44,7 +38,6 @@ def merge_weights(
         bool,
         typer.Option(
             "--remove_checkpoint_dir",
-            "--remove-checkpoint-dir",
             help="Remove the folder of the sharded weights after the result is written.",
         ),
     ] = False,
@@ -52,7 +45,6 @@ def merge_weights(
         str | None,
         typer.Option(
             "--max_shard_size",
-            "--max-shard-size",
             help="Write shards of at most this size, such as 5GB, with an index; by default one file.",
         ),
     ] = None,
@@ -60,7 +52,6 @@ def merge_weights(
         bool,
         typer.Option(
             "--accelerate_state",
-            "--accelerate-state",
             help="Write a complete training state of this library, in new files, in the format that Accelerate's "
             "load_state reads.",
         ),

@@ -1,0 +1,89 @@
+"""One dialect: spellings of flags, help pages, and messages about a wrong command line."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+
+from accel_cli.dialect import App, UsageError, describe_usage_error, did_you_mean
+
+app = App(help="Try things.")
+
+
+@app.command()
+def show(
+    folder: Annotated[Path, typer.Argument(help="Where it is.")],
+    max_shard_size: Annotated[int, typer.Option("--max_shard_size", help="How large.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Show a folder."""
+    typer.echo(f"{folder} {max_shard_size} {as_json}")
+    return 7
+
+
+@app.command("set-up")
+def set_up() -> None:
+    """Set it up."""
+
+
+def run(*words: str) -> Any:
+    command: Any = typer.main.get_command(app)
+    with command.make_context("accel try", list(words)) as context:
+        return command.invoke(context)
+
+
+@pytest.mark.parametrize("flag", ["--max_shard_size", "--max-shard-size", "--max_shard-size"])
+def test_dashes_and_underscores_are_equivalent(flag, capsys):
+    assert run("show", flag, "3", "x") == 7
+    assert run("show", f"{flag}=4", "x") == 7
+    assert capsys.readouterr().out == "x 3 False\nx 4 False\n"
+
+
+def test_words_after_two_dashes_are_not_flags(capsys):
+    assert run("show", "--", "--max-shard-size") == 7
+    assert capsys.readouterr().out == "--max-shard-size 1 False\n"
+
+
+def test_subcommands_too_are_found_in_both_spellings():
+    assert run("set_up") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["show", "--max-shard-sise", "3"],
+            "flag --max-shard-sise does not exist; did you mean --max_shard_size?",
+        ),
+        (["show", "--jsn"], "flag --jsn does not exist; did you mean --json?"),
+        (["show", "--zzz"], "flag --zzz does not exist"),
+        (["show"], "FOLDER is missing; accel try show --help shows what it is"),
+        (["show", "--max_shard_size"], "--max_shard_size"),
+        (["show", "--max_shard_size", "many", "x"], "--max_shard_size is 'many'; "),
+        (["shwo"], "command shwo does not exist; did you mean show?"),
+        (["qqq"], "command qqq does not exist; the commands are show, set-up"),
+    ],
+)
+def test_a_wrong_command_line_is_named(words, message):
+    with pytest.raises(UsageError) as caught:
+        run(*words)
+    assert message in describe_usage_error(caught.value)
+
+
+def test_help_pages(capsys):
+    for words in (["--help"], ["show", "-h"]):
+        with pytest.raises(typer.Exit):
+            run(*words)
+    whole, one = capsys.readouterr().out.split("usage: accel try show")
+    assert "Try things." in whole
+    assert "  show                        Show a folder.\n" in whole
+    assert "arguments:\n" in one
+    assert "--max_shard_size" in one
+    assert one.startswith(" [options] FOLDER\n")
+    assert "Where it is." in one
+
+
+def test_did_you_mean_names_the_nearest():
+    assert did_you_mean("lunch", ["launch", "config"]) == "; did you mean launch?"
+    assert did_you_mean("xyz", ["launch"], "; no idea") == "; no idea"

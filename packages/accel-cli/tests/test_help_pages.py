@@ -1,0 +1,31 @@
+"""The layout of help pages."""
+
+from accel_cli.colors import Colors
+from accel_cli.help_pages import help_page
+
+
+def test_a_page_has_usage_description_and_aligned_tables():
+    text = help_page(
+        "accel x",
+        "One paragraph.\n\n  kept line  as it is\n  and this",
+        [("options", [("--short", "A word."), ("--a-very-long-name-of-a-flag VALUE", "Another " * 20)])],
+        epilog="The end.",
+        width=80,
+        colors=Colors(False),
+    )
+    assert text.startswith(
+        "usage: accel x\n\nOne paragraph.\n\n  kept line  as it is\n  and this\n\noptions:\n"
+    )
+    assert "  --short                     A word.\n" in text
+    assert text.endswith("\n\nThe end.\n")
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_colours_do_not_move_columns():
+    rows = [("options", [("--short", "A word.")])]
+    plain = help_page("x", "", rows, width=80, colors=Colors(False))
+    coloured = help_page("x", "", rows, width=80, colors=Colors(True))
+    assert coloured != plain
+    for code in ("\033[1m", "\033[36m", "\033[0m"):
+        coloured = coloured.replace(code, "")
+    assert coloured == plain
