@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import textwrap
 from typing import NamedTuple
 
 CHOICES = {
@@ -17,6 +16,18 @@ CHOICES = {
     "zero": ["before", "after"],
     "made": ["separately", "by a function"],
 }
+
+_PAIRS = """\
+class PairDataset(torch.utils.data.Dataset):
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index], "y": self.y[index]}
+"""
 
 
 class Script(NamedTuple):
@@ -43,7 +54,11 @@ def scripts(number, seed=0):
 def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, zero, made):
     """The text of a script."""
     to = {"none": "", "variable": ".to(dev)"}.get(device, ".to(device)")
-    imports = ["import torch", "from torch import nn", "from torch.utils.data import DataLoader, TensorDataset"]
+    imports = [
+        "import torch",
+        "from torch import nn",
+        "from torch.utils.data import DataLoader, TensorDataset",
+    ]
     if loop == "tqdm":
         imports.append("from tqdm import tqdm")
     chosen = {
@@ -53,17 +68,6 @@ def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, ze
         "none": [],
     }[device]
     dataset = "PairDataset(x, y)" if loop == "dict" else "TensorDataset(x, y)"
-    pair = """
-        class PairDataset(torch.utils.data.Dataset):
-            def __init__(self, x, y):
-                self.x, self.y = x, y
-
-            def __len__(self):
-                return len(self.x)
-
-            def __getitem__(self, index):
-                return {"x": self.x[index], "y": self.y[index]}
-        """
     data = ["x = torch.rand(50, 8)", "y = (x.sum(dim=1) > 4).long()", f"dataset = {dataset}"]
     loaders = [
         "train_loader = DataLoader(dataset, batch_size=8, shuffle=True)",
@@ -76,7 +80,10 @@ def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, ze
     if made == "by a function":
         loaders = ["train_loader, eval_loader = make_loaders(dataset)"]
     model = [f"model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)){to}"]
-    optimizer = ["optimizer = torch.optim.Adam(model.parameters(), lr=0.01)", "criterion = nn.CrossEntropyLoss()"]
+    optimizer = [
+        "optimizer = torch.optim.Adam(model.parameters(), lr=0.01)",
+        "criterion = nn.CrossEntropyLoss()",
+    ]
     scheduler = {
         "none": [],
         "step": ["scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.8)"],
@@ -85,7 +92,9 @@ def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, ze
     }[schedule]
     train = _training(loop, to, accumulate, clip, zero, schedule)
     test = _evaluation(evaluation, loop, to)
-    after = {"none": [], "step": [], "epoch": ["scheduler.step()"], "metric": ["scheduler.step(total)"]}[schedule]
+    after = {"none": [], "step": [], "epoch": ["scheduler.step()"], "metric": ["scheduler.step(total)"]}[
+        schedule
+    ]
     saving = {
         "none": [],
         "weights": ['torch.save(model.state_dict(), "weights.pt")'],
@@ -97,13 +106,17 @@ def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, ze
     setup = ["torch.manual_seed(0)", *data, *loaders, *model, *optimizer, *scheduler]
     blocks = ["\n".join(imports), *(["\n".join(helper)] if made == "by a function" else [])]
     if loop == "dict":
-        blocks.append(textwrap.dedent(pair).strip())
+        blocks.append(_PAIRS)
     if layout == "functions":
         blocks.append(_function(f"train({', '.join(passed)})", [*train, "return total"]))
         tested = ["model", "eval_loader", *([] if device == "none" else [to[4:-1]])]
         if test:
             blocks.append(_function(f"evaluate({', '.join(tested)})", test))
-        epoch = [f"total = train({', '.join(passed)})", *after, *([f"evaluate({', '.join(tested)})"] if test else [])]
+        epoch = [
+            f"total = train({', '.join(passed)})",
+            *after,
+            *([f"evaluate({', '.join(tested)})"] if test else []),
+        ]
     else:
         epoch = [*train, *after, *test]
     body = [*chosen, *setup, "for epoch in range(2):", *("    " + line for line in epoch), *saving]
@@ -112,7 +125,7 @@ def write(layout, device, schedule, clip, evaluation, loop, accumulate, save, ze
         blocks.append("\n".join(body))
     else:
         blocks += [_function("main()", body), 'if __name__ == "__main__":\n    main()']
-    return "\n\n\n".join(blocks) + "\n"
+    return "\n\n\n".join(block.strip() for block in blocks) + "\n"
 
 
 def _function(head, body):
@@ -143,7 +156,10 @@ def _training(loop, to, accumulate, clip, zero, schedule):
     lines = ["loss = criterion(model(inputs), labels)"]
     if accumulate > 1:
         lines += [f"loss = loss / {accumulate}", "loss.backward()", "total += loss.item()", "seen += 1"]
-        lines += [f"if seen % {accumulate} == 0:", *("    " + line for line in [*step, "optimizer.zero_grad()"])]
+        lines += [
+            f"if seen % {accumulate} == 0:",
+            *("    " + line for line in [*step, "optimizer.zero_grad()"]),
+        ]
     elif zero == "before":
         lines = ["optimizer.zero_grad()", *lines, "loss.backward()", *step, "total += loss.item()"]
     else:

@@ -10,10 +10,10 @@ import sys
 import libcst
 import pytest
 import torch
-from testkit.plain_scripts import scripts
 
 from accel_cli.migration.files import migrate_source
 from accel_cli.migration.loops import rewrite_loops
+from testkit.plain_scripts import scripts
 
 SCRIPTS = scripts(100)
 
@@ -110,13 +110,27 @@ dist.destroy_process_group()
 def test_ddp_samplers_and_scalers_go():
     code, refusals, _ = changed(DDP)
     assert refusals == []
-    for gone in ("DistributedSampler", "DDP", "GradScaler", "init_process_group", "set_epoch", "cuda()", "unscale_"):
+    for gone in (
+        "DistributedSampler",
+        "DDP",
+        "GradScaler",
+        "init_process_group",
+        "set_epoch",
+        "cuda()",
+        "unscale_",
+    ):
         assert gone not in code
     assert 'accelerator = Accelerator(mixed_precision="fp16")\n' in code
     assert "loader = DataLoader(dataset, batch_size=8, shuffle=True)\n" in code
-    assert "        accelerator.backward(loss)\n        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n" in code
+    assert (
+        "        accelerator.backward(loss)\n        accelerator.clip_grad_norm_(model.parameters(), 1.0)\n"
+        in code
+    )
     assert "        optimizer.step()\n" in code
-    assert "if accelerator.process_index == 0:\n    accelerator.save(accelerator.unwrap_model(model).state_dict()" in code
+    assert (
+        "if accelerator.process_index == 0:\n    accelerator.save(accelerator.unwrap_model(model).state_dict()"
+        in code
+    )
     compile(code, "x", "exec")
 
 
@@ -124,8 +138,14 @@ def test_ddp_samplers_and_scalers_go():
     ("text", "line"),
     [
         ("loss.backward()\n", 1),  # no optimizer
-        ("opt = SGD(model.parameters())\nfor x in data:\n    loss.backward()\n    opt.step()\n", 1),  # no model made
-        ("class T:\n    def fit(self):\n        self.opt = SGD(self.net.parameters())\n        loss.backward()\n", 4),
+        (
+            "opt = SGD(model.parameters())\nfor x in data:\n    loss.backward()\n    opt.step()\n",
+            1,
+        ),  # no model made
+        (
+            "class T:\n    def fit(self):\n        self.opt = SGD(self.net.parameters())\n        loss.backward()\n",
+            4,
+        ),
         (
             "net = Net()\nopt = SGD(net.parameters())\nfor x in make():\n    f(x).backward()\n    opt.step()\n",
             3,

@@ -194,13 +194,18 @@ class Facts(cst.CSTVisitor):
         elif isinstance(node.func, cst.Name):
             frame.calls.append((node.func.value, node, self._indices[-1]))
 
-    def reaching(self, methods: str) -> set[str]:
+    def calling(self, method: str) -> set[str]:
         """Names of the functions that call a method, themselves or through functions that they call."""
-        found = {
+        own = {
             frame.name
             for frame in self.frames.values()
-            if any(call.method == methods for call in frame.methods)
+            if any(call.method == method for call in frame.methods)
         }
+        return self.callers_of(own)
+
+    def callers_of(self, names: set[str]) -> set[str]:
+        """``names``, and the functions that call them, directly or not."""
+        found = set(names)
         while True:
             more = {
                 frame.name

@@ -253,7 +253,7 @@ def _find_places(facts: Facts, roles: Roles) -> None:
     missing = [name for name in roles.prepared if not home.assigned(name)]
     if missing:
         raise NotUnderstoodError(1, f"{missing[0]} is used before it is made in {home.name or 'the module'}")
-    training = facts.reaching("backward") - {home.name}
+    training = facts.calling("backward") - {home.name}
     starts = [call.index for call in home.methods if call.method == "backward"]
     starts += [index for name, _, index in home.calls if name in training]
     begins = min(starts)

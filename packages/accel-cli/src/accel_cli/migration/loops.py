@@ -23,6 +23,19 @@ _REMOVED_CALLS = re.compile(
 )
 _WRAPPED = re.compile(r"(^|\.)(DistributedDataParallel|DDP|DataParallel)$")
 _CLIPS = re.compile(r"(^|\.)(clip_grad_norm_|clip_grad_value_)$")
+_REWRITTEN = frozenset(
+    {
+        "autocast",
+        "backward",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "cuda",
+        "get_rank",
+        "module",
+        "save",
+        "state_dict",
+    }
+)
 _AUTOCAST = re.compile(r"(^|\.)autocast$")
 
 
@@ -66,8 +79,7 @@ class _Rewriter(cst.CSTTransformer):
         self._batches: list[set[str]] = []
         self._guards = 0
         self._precision = ""
-        threaded = {frame.name for frame in facts.frames.values() if frame.roles and frame is not roles.home}
-        self._threaded = threaded if roles.home.name else set()
+        self._threaded = _threaded(facts, roles)
 
     # Frames and loops
 
@@ -300,7 +312,7 @@ class _Rewriter(cst.CSTTransformer):
         self._precision = wanted
 
     def _is_superfluous(self, small: cst.BaseSmallStatement) -> bool:
-        """Whether the Accelerator does what the statement does, or nothing is left of it."""
+        """Whether the Accelerator does what the statement does, or it only assigns names to themselves."""
         if isinstance(small, cst.Assign) and len(small.targets) == 1:
             target = small.targets[0].target
             if target.deep_equals(small.value) or _same_names(target, small.value):
@@ -371,6 +383,24 @@ class _Rewriter(cst.CSTTransformer):
         small = statement.body[0]
         device = cst.Attribute(cst.Name("accelerator"), cst.Name("device"))
         return statement.with_changes(body=[small.with_changes(value=device)])
+
+
+def _threaded(facts: Facts, roles: Roles) -> set[str]:
+    """The functions that need the Accelerator as an argument: those whose code uses it, and those that call them."""
+    if not roles.home.name:
+        return set()  # it is a global name
+    found = {
+        frame.name
+        for frame in facts.frames.values()
+        if frame.roles
+        and frame is not roles.home
+        and (
+            any(call.method in _REWRITTEN for call in frame.methods)
+            or any(name in ("print", "autocast", *_REWRITTEN) for name, _, _ in frame.calls)
+            or any(frame.roles.get(loop.loader) in roles.evaluated for loop in frame.loops)
+        )
+    }
+    return facts.callers_of(found) - {"", roles.home.name}
 
 
 def _places(before: Any, after: Any) -> dict[int, tuple[int, bool]]:
