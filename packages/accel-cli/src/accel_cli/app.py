@@ -48,6 +48,11 @@ COMMANDS: dict[str, Entry] = {
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
     ),
+    "migrate": Entry(
+        "convert",
+        "accel_cli.commands.migrate",
+        "Rewrite scripts of Accelerate or plain PyTorch for this library.",
+    ),
     "merge-weights": Entry(
         "convert",
         "accel_cli.commands.merge_weights",

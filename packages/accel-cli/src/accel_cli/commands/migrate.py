@@ -1,0 +1,93 @@
+"""``accel migrate``: rewrite scripts for this library."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from accel_cli.colors import Colors, colors_for
+from accel_cli.dialect import App
+
+__all__ = ["app"]
+
+app = App()
+
+
+@app.command()
+def migrate(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="Files or folders: Python sources, shell scripts, configuration files."),
+    ],
+    write: Annotated[
+        bool, typer.Option("--write", help="Write the files; without it, only the diff is shown.")
+    ] = False,
+) -> int:
+    """Rewrite scripts for this library: imports of accelerate, and plain PyTorch training loops.
+
+    The diff goes to standard output, remarks to standard error. A file with a line that is not understood is not
+    changed. Exit code 1: at least one file was refused.
+    """
+    from accel_cli.migration.files import find_files, migrate_file
+
+    shown, warned = colors_for(), colors_for(sys.stderr)
+    changed = refused = looked = 0
+    for path in find_files(paths):
+        looked += 1
+        migration = migrate_file(path)
+        for remark in migration.notes:
+            _remark(path, remark.line, warned("yellow", "note"), remark.text)
+        for remark in migration.refusals:
+            _remark(path, remark.line, warned("red", "not understood"), remark.text)
+        refused += bool(migration.refusals)
+        if migration.changed:
+            changed += 1
+            sys.stdout.writelines(_diff(path, migration.before, migration.after, shown))
+            if write:
+                _replace(path, migration.after)
+    _summarize(looked, changed, refused, write)
+    return int(refused > 0)
+
+
+def _remark(path: Path, line: int, kind: str, text: str) -> None:
+    sys.stderr.write(f"{path}:{line}: {kind}: {text}\n")
+
+
+def _summarize(looked: int, changed: int, refused: int, write: bool) -> None:
+    done = "written" if write else "would change; --write writes them"
+    sys.stderr.write(
+        f"{looked} {'file' if looked == 1 else 'files'} read, {changed} {done}, {refused} refused\n"
+    )
+
+
+def _diff(path: Path, before: str, after: str, colors: Colors) -> Iterator[str]:
+    """A unified diff that ``patch`` reads, if it is not coloured."""
+    lines = difflib.unified_diff(before.splitlines(True), after.splitlines(True), f"a/{path}", f"b/{path}")
+    for line in lines:
+        kind = {"+": "green", "-": "red", "@": "cyan"}.get(line[0], "")
+        text = line.rstrip("\n")
+        yield (colors(kind, text) if kind else text) + "\n"
+        if not line.endswith("\n"):
+            yield "\\ No newline at end of file\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the whole file, or leave the old one."""
+    target = path.resolve()  # a link stays a link
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}-")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
+        os.chmod(name, stat.S_IMODE(target.stat().st_mode))
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,74 @@
+"""What a script asks of its ``Accelerator`` that this version does not have."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+from pathlib import Path
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from accel_cli.migration.loop_facts import call_name, names_in
+from accel_cli.migration.result import Remark
+
+__all__ = ["accelerator_attributes", "missing_attributes"]
+
+_SOURCES = ("accelerator.py", "process_view.py")
+
+
+@functools.cache
+def accelerator_attributes() -> frozenset[str]:
+    """The methods and attributes of ``accel_train.Accelerator``, read from its source: torch is not imported."""
+    spec = importlib.util.find_spec("accel_train")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    folder = Path(next(iter(spec.submodule_search_locations)))
+    found: set[str] = set()
+    for name in _SOURCES:
+        for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                found.add(node.name)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+    return frozenset(found)
+
+
+def missing_attributes(module: cst.Module) -> list[Remark]:
+    """A remark for each line that uses an attribute of an ``Accelerator`` that does not exist here.
+
+    Args:
+        module: the parsed source; names that are assigned ``Accelerator(…)`` anywhere in it count.
+    """
+    wrapper = MetadataWrapper(module)
+    finder = _Finder()
+    wrapper.visit(finder)
+    known = accelerator_attributes()
+    return sorted(
+        {
+            Remark(line, f"{owner}.{name} does not exist in this version")
+            for owner, name, line in finder.used
+            if owner in finder.names and name not in known and not name.startswith("_")
+        }
+    )
+
+
+class _Finder(cst.CSTVisitor):
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = set[str]()
+        self.used: list[tuple[str, str, int]] = []
+
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if call_name(node.value).rsplit(".", 1)[-1] == "Accelerator":
+            self.names |= {name for target in node.targets for name in names_in(target.target)}
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        if isinstance(node.value, cst.Name):
+            line = int(self.get_metadata(PositionProvider, node).start.line)
+            self.used.append((node.value.value, node.attr.value, line))

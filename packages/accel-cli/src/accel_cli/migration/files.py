@@ -1,0 +1,109 @@
+"""Migration of files by their kind: Python sources, shell scripts, configuration files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import libcst as cst
+
+from accel_cli.migration.attributes import missing_attributes
+from accel_cli.migration.imports import rewrite_imports
+from accel_cli.migration.loops import rewrite_loops
+from accel_cli.migration.result import Migration, Remark
+from accel_state.errors import ConfigError
+
+__all__ = ["find_files", "migrate_file", "migrate_source"]
+
+_KINDS = {
+    **dict.fromkeys((".py",), "python"),
+    **dict.fromkeys((".sh", ".bash", ".sbatch", ".slurm"), "shell"),
+    **dict.fromkeys((".yaml", ".yml", ".json"), "configuration"),
+}
+_LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "build", "dist"})
+_COMMAND = re.compile(
+    r"\baccelerate(?=[ \t]+(?:launch|config|env|test|estimate-memory|merge-weights|to-fsdp2|tpu-config)\b)"
+    r"|\baccelerate-(?=(?:launch|config|estimate-memory|merge-weights)\b)"
+)
+_CONFIGURES = re.compile(r"^\s*\"?(compute_environment|distributed_type)\"?\s*:", re.MULTILINE)
+
+
+def find_files(paths: list[Path]) -> Iterator[Path]:
+    """The files to look at: the given ones, and those of a known kind in given folders, except in hidden ones.
+
+    Raises:
+        ConfigError: a path does not exist, or a given file has no known kind.
+    """
+    for path in paths:
+        if path.is_dir():
+            for folder, folders, names in os.walk(path):
+                folders[:] = sorted(
+                    name for name in folders if not name.startswith(".") and name not in _LEFT_OUT
+                )
+                yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in _KINDS)
+        elif not path.exists():
+            raise ConfigError(f"{path} does not exist")
+        elif path.suffix not in _KINDS:
+            raise ConfigError(f"{path} is none of the kinds that can be migrated: {', '.join(_KINDS)}")
+        else:
+            yield path
+
+
+def migrate_file(path: Path) -> Migration:
+    """The proposal for a file. Nothing is written.
+
+    Raises:
+        ConfigError: the file is not text.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:  # line ends stay as they are
+            text = file.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    match _KINDS[path.suffix]:
+        case "python":
+            return migrate_source(text)
+        case "shell":
+            return Migration(text, _COMMAND.sub(_ours, text))
+        case _:
+            return _configuration(path, text)
+
+
+def migrate_source(text: str) -> Migration:
+    """The proposal for a Python source.
+
+    Args:
+        text: the source; imports of ``accelerate`` and plain PyTorch training loops are rewritten.
+    """
+    try:
+        module = cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        return Migration(text, text, (Remark(error.raw_line, f"this is not Python: {error.message}"),))
+    changed, refusals, notes = rewrite_imports(module)
+    if changed.code != module.code or refusals:
+        return _result(text, changed, [*refusals, *missing_attributes(module)], notes)
+    return _result(text, *rewrite_loops(module))
+
+
+def _result(text: str, module: cst.Module, refusals: list[Remark], notes: list[Remark]) -> Migration:
+    after = text if refusals else module.code
+    return Migration(text, after, tuple(sorted(set(refusals))), tuple(notes))
+
+
+def _ours(match: re.Match[str]) -> str:
+    return "accel" if match.group().endswith("e") else "accel "
+
+
+def _configuration(path: Path, text: str) -> Migration:
+    """Configuration files are read as they are; only keys that this library does not take are reported."""
+    from accel_state.config.files import read_layer
+
+    if not _CONFIGURES.search(text):
+        return Migration(text, text)
+    try:
+        layer = read_layer(path)
+    except ConfigError as error:
+        return Migration(text, text, (Remark(1, str(error)),))
+    return Migration(text, text, (), tuple(Remark(1, note) for note in layer.notes))

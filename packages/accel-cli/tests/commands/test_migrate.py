@@ -1,0 +1,60 @@
+"""``accel migrate``: the diff first, then the files."""
+
+import os
+import subprocess
+
+import pytest
+
+from accel_cli.app import main
+
+OLD = "from accelerate import Accelerator\n\na = Accelerator()\n"
+NEW = "from accel_train import Accelerator\n\na = Accelerator()\n"
+UNKNOWN = "from accelerate import Accelerator\nfrom accelerate.utils import no_such_name\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.py").write_text(OLD)
+    (tmp_path / "plain.py").write_text("x = 1\n")
+    return tmp_path
+
+
+def test_the_diff_comes_first_and_nothing_is_written(folder, capsys):
+    assert main(["migrate", "."]) == 0
+    captured = capsys.readouterr()
+    assert "-from accelerate import Accelerator\n+from accel_train import Accelerator\n" in captured.out
+    assert "2 files read, 1 would change; --write writes them, 0 refused" in captured.err
+    assert (folder / "old.py").read_text() == OLD
+    (folder / "x.diff").write_text(captured.out)
+    subprocess.run(["git", "apply", "x.diff"], check=True, cwd=folder)
+    assert (folder / "old.py").read_text() == NEW
+
+
+def test_write_writes_and_keeps_mode_and_links(folder, capsys):
+    os.chmod(folder / "old.py", 0o755)
+    (folder / "link.py").symlink_to("old.py")
+    assert main(["migrate", "--write", "link.py"]) == 0
+    assert (folder / "old.py").read_text() == NEW
+    assert (folder / "link.py").is_symlink()
+    assert (folder / "old.py").stat().st_mode & 0o777 == 0o755
+    assert sorted(os.listdir(folder)) == ["link.py", "old.py", "plain.py"], "no temporary file is left"
+    assert main(["migrate", "--write", "."]) == 0
+    assert (folder / "old.py").read_text() == NEW
+
+
+def test_a_refused_file_is_not_written_and_the_others_are(folder, capsys):
+    (folder / "unknown.py").write_text(UNKNOWN)
+    assert main(["migrate", "--write", "."]) == 1
+    assert (
+        "unknown.py:2: not understood: accelerate.utils.no_such_name has no counterpart"
+        in capsys.readouterr().err
+    )
+    assert (folder / "unknown.py").read_text() == UNKNOWN
+    assert (folder / "old.py").read_text() == NEW
+
+
+@pytest.mark.parametrize("words", [["gone.py"], []])
+def test_wrong_command_lines(words, folder, capsys):
+    assert main(["migrate", *words]) == 2
+    assert "error: " in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Imports of ``accelerate``: where each name is found here, with the formatting kept."""
+
+import libcst
+import pytest
+
+from accel_cli.migration.imports import rewrite_imports
+
+
+def changed(text):
+    module, refusals, notes = rewrite_imports(libcst.parse_module(text))
+    return module.code, [(remark.line, remark.text) for remark in refusals], [remark.line for remark in notes]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("from accelerate import Accelerator\n", "from accel_train import Accelerator\n"),
+        (
+            "from accelerate import Accelerator as A  # why\n",
+            "from accel_train import Accelerator as A  # why\n",
+        ),
+        (
+            "from accelerate import Accelerator\nfrom accelerate.utils import set_seed, gather\n",
+            "from accel_train import Accelerator, set_seed, gather\n",
+        ),
+        (
+            "from accelerate import Accelerator, init_empty_weights\n",
+            "from accel_train import Accelerator\nfrom accel_bigmodel import init_empty_weights\n",
+        ),
+        (
+            "from accelerate.utils import (\n    set_seed,  # seeds\n    gather,\n)\n",
+            "from accel_train import (\n    set_seed,  # seeds\n    gather,\n)\n",
+        ),
+        (
+            "import accelerate\na = accelerate.Accelerator()\n",
+            "import accel_train\na = accel_train.Accelerator()\n",
+        ),
+        (
+            "import accelerate.utils as u\nu.set_seed(1)\nu.operations.gather(x)\n",
+            "import accel_train\naccel_train.set_seed(1)\naccel_train.gather(x)\n",
+        ),
+        (
+            "import os, accelerate\nm = accelerate.big_modeling.init_empty_weights()\n",
+            "import os, accel_bigmodel\nm = accel_bigmodel.init_empty_weights()\n",
+        ),
+        (
+            "from accelerate import utils, Accelerator\nutils.set_seed(0)\n",
+            "import accel_train\nfrom accel_train import Accelerator\naccel_train.set_seed(0)\n",
+        ),
+        (
+            "try:\n    from accelerate import Accelerator\nexcept ImportError:\n    Accelerator = None\n",
+            "try:\n    from accel_train import Accelerator\nexcept ImportError:\n    Accelerator = None\n",
+        ),
+        ("x = 1\nimport accelerate\n", "x = 1\n"),
+        ("if x:\n    import accelerate\n", "if x:\n    pass\n"),
+        (
+            "x = 1; from accelerate import Accelerator; y = 2\n",
+            "x = 1; from accel_train import Accelerator; y = 2\n",
+        ),
+        ("f(accelerate=1)\nself.accelerate.go()\n", "f(accelerate=1)\nself.accelerate.go()\n"),
+        (
+            "from .accelerate import x\nfrom accelerated import y\n",
+            "from .accelerate import x\nfrom accelerated import y\n",
+        ),
+    ],
+)
+def test_imports_and_uses(before, after):
+    assert changed(before) == (after, [], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("x = 1\nfrom accelerate import *\n", 2, "import the names that are used"),
+        (
+            "from accelerate.utils import ParallelismConfigure\n",
+            1,
+            "accelerate.utils.ParallelismConfigure has no counterpart",
+        ),
+        (
+            "import accelerate\nprint(accelerate.__version__)\n",
+            2,
+            "accelerate.__version__ has no counterpart",
+        ),
+        ("import accelerate\nf(accelerate)\n", 2, "the module accelerate is used as a value"),
+    ],
+)
+def test_what_is_not_understood_is_refused_with_its_line(text, line, message):
+    _, refusals, _ = changed(text)
+    assert [found for found, _ in refusals] == [line]
+    assert message in refusals[0][1]
+
+
+def test_texts_are_left_and_noted():
+    code, refusals, notes = changed('find_spec("accelerate")\nrun("accelerate launch x.py")\n')
+    assert (refusals, notes) == ([], [1, 2])
+    assert '"accelerate launch x.py"' in code
