@@ -122,9 +122,8 @@ class SpawnedRanks:
         members: list[SupervisedProcess] = []
         for local_rank in range(self.local_size):
             rank = self.first_rank + local_rank
-            environ = (
-                snapshot() | {"PYTHONUNBUFFERED": "1"} | world_variables(self, local_rank, attempt, port)
-            )
+            world = world_variables(self, local_rank, attempt, port)
+            environ = {**snapshot(), "PYTHONUNBUFFERED": "1", **world}
             try:
                 process = start_command(
                     rank,
