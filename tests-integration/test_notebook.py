@@ -119,3 +119,25 @@ def test_a_state_of_a_later_cell_is_refused_also_after_one_process():
     )
     error = next(output for output in cells[3].outputs if output["output_type"] == "error")
     assert "an Accelerator or PartialState already exists in this process" in error["evalue"]
+
+
+def test_a_function_of_a_cell_is_sent_to_new_processes():
+    cells = execute(
+        SETUP, DEFINITION, "notebook_launcher(train, (3,), num_processes=2, start_method='spawn')"
+    )
+    assert sorted(text(cells[2]).splitlines()) == [
+        f"[rank {rank}] rank {rank} of 2: equal True" for rank in (0, 1)
+    ]
+
+
+def test_an_interrupt_ends_the_ranks_and_the_notebook_goes_on():
+    sleep = "import time\ndef sleep():\n    time.sleep(60)"
+    interrupt = (
+        "import os, signal, threading\n"
+        "threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start()\n"
+        "notebook_launcher(sleep, num_processes=2)"
+    )
+    cells = execute(SETUP, sleep, interrupt, "print('alive')", raises=True)
+    error = next(output for output in cells[2].outputs if output["output_type"] == "error")
+    assert error["ename"] == "KeyboardInterrupt"
+    assert text(cells[3]) == "alive\n"

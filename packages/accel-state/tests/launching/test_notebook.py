@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from accel_state.errors import ConfigError, LaunchError
-from accel_state.launching import notebook
 from accel_state.launching.notebook import debug_launcher, notebook_launcher
 from testkit import worlds
 
@@ -228,26 +227,11 @@ def test_ranks_do_not_inherit_the_state_that_a_launch_of_one_process_left(tmp_pa
     assert (single, sorted(ranks), after) == ("1", ["[rank 0] 2", "[rank 1] 2"], "1"), done.stderr
 
 
-@forks
-@pytest.mark.parametrize(
-    ("before", "reason"),
-    [
-        (
-            "from accel_state import PartialState; PartialState(cpu=True)",
-            "an Accelerator or PartialState already exists",
-        ),
-        (
-            "import torch; torch.distributed.init_process_group('gloo', rank=0, world_size=1, "
-            "store=torch.distributed.HashStore())",
-            "belongs to a process group",
-        ),
-        ("import torch; torch.cuda.is_initialized = lambda: True", "CUDA does not survive a fork"),
-    ],
-)
-def test_what_a_fork_cannot_carry_is_refused(tmp_path, before, reason):
+def test_a_state_of_this_process_is_refused(tmp_path):
     done = run(
-        f"""
-        {before}
+        """
+        from accel_state import PartialState
+        PartialState(cpu=True)
         for launcher in (notebook_launcher, debug_launcher):
             try:
                 launcher(lambda: print("it ran"), num_processes=2)
@@ -258,7 +242,77 @@ def test_what_a_fork_cannot_carry_is_refused(tmp_path, before, reason):
     )
     for line, launcher in zip(done.stdout.splitlines(), ("notebook_launcher", "debug_launcher"), strict=True):
         assert line.startswith(f"StateError {launcher}")
-        assert reason in line
+        assert "an Accelerator or PartialState already exists" in line
+
+
+NOT_FORKED = [
+    (
+        "import torch; torch.distributed.init_process_group('gloo', rank=0, world_size=1, "
+        "store=torch.distributed.HashStore())",
+        "belongs to a process group",
+    ),
+    ("import torch; torch.cuda.is_initialized = lambda: True", "CUDA, which does not survive a fork"),
+]
+
+
+@forks
+@pytest.mark.parametrize(("before", "reason"), NOT_FORKED)
+def test_where_a_fork_is_not_safe_the_ranks_are_new_processes(tmp_path, before, reason):
+    done = run(
+        f"""
+        {before}
+        offset = 40
+        def work(value):
+            import torch
+            from accel_state import PartialState, gather
+            state = PartialState(cpu=True)
+            found = gather(torch.tensor([state.process_index + value + offset])).tolist()
+            print(found, torch.cuda.is_initialized(), os.environ["WORLD_SIZE"])
+        notebook_launcher(work, (2,), num_processes=2)
+        debug_launcher(work, (2,))
+        try:
+            notebook_launcher(work, (2,), num_processes=2, start_method="fork")
+        except RuntimeError as error:
+            print(error)
+        """,
+        tmp_path,
+    )
+    *ranks, refused = done.stdout.splitlines()
+    assert sorted(ranks) == [f"[rank {rank}] [42, 43] False 2" for rank in (0, 0, 1, 1)], done.stderr
+    assert reason in refused
+    assert "leave start_method out" in refused
+
+
+def test_spawned_ranks_leave_nothing_and_show_their_errors(tmp_path):
+    done = run(
+        """
+        import tempfile, threading
+        tempfile.tempdir = os.getcwd()
+        def fail(rank):
+            if os.environ["RANK"] == "1":
+                raise ValueError(f"bad {rank}")
+        try:
+            notebook_launcher(fail, ("cell",), num_processes=2, start_method="spawn")
+        except RuntimeError as error:
+            print(error)
+        lock = threading.Lock()
+        try:
+            notebook_launcher(lambda: lock, num_processes=2, start_method="spawn")
+        except RuntimeError as error:
+            print(error)
+        print(os.listdir())
+        """,
+        tmp_path,
+    )
+    assert "rank 1 of 2 failed" in done.stdout
+    assert "ValueError: bad cell" in done.stdout
+    assert "cannot be sent to new processes" in done.stdout
+    assert done.stdout.splitlines()[-1] == "['kernel.py']"
+
+
+def test_a_start_method_that_does_not_exist():
+    with pytest.raises(ConfigError, match="start_method is 'thread'; expected 'fork' or 'spawn'"):
+        notebook_launcher(print, num_processes=2, start_method="thread")
 
 
 @forks
@@ -359,7 +413,12 @@ def test_debug_launcher_refuses_a_single_value_as_arguments():
         debug_launcher(print, 3)
 
 
-def test_platforms_without_fork_are_told_what_to_do(monkeypatch):
-    monkeypatch.delattr(notebook.os, "fork", raising=False)
-    with pytest.raises(LaunchError, match="start it with accel launch"):
-        debug_launcher(print)
+def test_platforms_without_fork_start_new_processes(tmp_path):
+    done = run("del os.fork\ndebug_launcher(lambda: print(os.environ['RANK']))", tmp_path)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] 0", "[rank 1] 1"], done.stderr
+
+
+def test_without_cloudpickle_its_installation_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(LaunchError, match="pip install cloudpickle"):
+        notebook_launcher(print, num_processes=2, start_method="spawn")

@@ -14,14 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from string import Template
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Protocol
 
 from accel_state.environment import patch_environment
 from accel_state.launching.output import Console, RankOutput
 from accel_state.launching.processes import end_group
 from accel_state.launching.supervisor import SupervisedProcess
 
-__all__ = ["ForkedProcess", "ForkedRanks"]
+__all__ = ["ForkedProcess", "ForkedRanks", "exit_code_of", "world_variables"]
 
 
 class ForkedProcess:
@@ -101,7 +101,7 @@ class ForkedRanks:
         members = []
         for local_rank in range(self.local_size):
             rank = self.first_rank + local_rank
-            process = self._fork(rank, self._world(local_rank, attempt, port))
+            process = self._fork(rank, world_variables(self, local_rank, attempt, port))
             names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
             output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank)
             members.append(SupervisedProcess(process, output, f"rank {rank}"))
@@ -112,24 +112,6 @@ class ForkedRanks:
         with patch_environment(**self.variables):
             _prepare_fork()
             self.function(*self.args)
-
-    def _world(self, local_rank: int, attempt: int, port: int) -> dict[str, str]:
-        return {
-            "RANK": str(self.first_rank + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_WORLD_SIZE": str(self.local_size),
-            "NODE_RANK": str(self.node_rank),
-            "GROUP_RANK": str(self.node_rank),
-            "GROUP_WORLD_SIZE": str(self.world_size // self.local_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            # This process may itself be a rank of torchrun; these ranks use a separate store.
-            "TORCHELASTIC_USE_AGENT_STORE": "False",
-            **self.variables,
-        }
 
     def _fork(self, rank: int, environ: Mapping[str, str]) -> ForkedProcess:
         out_reader, out_writer = os.pipe()
@@ -164,14 +146,62 @@ class ForkedRanks:
             threading.Thread(target=_exit_with_parent, args=(reading,), daemon=True).start()
             with patch_environment(**environ):
                 _prepare_fork()
-                code = _exit_code_of(self.function, self.args)
+                code = exit_code_of(self.function, self.args)
                 # Exit handlers coordinate with other ranks: rank 0 keeps the store that they still read.
                 atexit._run_exitfuncs()
         finally:
             os._exit(code)
 
 
-def _exit_code_of(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+class _Ranks(Protocol):
+    """What ``world_variables`` reads."""
+
+    local_size: int
+    world_size: int
+    first_rank: int
+    node_rank: int
+    master_addr: str
+    variables: Mapping[str, str]
+    max_restarts: int
+
+
+def world_variables(ranks: _Ranks, local_rank: int, attempt: int, port: int) -> dict[str, str]:
+    """The environment variables that describe its world to a rank.
+
+    Args:
+        ranks: the ranks of one launch.
+        local_rank: index of the rank on this node.
+        attempt: number of restarts so far.
+        port: port of rank 0.
+    """
+    return {
+        "RANK": str(ranks.first_rank + local_rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(ranks.world_size),
+        "LOCAL_WORLD_SIZE": str(ranks.local_size),
+        "NODE_RANK": str(ranks.node_rank),
+        "GROUP_RANK": str(ranks.node_rank),
+        "GROUP_WORLD_SIZE": str(ranks.world_size // ranks.local_size),
+        "MASTER_ADDR": ranks.master_addr,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(ranks.max_restarts),
+        # This process may itself be a rank of torchrun; these ranks use a separate store.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        **ranks.variables,
+    }
+
+
+def exit_code_of(function: Callable[..., Any], args: tuple[Any, ...]) -> int:
+    """Call a function as a rank does: its exception is printed as a traceback.
+
+    Args:
+        function: what is called.
+        args: its arguments.
+
+    Returns:
+        0, or the code of its ``SystemExit``, or 1. A KeyboardInterrupt ends the process by SIGINT.
+    """
     try:
         function(*args)
     except SystemExit as end:

@@ -1,7 +1,8 @@
-"""``notebook_launcher`` and ``debug_launcher``: ranks forked from a running Python process.
+"""``notebook_launcher`` and ``debug_launcher``: ranks started from a running Python process.
 
-A forked rank inherits everything that the notebook has defined, so its function need not be in a module. State that
-does not survive a fork raises before anything starts: an initialised accelerator, and a process group.
+A forked rank inherits everything that the notebook has defined, so its function need not be in a module. Where
+something does not survive a fork, such as an initialised accelerator, the ranks are new processes, which receive the
+function by cloudpickle.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from string import Template
-from typing import Any
+from typing import Any, Literal
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
@@ -21,6 +22,7 @@ from accel_state.launching.forks import ForkedRanks
 from accel_state.launching.hardware import find_accelerators, physical_cores
 from accel_state.launching.output import Console, stream_sink
 from accel_state.launching.ports import reserve_port
+from accel_state.launching.spawns import SpawnedRanks
 from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 
 __all__ = ["debug_launcher", "notebook_launcher"]
@@ -48,12 +50,14 @@ def notebook_launcher(
     max_restarts: int = 0,
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
+    start_method: Literal["fork", "spawn"] | None = None,
 ) -> None:
     """Run a training function on several processes from a notebook.
 
-    The processes are forked, so the function may be defined in a cell. It must create its ``Accelerator``
-    itself, and no earlier cell may have initialised an accelerator device. One process on one node runs in the
-    notebook itself.
+    The function may be defined in a cell. It must create its ``Accelerator`` itself. The processes are forks of this
+    one; if an earlier cell has initialised an accelerator device, which does not survive a fork, they are new
+    processes, which receive the function and the global names that it uses by cloudpickle. One process on one node
+    runs in the notebook itself.
 
     Args:
         function: called as ``function(*args)`` on every rank; its return value is dropped.
@@ -72,12 +76,14 @@ def notebook_launcher(
         monitor_interval: seconds between two checks of the ranks.
         log_line_prefix_template: prefix of each line of output, with ``${rank}``, ``${local_rank}``
             and ``${role_name}``; by default ``[rank ${rank}] ``.
+        start_method: ``fork`` or ``spawn``; by default a fork where that is safe.
 
     Raises:
         ConfigError: an argument has a value that cannot be used.
         DeviceError: there are fewer accelerators than processes.
-        StateError: this process already uses an accelerator or a process group.
-        LaunchError: a rank failed; the message holds its traceback.
+        StateError: this process already has an ``Accelerator``, or a fork was requested and is not safe.
+        LaunchError: a rank failed, and the message holds its traceback; or the function cannot be sent to new
+            processes.
     """
     arguments = _arguments(args)
     options = schema_of(LaunchConfig).by_path
@@ -96,8 +102,9 @@ def notebook_launcher(
         with patch_environment(**variables):
             _run_here(function, arguments)
         return
-    _refuse_if_unsafe_to_fork("notebook_launcher")
-    ranks = ForkedRanks(
+    elastic = rdzv_backend != "static"
+    ranks_class = _ranks_class("notebook_launcher", start_method, elastic=elastic)
+    ranks = ranks_class(
         function=function,
         args=arguments,
         local_size=count,
@@ -109,7 +116,7 @@ def notebook_launcher(
         prefix=Template(log_line_prefix_template or "[rank ${rank}] "),
         max_restarts=max_restarts,
     )
-    if rdzv_backend != "static":
+    if isinstance(ranks, ForkedRanks) and elastic:
         endpoint = rdzv_endpoint or f"{master_addr}:{port or _DEFAULT_PORT}"
         _run_elastic(ranks, num_nodes, rdzv_backend, endpoint, rdzv_conf or {}, rdzv_id, monitor_interval)
         return
@@ -133,12 +140,12 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
     """
     arguments = _arguments(args)
     _check_number(num_processes)
-    _refuse_if_unsafe_to_fork("debug_launcher")
+    ranks_class = _ranks_class("debug_launcher", None, elastic=False)
     environ = snapshot()
     variables = {"ACCELERATE_USE_CPU": "yes", "FORK_LAUNCHED": "1"}
     if "GLOO_SOCKET_IFNAME" not in environ and sys.platform.startswith("linux"):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # the host name may resolve to an unreachable address
-    ranks = ForkedRanks(
+    ranks = ranks_class(
         function=function,
         args=arguments,
         local_size=num_processes,
@@ -175,7 +182,9 @@ def _run_here(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
             _left_behind = after.topology
 
 
-def _run(ranks: ForkedRanks, port: int | None, *, own_port: bool, monitor_interval: float) -> None:
+def _run(
+    ranks: ForkedRanks | SpawnedRanks, port: int | None, *, own_port: bool, monitor_interval: float
+) -> None:
     console = Console(stream_sink(sys.stdout), stream_sink(sys.stderr))
     policy = Policy(
         max_restarts=ranks.max_restarts,
@@ -239,40 +248,53 @@ def _threads(environ: Mapping[str, str], count: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, physical_cores() // count))}
 
 
-def _refuse_if_unsafe_to_fork(launcher: str) -> None:
-    if not hasattr(os, "fork"):
-        raise LaunchError(
-            f"{launcher} forks processes, which this platform does not support; "
-            "put the function into a script and start it with accel launch"
-        )
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return
+def _ranks_class(
+    launcher: str, start_method: str | None, *, elastic: bool
+) -> type[ForkedRanks] | type[SpawnedRanks]:
+    """How the ranks are started: by a fork where that is safe, else as new processes.
+
+    Raises:
+        ConfigError: there is no such method.
+        StateError: an ``Accelerator`` exists, or a fork is requested, or the only way, and is not safe.
+    """
+    if start_method not in (None, "fork", "spawn"):
+        raise ConfigError(f"start_method is {start_method!r}; expected 'fork' or 'spawn'")
     state = _process_state()
     if state is not None and state.topology is not _left_behind:
         raise StateError(
-            f"{launcher} forks processes, but an Accelerator or PartialState already exists in this process. "
+            f"{launcher} starts processes, but an Accelerator or PartialState already exists in this process. "
             "Create it inside the function only, and restart the notebook's kernel"
         )
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    reason = "" if start_method == "spawn" else _why_not_to_fork()
+    if elastic and (reason or start_method == "spawn"):
         raise StateError(
-            f"{launcher} forks processes, but this process already belongs to a process group; "
-            "call torch.distributed.destroy_process_group() first"
+            f"torch's elastic rendezvous forks processes, but {reason or 'start_method is spawn'}; use "
+            'rdzv_backend="static"'
         )
+    if start_method == "fork" and reason:
+        raise StateError(f"{launcher} was asked to fork processes, but {reason}; leave start_method out")
+    return SpawnedRanks if reason or start_method == "spawn" else ForkedRanks
+
+
+def _why_not_to_fork() -> str:
+    """What a forked process could not use; empty: a fork is safe."""
+    if not hasattr(os, "fork"):
+        return "this platform cannot"
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return ""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return "this process already belongs to a process group"
     for name in ("cuda", "xpu"):
         module = getattr(torch, name, None)
         if module is not None and module.is_initialized():
-            raise StateError(
-                f"{launcher} forks processes, and {name.upper()} does not survive a fork, but it is already "
-                "initialised: a cell moved a tensor to the device or asked for its properties, or "
-                "notebook_launcher ran one process, which computes in this one. Restart the kernel, and use the "
-                "device inside the function only"
+            return (
+                f"{name.upper()}, which does not survive a fork, is already initialised: a cell moved a tensor to the "
+                "device or asked for its properties, or a launch of one process computed in this one"
             )
     if "bitsandbytes" in sys.modules and find_accelerators(snapshot()).count:
-        raise StateError(
-            f"{launcher} forks processes, but bitsandbytes, which opens the device, is already imported; "
-            "restart the kernel and import it inside the function"
-        )
+        return "bitsandbytes, which opens the device, is already imported"
+    return ""
 
 
 def _run_elastic(
