@@ -1,0 +1,219 @@
+"""Draw the pictures of terminals in the documentation, from real runs.
+
+Each picture is a command that runs in a pseudo-terminal, in a folder of its own; what the terminal shows at the end
+becomes an SVG file. Run from the repository root, where ``accel`` is installed:
+
+    hatch run pictures [NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from collections.abc import Mapping, Sequence
+from fcntl import ioctl
+from pathlib import Path
+
+import pyte
+from rich.console import Console
+from rich.terminal_theme import MONOKAI
+from rich.text import Text
+
+IMAGES = Path(__file__).parents[1] / "docs" / "images" / "terminal"
+_LINES = 400
+_PROMPT = "$ "
+_SHOWN_FOLDER = b"/home/you/project"
+_FONTS = re.compile(r"\s*@font-face \{.*?\n    \}", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """One picture.
+
+    Attributes:
+        name: name of the file, without suffix.
+        command: what a user types, as the picture shows it.
+        files: files that the folder holds before, by name.
+        keys: pairs of a text to wait for, and what is typed when it is on the screen.
+        columns: width of the terminal.
+        code: the exit code that the command must have.
+        seconds: how long it may take.
+    """
+
+    name: str
+    command: str
+    files: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    keys: Sequence[tuple[str, str]] = ()
+    columns: int = 100
+    code: int = 0
+    seconds: float = 120.0
+
+
+FAILING = """\
+import torch
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+model, optimizer = torch.nn.Linear(4, 1), None
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range(3):
+    accelerator.backward(model(torch.ones(8, 4)).sum())
+    accelerator.print("step", step)
+    if step == 1 and accelerator.process_index == 1:
+        raise ValueError("a label is out of range")
+    optimizer.step()
+"""
+
+OLD = """\
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+set_seed(0)
+accelerator = Accelerator()
+"""
+
+PICTURES = (
+    Picture("help", "accel --help"),
+    Picture("launch-help", "accel launch --help"),
+    Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
+    Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
+)
+
+
+def main() -> int:
+    """Draw the pictures that are named, or all."""
+    parser = argparse.ArgumentParser(description="Draw the pictures of terminals.")
+    parser.add_argument("names", nargs="*", help="pictures to draw; by default all")
+    names = parser.parse_args().names
+    known = [picture.name for picture in PICTURES]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        parser.error(f"there is no picture {unknown[0]}; the pictures are {', '.join(known)}")
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for picture in PICTURES:
+        if not names or picture.name in names:
+            path = IMAGES / f"{picture.name}.svg"
+            path.write_text(draw(show(picture), picture), encoding="utf-8")
+            print(path)
+    return 0
+
+
+def show(picture: Picture) -> list[Text]:
+    """Run the command; returns the lines that the terminal shows at the end.
+
+    Args:
+        picture: what to run.
+
+    Raises:
+        RuntimeError: the command took too long, or ended with another code.
+    """
+    screen = pyte.Screen(picture.columns, _LINES)
+    stream = pyte.ByteStream(screen)
+    with tempfile.TemporaryDirectory(prefix="accel-picture-") as folder:
+        for name, text in picture.files.items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
+        code = _run(picture, Path(folder), stream, screen)
+    if code != picture.code:
+        shown = "\n".join(line.rstrip() for line in screen.display).strip()
+        raise RuntimeError(f"{picture.command} ended with {code}, not {picture.code}:\n{shown}")
+    lines = [_line(screen, number) for number in range(_LINES)]
+    while lines and not lines[-1].plain.strip():
+        lines.pop()
+    return lines
+
+
+def draw(lines: Sequence[Text], picture: Picture) -> str:
+    """The SVG of a terminal that shows the command and its output."""
+    console = Console(record=True, width=picture.columns, file=open(os.devnull, "w"), force_terminal=True)  # noqa: SIM115
+    console.print(Text(_PROMPT, style="bold green").append(picture.command, style="bold"))
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="crop", crop=True)
+    svg = console.export_svg(title=picture.command.split(" ")[0], theme=MONOKAI, unique_id=picture.name)
+    return _FONTS.sub("", svg)  # they would be loaded from another site
+
+
+def _run(picture: Picture, folder: Path, stream: pyte.ByteStream, screen: pyte.Screen) -> int:
+    main_end, other_end = pty.openpty()
+    ioctl(other_end, termios.TIOCSWINSZ, struct.pack("HHHH", _LINES, picture.columns, 0, 0))
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR", "CI")
+    }
+    environ = kept | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "TERM": "xterm-256color",
+        "COLUMNS": str(picture.columns),
+        "HF_HOME": str(folder / ".home"),
+        "PS1": _PROMPT,
+    }
+    process = subprocess.Popen(
+        picture.command, shell=True, cwd=folder, env=environ, stdin=other_end, stdout=other_end, stderr=other_end,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(other_end)
+    waiting = list(picture.keys)
+    hidden, pending = str(folder).encode(), b""
+    end = time.monotonic() + picture.seconds
+    try:
+        while time.monotonic() < end:
+            if select.select([main_end], [], [], 0.2)[0]:
+                try:
+                    data = os.read(main_end, 65536)
+                except OSError:  # the other end is closed
+                    break
+                pending = (pending + data).replace(hidden, _SHOWN_FOLDER)
+                held = _beginning_at_end(pending, hidden)
+                stream.feed(pending[: len(pending) - held])
+                pending = pending[len(pending) - held :]
+            if waiting and waiting[0][0] in "\n".join(screen.display):
+                os.write(main_end, waiting.pop(0)[1].encode())
+                time.sleep(0.3)
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise RuntimeError(
+                f"{picture.command} took more than {picture.seconds} s; it waits for {waiting[:1]}"
+            )
+        return process.wait()
+    finally:
+        os.close(main_end)
+
+
+def _beginning_at_end(data: bytes, text: bytes) -> int:
+    """How many bytes at the end of ``data`` may be the beginning of ``text``."""
+    return next((size for size in range(len(text) - 1, 0, -1) if data.endswith(text[:size])), 0)
+
+
+def _line(screen: pyte.Screen, number: int) -> Text:
+    text = Text()
+    for column in range(screen.columns):
+        cell = screen.buffer[number][column]
+        text.append(cell.data, style=_style(cell))
+    text.rstrip()
+    return text
+
+
+def _style(cell: pyte.screens.Char) -> str:
+    words = ["bold"] * cell.bold + ["italic"] * cell.italics + ["reverse"] * cell.reverse
+    for name, color in (("", cell.fg), ("on ", cell.bg)):
+        if color != "default":
+            known = {"brown": "yellow"}.get(color, color)
+            words.append(
+                name
+                + (f"#{known}" if re.fullmatch("[0-9a-f]{6}", known) else known.replace("bright", "bright_"))
+            )
+    return " ".join(words) or "default"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
