@@ -1,4 +1,4 @@
-"""What the command costs: `accel --help`, launching one and two processes, and the launcher's own memory.
+"""What the command costs: help, completion, plans, launching one and two processes, and the launcher's own memory.
 
 Every measurement is a fresh process; contenders take turns, round after round. The table shows medians; launches are
 shown over `python x.py` of the same round. That every rank really ran is checked.
@@ -151,6 +151,33 @@ def measure_times(folder: Path, rounds: int) -> None:
     show("launch of 2 processes that import torch and all-reduce once, whole time", two_torch.items(), "s")
 
 
+def measure_answers(folder: Path, rounds: int) -> None:
+    """What the command answers without starting anything: completion of a key, plans, the configuration."""
+    environ = environment(folder)
+    script = folder / "nothing.py"
+    script.write_text(NOTHING)
+    accel = command("accel")
+    typed = {"accel la": 1, "accel launch --nu": 2, "accel launch --mixed_precision ": 3, "accel config ": 2}
+    answers = {
+        f"completion of {words!r}": (
+            accel, {"_ACCEL_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(place)}
+        )
+        for words, place in typed.items()
+    }  # fmt: skip
+    answers["launch --help"] = ([*accel, "launch", "--help"], {})
+    answers["config show"] = ([*accel, "config", "show"], {})
+    answers["plans of 1,000 ranks (--dry-run)"] = (
+        [*accel, "launch", "--cpu", "--num_processes", "1000", "--dry-run", str(script)], {}
+    )  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in answers}
+    for turn in range(rounds + 1):
+        for name, (words, variables) in answers.items():
+            elapsed = timed(words, environ | variables)
+            if turn:
+                found[name].append(elapsed)
+    show("answers without a start", found.items(), "s")
+
+
 def measure_memory(folder: Path, rounds: int) -> None:
     if not Path("/proc/self/status").exists():
         print("\nmemory of the launcher: NOT RUN, it is read from /proc")
@@ -173,6 +200,7 @@ def main(*, times: bool = True) -> int:
     try:
         if times:
             measure_times(folder, rounds)
+            measure_answers(folder, rounds)
         measure_memory(folder, max(3, rounds // 3))
     finally:
         shutil.rmtree(folder)
