@@ -61,8 +61,8 @@ def _rank_main(rank: int, environ: dict[str, str], path: list[str], blob: bytes,
     import torch
 
     torch.set_num_threads(1)
-    # A process of the fork server would start the workers of its loaders by another one, which imports torch for each of
-    # them; they start as those of a script do.
+    # A process of the fork server would start the workers of its loaders by another one, which imports torch for each
+    # of them; they start as those of a script do.
     multiprocessing.set_start_method("fork" if sys.version_info < (3, 14) else None, force=True)
     try:
         function, args, kwargs = cloudpickle.loads(blob)
