@@ -178,3 +178,9 @@ def test_in_a_world():
         assert order == ordered
         expected = ["main"] * (rank == 0) + ["all", "ordered"] + ["levels may differ"] * (rank < 2)
         assert lines == [f"[RANK {rank}] {text}" for text in expected]
+
+
+def test_a_launcher_that_prefixes_lines_leaves_no_rank_to_the_logger(monkeypatch, caplog):
+    monkeypatch.setenv("ACCEL_RANK_PREFIXED", "1")
+    get_logger("prefixed").warning("hello")
+    assert [record.getMessage() for record in caplog.records] == ["hello"]

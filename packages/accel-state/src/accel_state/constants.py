@@ -20,6 +20,7 @@ __all__ = [
     "OPTIMIZER_NAME",
     "PREEMPTED",
     "PROFILE_PATTERN_NAME",
+    "RANK_PREFIXED",
     "RNG_STATE_NAME",
     "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
@@ -36,6 +37,9 @@ __all__ = [
     "WEIGHTS_PATTERN_NAME",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
 ]
+
+RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
+"""Variable of ranks whose launcher prefixes each line of output with the rank."""
 
 PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""

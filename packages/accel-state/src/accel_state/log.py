@@ -7,6 +7,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from accel_state import environment
+from accel_state.constants import RANK_PREFIXED
 from accel_state.errors import ConfigError, StateError
 from accel_state.world.process import PartialState, current_state
 
@@ -20,6 +21,8 @@ _CALLER = 2
 class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
     """A logger whose messages are prefixed with the rank and, by default, logged on rank 0 only.
 
+    Where the launcher prefixes each line of output with the rank, the messages have no prefix of their own.
+
     Every logging method takes two more arguments: ``main_process_only`` (default True), and ``in_order``
     (default False), which lets all ranks log one after the other and is a collective.
     """
@@ -29,8 +32,10 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         self._said: set[tuple[str, str]] = set()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[str, MutableMapping[str, Any]]:
-        """Prefix the rank, and point the record at the caller unless ``stacklevel`` is given."""
+        """Prefix the rank, unless the launcher does, and point the record at the caller."""
         kwargs.setdefault("stacklevel", _CALLER)
+        if environment.get(RANK_PREFIXED):
+            return str(msg), kwargs
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:

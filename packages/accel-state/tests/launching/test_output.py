@@ -15,9 +15,9 @@ from accel_state.launching.output import (
     RankOutput,
     _DescriptorSink,
     _Splitter,
-    last_traceback,
     stream_sink,
 )
+from accel_state.launching.tracebacks import last_traceback
 
 
 class Terminal(io.BytesIO):

@@ -61,7 +61,7 @@ def test_the_port_of_the_first_plan_is_held_until_the_ranks_start(tmp_path, monk
     taken = []
     start = run.start_members
 
-    def check(planned, *args):
+    def check(planned, *args, **options):
         port = int(planned.processes[0].env["MASTER_PORT"])
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
             other.bind(("", port))

@@ -164,11 +164,29 @@ def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(lau
             raise RuntimeError("cause")
         while not os.path.exists("link_lost"):
             time.sleep(0.01)
+        time.sleep(0.1)  # the launcher has a thread per stream, and which of two runs first is the kernel's choice
         raise RuntimeError("consequence")
     """)
     done = launcher.run("--num_processes", "2", script)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: cause")
+
+
+def test_a_rank_that_waited_for_another_is_not_blamed_although_its_traceback_came_first(launcher):
+    script = launcher.script("""
+        if rank == 0:
+            open("waiting", "w").close()
+            raise RuntimeError("[../gloo/pair.cc:525] Connection closed by peer [127.0.0.1]:4242. GLHF!")
+        while not os.path.exists("waiting"):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        raise ValueError("cause")
+    """)
+    done = launcher.run("--num_processes", "2", script)
+    assert "rank 1 failed first (exit code 1)" in done.stderr
+    assert "rank 0 waited for it, and ended because it was gone\n" in done.stderr
+    assert "GLHF" not in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: cause")
 
 
 def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
@@ -185,8 +203,61 @@ def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
         sys.exit(1)
     """)
     done = launcher.run("--num_processes", "2", script)
-    assert "[rank 1] ValueError: x\n" in done.stderr
-    assert done.stderr.endswith("=\nTraceback (most recent call last):\nValueError: x\n")
+    assert done.stderr.count("ValueError: x") == 1, "the report at the end shows it, and nothing before"
+    assert "rank 0 failed too: OSError: link lost\n" in done.stderr
+    assert done.stderr.endswith("\nTraceback (most recent call last):\nValueError: x\n")
+    debugged = launcher.run("--debug", "--num_processes", "2", script)
+    assert "[rank 1] ValueError: x\n" in debugged.stderr
+
+
+def test_a_traceback_of_a_rank_that_goes_on_is_shown_in_its_place(launcher):
+    script = launcher.script("""
+        import traceback
+        if rank == 0:
+            try: raise ValueError("handled")
+            except ValueError: traceback.print_exc()
+            time.sleep(3)
+            sys.stderr.write("later\\n")
+    """)
+    done = launcher.run("--num_processes", "2", script)
+    assert done.returncode == 0
+    assert "[rank 0] ValueError: handled\n[rank 0] later\n" in done.stderr
+
+
+def test_tracebacks_of_an_attempt_are_shown_before_the_restart(launcher):
+    script = launcher.script("raise ValueError(os.environ['TORCHELASTIC_RESTART_COUNT'])")
+    done = launcher.run("--num_processes", "2", "--max_restarts", "1", script)
+    first, _, second = done.stderr.partition("restarting all ranks")
+    assert "[rank 0] ValueError: 0\n" in first
+    assert "[rank 1] ValueError: 0\n" in first
+    assert "ValueError: 0" not in second
+    assert second.count("ValueError: 1") == 2, "one traceback, and one line for the other rank"
+
+
+def test_library_frames_are_folded_and_the_log_file_has_them(launcher):
+    script = launcher.script("""
+        import json
+        def read():
+            return json.loads("{")
+        if rank == 1:
+            read()
+        time.sleep(60)
+    """)
+    done = launcher.run("--num_processes", "2", "--log_dir", "logs", script)
+    assert "frames of Python" in done.stderr
+    assert "in read" in done.stderr
+    assert "decoder.py" in (launcher.folder / "logs/rank_1.log").read_text()
+    assert "frames of Python" not in launcher.run("--debug", "--num_processes", "2", script).stderr
+
+
+@posix
+@pytest.mark.parametrize(("environ", "coloured"), [({}, False), ({"FORCE_COLOR": "1"}, True)])
+def test_ranks_have_colours_of_their_own(launcher, environ, coloured):
+    launcher.environ |= environ
+    script = launcher.script("print('hello')")
+    done = launcher.run("--num_processes", "2", script)
+    prefixes = {"\x1b[36m[rank 0]\x1b[0m hello", "\x1b[35m[rank 1]\x1b[0m hello"}
+    assert set(done.stdout.splitlines()) == (prefixes if coloured else {"[rank 0] hello", "[rank 1] hello"})
 
 
 def test_chained_exceptions_are_told_whole(launcher):

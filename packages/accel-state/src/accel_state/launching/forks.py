@@ -16,6 +16,7 @@ from string import Template
 from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol
 
+from accel_state.constants import RANK_PREFIXED
 from accel_state.environment import patch_environment
 from accel_state.launching.output import Console, RankOutput
 from accel_state.launching.processes import end_group
@@ -103,7 +104,7 @@ class ForkedRanks:
             rank = self.first_rank + local_rank
             process = self._fork(rank, world_variables(self, local_rank, attempt, port))
             names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
-            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank)
+            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank, hold=True)
             members.append(SupervisedProcess(process, output, f"rank {rank}"))
         return members
 
@@ -162,6 +163,7 @@ class _Ranks(Protocol):
     node_rank: int
     master_addr: str
     variables: Mapping[str, str]
+    prefix: Template
     max_restarts: int
 
 
@@ -188,6 +190,7 @@ def world_variables(ranks: _Ranks, local_rank: int, attempt: int, port: int) -> 
         "TORCHELASTIC_MAX_RESTARTS": str(ranks.max_restarts),
         # This process may itself be a rank of torchrun; these ranks use a separate store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        RANK_PREFIXED: "1" if "rank}" in ranks.prefix.template else "",
         **ranks.variables,
     }
 

@@ -16,7 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal, Protocol, TextIO
 
-__all__ = ["Console", "RankOutput", "StreamName", "last_traceback", "open_log", "stream_sink"]
+from accel_state.host.colors import Colors, wants_colors
+from accel_state.launching.tracebacks import HEADER
+
+__all__ = ["Console", "RankOutput", "StreamName", "open_log", "stream_sink"]
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -28,8 +31,11 @@ _CAN_POLL = sys.platform != "win32"
 """Windows can only select sockets."""
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
-_HEADER = b"Traceback (most recent call last):"
-_CHAINS = (b"During handling of the above exception", b"The above exception was the direct cause")
+_HEADER = HEADER.encode()
+_HELD = 2.0
+"""Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once."""
+_PALETTE = (36, 35, 33, 32, 34, 96, 95, 93, 92, 94)
+"""Colours of ranks: cyan, magenta, yellow, green, blue, and the bright ones. Red is left to errors."""
 
 
 class ByteSink(Protocol):
@@ -59,10 +65,22 @@ class Console:
         one_cursor = all(sink.isatty() for sink in self._sinks.values())
         self._cursor = {name: "terminal" if one_cursor else name for name in self._sinks}
         self._terminal = {name: sink.isatty() for name, sink in self._sinks.items()}
+        self._colors = {name: wants_colors(sink.isatty()) for name, sink in self._sinks.items()}
         self._lines: dict[str, _Line] = {}
         self._bars: set[tuple[str, StreamName]] = set()
         # One lock per cursor: a paused reader of standard output must not block messages to the terminal.
         self._locks = {cursor: threading.Lock() for cursor in self._cursor.values()}
+
+    def colors(self, stream: StreamName) -> Colors:
+        """The colours of a stream."""
+        return Colors(self._colors[stream])
+
+    def painted(self, stream: StreamName, prefix: str, rank: int) -> str:
+        """The prefix of a rank's lines in its colour, where the stream has colours."""
+        if not prefix or not self._colors[stream]:
+            return prefix
+        text = prefix.rstrip()
+        return f"\033[{_PALETTE[rank % len(_PALETTE)]}m{text}\033[0m{prefix[len(text) :]}"
 
     def write(self, stream: StreamName, prefix: str, piece: bytes) -> None:
         """Print one piece of a rank's output: a line with its newline or carriage return, or part of a line."""
@@ -136,6 +154,8 @@ class RankOutput:
         log: log file that receives the unchanged output, or ``None``.
         logged: the streams that are written to the log file.
         rank: the rank. Torch prefixes each line of its tracebacks with ``[rankN]: ``, which is removed.
+        hold: keep a traceback back for two seconds. If the rank ends by then, whoever supervises it decides between
+            ``show_held`` and ``drop_held``.
     """
 
     def __init__(
@@ -145,11 +165,19 @@ class RankOutput:
         log: IO[bytes] | None = None,
         logged: frozenset[StreamName] = frozenset({"stdout", "stderr"}),
         rank: int = 0,
+        *,
+        hold: bool = False,
     ) -> None:
+        self._hold = hold
+        self._held: list[bytes] = []
+        self._held_since: float | None = None
         self._torch_prefix = f"[rank{rank}]: ".encode()
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.traceback_at: float | None = None
-        self._prefix = prefix
+        self._prefixes: dict[StreamName, str] = {
+            "stdout": console.painted("stdout", prefix, rank),
+            "stderr": console.painted("stderr", prefix, rank),
+        }
         self._console = console
         self._log = log
         self._logged = logged
@@ -199,6 +227,16 @@ class RankOutput:
         # In this order: whatever left the pipe before it was found empty was marked before it was read.
         return not waiting and "stderr" not in self._showing
 
+    def show_held(self) -> None:
+        """Print what is held back."""
+        held, self._held, self._held_since = self._held, [], None
+        for piece in held:
+            self._console.write("stderr", self._prefixes["stderr"], piece)
+
+    def drop_held(self) -> None:
+        """Forget what is held back: it is shown in another way."""
+        self._held, self._held_since = [], None
+
     def _pump(self, stream: StreamName, pipe: IO[bytes]) -> None:
         splitter = _Splitter()
         try:
@@ -208,6 +246,11 @@ class RankOutput:
                         self._show(stream, splitter.take_pending())
                         continue
                     self._showing.discard(stream)
+                    if stream == "stderr" and self._held_since is not None:
+                        left = self._held_since + _HELD - time.monotonic()
+                        if left <= 0 or not _readable(pipe, left):
+                            self.show_held()
+                            continue
                     if _CAN_POLL:
                         _readable(pipe, None)
                         self._showing.add(stream)  # before the read: see ``caught_up``
@@ -250,8 +293,16 @@ class RankOutput:
             self.tail.append(piece[:_TAIL_WIDTH])
             if piece.startswith(_HEADER):
                 self.traceback_at = time.monotonic()
+                if self._hold and self._held_since is None:
+                    self._held_since = self.traceback_at
         self._write_log(stream, piece)  # whole lines, so that the two streams never mix within a line
-        self._console.write(stream, self._prefix, piece)
+        if stream == "stderr" and self._held_since is not None:
+            self._held.append(piece)
+            # A progress bar shows that the rank goes on, and a long text is no traceback.
+            if piece.endswith(b"\r") or len(self._held) > _TAIL_LINES:
+                self.show_held()
+            return
+        self._console.write(stream, self._prefixes[stream], piece)
 
 
 class _Splitter:
@@ -279,22 +330,6 @@ def _readable(pipe: IO[bytes], timeout: float | None) -> bool:
     if not _CAN_POLL:  # unfinished lines are shown when they end
         return True
     return bool(select.select([pipe], [], [], timeout)[0])
-
-
-def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:
-    """The last traceback in the buffered end of a rank's standard error, with its chained exceptions.
-
-    If there is none (a syntax error, a crash in native code), the last ``fallback_lines`` lines.
-    """
-    lines = b"".join(tail).decode(errors="replace").splitlines()
-    header, chains = _HEADER.decode(), tuple(chain.decode() for chain in _CHAINS)
-    starts = [number for number, line in enumerate(lines) if line.startswith(header)]
-    if not starts:
-        return "\n".join(lines[-fallback_lines:])
-    start = starts.pop()
-    while starts and any(line.startswith(chains) for line in lines[starts[-1] : start]):
-        start = starts.pop()
-    return "\n".join(lines[start:])
 
 
 def open_log(path: Path, title: str) -> IO[bytes]:

@@ -15,6 +15,7 @@ from typing import Literal
 
 from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
+from accel_state.constants import RANK_PREFIXED
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.launching.elastic import elastic_argv
 from accel_state.launching.hardware import Accelerators
@@ -29,7 +30,7 @@ NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 _LOOPBACK = "127.0.0.1"
 _PLACES = frozenset(
     f"{prefix}{name}" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
-) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"}
+) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", RANK_PREFIXED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,7 @@ def plan(
     common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, world, attempt)
     if "PYTHONUNBUFFERED" not in environ:
         common["PYTHONUNBUFFERED"] = "1"  # output to a pipe would be buffered in blocks of 8 KiB
+    common[RANK_PREFIXED] = "1"
     specs = tuple(
         ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
         for rank in range(world.size)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from accel_state.errors import ConfigError, LaunchError
+from accel_state.host.colors import Colors
 from accel_state.launching.hardware import (
     Accelerators,
     find_accelerators,
@@ -29,6 +30,7 @@ from accel_state.launching.ports import reserve_port
 from accel_state.launching.processes import RankProcess, start_command
 from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
+from accel_state.launching.tracebacks import fold_frames
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -83,7 +85,8 @@ def launch(
         outcome = supervise(attempts.start, policy_of(config, agent=first.style == "agent"), console)
     if outcome.failed is not None and first.style == "ranks":
         log = first.processes[outcome.failed].log_path
-        console.say(render_failure(outcome, world.size, log))
+        colors = console.colors("stderr")
+        console.say(render_failure(outcome, world.size, log, colors=colors, folded=not config.debug))
     elif outcome.failed is not None and config.mpirun.hostfile is not None and not config.quiet:
         console.say(f"accel: {outcome.label} failed ({outcome.how})")
     return outcome.code
@@ -129,14 +132,28 @@ def describe(prepared: LaunchPlan) -> str:
     return "\n".join(blocks)
 
 
-def render_failure(outcome: Outcome, size: int, log: Path | None = None) -> str:
-    """The report of a failure: which rank failed first, and its traceback."""
+def render_failure(
+    outcome: Outcome, size: int, log: Path | None = None, *, colors: Colors | None = None, folded: bool = True
+) -> str:
+    """The report of a failure: which rank failed first, its traceback, and how the others ended.
+
+    Args:
+        outcome: how the launch ended.
+        size: number of ranks.
+        log: log file of the rank that failed first.
+        colors: of the destination; by default none.
+        folded: show the frames of libraries around the user's as one line.
+    """
+    colors = colors or Colors(False)
     width = min(100, shutil.get_terminal_size().columns)
     first = " first" if size > 1 else ""
     heading = f"=== {outcome.label} failed{first} ({outcome.how}) ===".center(width, "=")
     where = [f"full output: {log}"] if log is not None else []
     error = outcome.error.rstrip() or "the rank wrote nothing to standard error"
-    return "\n".join(["", heading, *where, error])
+    shown = fold_frames(error) if folded else error
+    if shown != error:
+        where.append("frames of libraries are folded; --debug shows all of them")
+    return "\n".join(["", colors("red", heading), *outcome.others, *where, shown])
 
 
 def start_members(
@@ -144,6 +161,8 @@ def start_members(
     environ: Mapping[str, str],
     console: Console,
     logged: Mapping[int, frozenset[StreamName]] | None = None,
+    *,
+    hold: bool = True,
 ) -> list[SupervisedProcess]:
     """Start every process of a plan; if one cannot be started, kill the others.
 
@@ -152,6 +171,7 @@ def start_members(
         environ: the environment of this process.
         console: destination of the output.
         logged: the streams of each rank that are written to its log file; by default both.
+        hold: tracebacks are held back, because the report at the end shows them.
 
     Raises:
         LaunchError: a log file cannot be written, or a process could not be started.
@@ -178,7 +198,8 @@ def start_members(
         if agent:
             label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
         streams = _BOTH if logged is None else logged[spec.rank]
-        output = RankOutput(f"[rank {spec.rank}] " if several else "", console, log, streams, spec.rank)
+        prefix = f"[rank {spec.rank}] " if several else ""
+        output = RankOutput(prefix, console, log, streams, spec.rank, hold=hold)
         members.append(SupervisedProcess(process, output, label))
     return members
 
@@ -328,7 +349,7 @@ class _Attempts:
         """Start the processes of an attempt."""
         planned = self.plan(attempt)
         logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])
-        return start_members(planned, self._environ, self._console, logged)
+        return start_members(planned, self._environ, self._console, logged, hold=not self._config.debug)
 
     def close(self) -> None:
         """Release the port."""

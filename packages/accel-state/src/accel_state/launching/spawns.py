@@ -138,7 +138,7 @@ class SpawnedRanks:
                     member.process.kill()
                 raise LaunchError(f"{sys.executable} could not be started: {error}") from error
             names = {"rank": rank, "local_rank": local_rank, "role_name": "default"}
-            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank)
+            output = RankOutput(self.prefix.safe_substitute(names), console, rank=rank, hold=True)
             members.append(SupervisedProcess(process, output, f"rank {rank}"))
         return members
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import cast
 
 from accel_state.constants import PREEMPTED
-from accel_state.launching.output import Console, RankOutput, StreamName, last_traceback
+from accel_state.launching.output import Console, RankOutput, StreamName
 from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_is_alive
 from accel_state.launching.signals import EXITED, SignalQueue, receive_signals
+from accel_state.launching.tracebacks import last_line, last_traceback, summarize, waited_for_another
 
 __all__ = ["Outcome", "Policy", "SupervisedProcess", "supervise"]
 
@@ -76,6 +77,12 @@ class SupervisedProcess:
         """Whether it ended without a word, by a signal that it did not get because of another rank."""
         return self.code in _CRASHES and self.output.traceback_at is None
 
+    def waited(self) -> bool:
+        """Whether its error says that another rank was gone."""
+        return self.output.traceback_at is not None and waited_for_another(
+            last_line(last_traceback(self.output.tail))
+        )
+
     def failed_at(self) -> float:
         """Time of failure: its last traceback precedes its exit and the exits of other ranks that it causes."""
         return (
@@ -95,6 +102,7 @@ class Outcome:
         label: name of that process in messages.
         how: how it ended, in words.
         error: last traceback of that rank, or the end of its standard error.
+        others: a line for each way in which other ranks failed.
         stopped_by: the signal that stopped the launcher, if any.
     """
 
@@ -103,6 +111,7 @@ class Outcome:
     label: str = ""
     how: str = ""
     error: str = ""
+    others: tuple[str, ...] = ()
     stopped_by: int | None = None
 
 
@@ -126,11 +135,14 @@ def supervise(
     crashes = attempt = 0
     with receive_signals() as signals, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
-            outcome = _Group(start(attempt), policy, console, signals, guardian).run()
-            if outcome.code == 0 or outcome.stopped_by is not None:
-                return outcome  # the launcher was stopped: the machine is needed
+            group = _Group(start(attempt), policy, console, signals, guardian)
+            outcome = group.run()
             preempted = outcome.code == PREEMPTED
-            if not (policy.restart_preempted if preempted else crashes < policy.max_restarts):
+            # A stopped launcher does not restart: the machine is needed.
+            ends = outcome.code == 0 or outcome.stopped_by is not None
+            ends = ends or not (policy.restart_preempted if preempted else crashes < policy.max_restarts)
+            group.show_errors(reported=ends and outcome.failed is not None)
+            if ends:
                 return outcome
             attempt += 1
             crashes += not preempted
@@ -175,6 +187,18 @@ class _Group:
             self._clean_up()
         return self._outcome()
 
+    def show_errors(self, *, reported: bool) -> None:
+        """Print the tracebacks that were held back, or drop those of failed ranks if the outcome tells of them.
+
+        Args:
+            reported: the caller shows the outcome.
+        """
+        for member in self.members:
+            if reported and member.code:
+                member.output.drop_held()
+            else:
+                member.output.show_held()
+
     def _alive(self) -> list[SupervisedProcess]:
         return [member for member in self.members if member.code is None]
 
@@ -209,9 +233,11 @@ class _Group:
         failed = [member for member in self.members if member.code]
         # A rank that waits for one that crashes fails at once, and may be heard before the end of the other is known.
         crashed = [member for member in failed if member.crashed()]
-        if not crashed and now - self.first_exit < _SETTLE and any(map(self._failed_before, self._alive())):
+        causes = crashed or [member for member in failed if not member.waited()]
+        unsure = not causes or any(map(self._failed_before, self._alive()))
+        if not crashed and unsure and self._alive() and now - self.first_exit < _SETTLE:
             return
-        self.first_failed = min(crashed or failed, key=SupervisedProcess.failed_at)
+        self.first_failed = min(causes or failed, key=SupervisedProcess.failed_at)
         if self.stopped_by is not None:
             return
         others = _listed([member.label for member in self._alive()])
@@ -324,12 +350,18 @@ class _Group:
             asked_for |= {code for n in (self.stopped_by, signal.SIGTERM) for code in (-n, 128 + n)}
         wanted = first.code in asked_for or (self.killed and self.stopped_by is not None)
         stop_requested = self.stopped_by not in (None, signal.SIGINT)
+        others = [
+            (member.label, last_line(last_traceback(member.output.tail)))
+            for member in failed
+            if member is not first and member.output.traceback_at is not None
+        ]
         return Outcome(
             PREEMPTED if wanted and stop_requested and self.policy.resumable else _shell_code(first.code),
             failed=None if wanted else first.process.rank,
             label=first.label,
             how=_how(first),
             error="" if wanted else last_traceback(first.output.tail),
+            others=() if wanted else tuple(summarize(others)),
             stopped_by=self.stopped_by,
         )
 

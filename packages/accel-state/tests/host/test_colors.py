@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from accel_cli.colors import Colors, colors_for
+from accel_state.host.colors import Colors, colors_for
 
 
 class Terminal(io.StringIO):

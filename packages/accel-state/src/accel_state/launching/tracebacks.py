@@ -1,0 +1,134 @@
+"""Tracebacks in the output of ranks: finding the last one, folding the frames of libraries, and saying what it was."""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterable, Sequence
+
+__all__ = ["HEADER", "fold_frames", "last_line", "last_traceback", "summarize", "waited_for_another"]
+
+HEADER = "Traceback (most recent call last):"
+_CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
+_FRAME = re.compile(r'^\s*(?:\| )*  File "(?P<path>[^"]+)", line \d+')
+_INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\](?P<name>[^/\\]+)")
+_OURS = re.compile(r"[/\\](?P<name>accel_(?:state|ckpt|bigmodel|train|cli))[/\\]")
+_PYTHON = re.compile(r"^<frozen |[/\\]lib[/\\]python3\.\d+[/\\]")
+_WAITED = re.compile(
+    r"Connection (?:closed|reset) by peer|connection(?: was)? closed|Broken pipe|\[.*gloo.*\]|ProcessGroup|"
+    r"DistBackendError|DistNetworkError|NCCL (?:error|communicator)|Socket Timeout|"
+    r"(?:ended|exited|left|died|is gone|failed) (?:before|during|while)|PeerFailedError|CollectiveMismatchError",
+    re.IGNORECASE,
+)
+"""What a rank reports that waits in a collective for a rank that has ended."""
+
+
+def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:
+    """The last traceback in the buffered end of a rank's standard error, with its chained exceptions.
+
+    If there is none (a syntax error, a crash in native code), the last ``fallback_lines`` lines.
+    """
+    lines = b"".join(tail).decode(errors="replace").splitlines()
+    starts = [number for number, line in enumerate(lines) if line.startswith(HEADER)]
+    if not starts:
+        return "\n".join(lines[-fallback_lines:])
+    start = starts.pop()
+    while starts and any(line.startswith(_CHAINS) for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return "\n".join(lines[start:])
+
+
+def fold_frames(text: str) -> str:
+    """A traceback with one line in place of neighbouring frames of libraries, except the frame that raised.
+
+    A traceback without a frame of the user's is not changed.
+    """
+    blocks = _blocks(text.splitlines())
+    if not any(path is not None and not _library(path) for path, _ in blocks):
+        return text
+    lines: list[str] = []
+    run: list[tuple[str, list[str]]] = []
+    for index, (path, block) in enumerate(blocks):
+        library = _library(path) if path is not None else ""
+        ends = index + 1 == len(blocks) or blocks[index + 1][0] is None
+        if library and not ends:
+            run.append((library, block))
+            continue
+        lines += _folded(run)
+        run = []
+        lines += block
+    return "\n".join([*lines, *_folded(run)])
+
+
+def last_line(text: str) -> str:
+    """The line with the exception of a traceback: the last one that begins at the margin, without gloo's greetings."""
+    margin = [
+        line for line in text.splitlines() if line and not line[0].isspace() and not line.startswith(HEADER)
+    ]
+    return re.sub(r"\s*\.?\s*GLHF!.*$", "", margin[-1]) if margin else ""
+
+
+def waited_for_another(line: str) -> bool:
+    """Whether an error, given by the last line of its traceback, is that of a rank whose peer has ended."""
+    return _WAITED.search(line) is not None
+
+
+def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
+    """One line for each way in which the other ranks ended.
+
+    Args:
+        ends: label of each rank, and the last line of its traceback.
+        longest: characters of an error that are shown.
+    """
+    waited: list[str] = []
+    failed: dict[str, list[str]] = {}
+    for label, line in ends:
+        if waited_for_another(line):
+            waited.append(label)
+        else:
+            failed.setdefault(line, []).append(label)
+    lines = [f"{_listed(labels)} failed too: {line[:longest]}" for line, labels in failed.items()]
+    if waited:
+        lines.append(f"{_listed(waited)} waited for it, and ended because it was gone")
+    return lines
+
+
+def _blocks(lines: Sequence[str]) -> list[tuple[str | None, list[str]]]:
+    """The frames with the lines of each, and the other lines, whose path is None."""
+    found: list[tuple[str | None, list[str]]] = []
+    indent = 0
+    for line in lines:
+        frame = _FRAME.match(line)
+        width = len(line) - len(line.lstrip())
+        if frame is not None:
+            indent = width
+            found.append((frame["path"], [line]))
+        elif found and found[-1][0] is not None and width > indent:
+            found[-1][1].append(line)
+        else:
+            found.append((None, [line]))
+    return found
+
+
+def _library(path: str) -> str:
+    """The library that a file belongs to; empty: the user's."""
+    for pattern in (_INSTALLED, _OURS):
+        match = pattern.search(path)
+        if match is not None:
+            return match["name"].removesuffix(".py")
+    return "Python" if _PYTHON.search(path) else ""
+
+
+def _folded(run: Sequence[tuple[str, list[str]]]) -> list[str]:
+    if len(run) < 2:
+        return [line for _, block in run for line in block]
+    names = ", ".join(dict.fromkeys(name for name, _ in run))
+    return [f"  … {len(run)} frames of {names}"]
+
+
+def _listed(labels: Sequence[str]) -> str:
+    numbers = [label.removeprefix("rank ") for label in labels]
+    if len(labels) == 1 or any(not number.isdecimal() for number in numbers):
+        return ", ".join(labels)
+    shown = numbers if len(numbers) <= 8 else [*numbers[:7], f"{len(numbers) - 7} more"]
+    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
