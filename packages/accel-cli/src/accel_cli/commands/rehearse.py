@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         )
     from accel_cli.rehearsal.findings import find
     from accel_cli.rehearsal.run import chosen_ranks, rehearse_rank
-    from accel_cli.rehearsal.show import as_json, as_text, facts
+    from accel_cli.rehearsal.show import as_json, as_text, differing, facts
     from accel_cli.render import show_facts
 
     environ = snapshot()
@@ -116,9 +116,12 @@ def main(arguments: Sequence[str]) -> int:
     if "json" in flags.others:
         print(json.dumps(as_json(findings, ranks, world), indent=2))
     else:
-        for rank in ranks:
-            show_facts(facts(rank, world))
+        first = facts(ranks[0], world)
+        show_facts(first)
+        for rank in ranks[1:]:
             print()
+            show_facts(differing(facts(rank, world), first))
+        print()
         sys.stdout.write(as_text(findings, ranks, colors_for()))
     return int(any(finding.kind == "error" for finding in findings))
 

@@ -36,7 +36,6 @@ def main(words: Sequence[str]) -> int:
     from accel_state.host.tensor_memory import TensorMemory
 
     memory = TensorMemory()
-    before = _resident()
     started = time.perf_counter()
     with memory:
         ended = _run(kind, name, arguments)
@@ -44,7 +43,7 @@ def main(words: Sequence[str]) -> int:
     found = {
         **ended,
         "seconds": seconds,
-        "memory": {"peak of tensors": memory.peak, "host": _resident(), "host before the script": before},
+        "memory": {"peak of tensors": memory.peak, "host": _resident()},
         **_observed(),
     }
     Path(report).write_text(json.dumps(found))

@@ -11,17 +11,18 @@ from accel_cli.rehearsal.run import Rehearsed
 from accel_state.compat import convert_bytes
 from accel_state.launching.plan import World
 
-__all__ = ["as_json", "as_text", "facts"]
+__all__ = ["as_json", "as_text", "differing", "facts"]
 
+Facts = dict[str, dict[str, str]]
 _LINES = 15
 """Last lines of the script's output that are shown with a failure."""
 
 
-def facts(rank: Rehearsed, world: World) -> dict[str, dict[str, str]]:
+def facts(rank: Rehearsed, world: World) -> Facts:
     """What is known of one rank, as title → name → value."""
     found = rank.found
     machine = f", on machine {rank.rank // world.local_size} of {world.machines}" if world.machines > 1 else ""
-    shown: dict[str, dict[str, str]] = {"world": {"rank": f"{rank.rank} of {world.size:,}{machine}"}}
+    shown: Facts = {"world": {"rank": f"{rank.rank} of {world.size:,}{machine}"}}
     for number, section in enumerate(accelerators(found)):
         mark = f" {number}" if number else ""
         shown.setdefault(f"world{mark}", {}).update(_world(section))
@@ -30,16 +31,24 @@ def facts(rank: Rehearsed, world: World) -> dict[str, dict[str, str]]:
         shown[f"memory{mark}"] = _memory(section["memory"])
     process = found["memory"]
     if process and found["sections"] is not None:
-        grown = process["host"] - process["host before the script"]
         shown.setdefault("memory", {}).update(
             {
                 "peak of tensors": convert_bytes(process["peak of tensors"]),
-                "host": f"{convert_bytes(process['host'])} in all, {convert_bytes(grown)} by the script",
+                "host": f"{convert_bytes(process['host'])} of this process, Python and torch included",
             }
         )
     if found["given"]:
         shown["sent to collectives"] = {name: convert_bytes(size) for name, size in found["given"].items()}
     return shown
+
+
+def differing(shown: Facts, first: Facts) -> Facts:
+    """The facts of a rank without those that it shares with the first one."""
+    rows = {
+        title: {name: value for name, value in facts.items() if first.get(title, {}).get(name) != value}
+        for title, facts in shown.items()
+    }
+    return {title: facts for title, facts in rows.items() if facts}
 
 
 def _world(section: Mapping[str, Any]) -> dict[str, str]:
