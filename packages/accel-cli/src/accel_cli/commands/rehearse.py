@@ -41,7 +41,10 @@ _ROWS = [
     ("--num_processes N", "Ranks of the world, over all machines."),
     ("--num_machines N", "Machines that they are on."),
     ("--rank R", "The rank to rehearse. Default: 0."),
-    ("--ranks R,R,…", "Several, one after the other, such as 0,1,last or 0-3; their collectives are compared."),
+    (
+        "--ranks R,R,…",
+        "Several, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
+    ),
     ("--steps N", "Optimizer steps of each prepared optimizer. Default: 1."),
     ("--show_output", "Show what the script prints, on standard error."),
     ("--json", "Print the report as JSON; sizes are in bytes."),
@@ -96,7 +99,9 @@ def main(arguments: Sequence[str]) -> int:
     config = check_available(resolve(flags.others.get("config_file"), environ, flags))
     if config.no_python or config.use_tpu:
         refused = "--no_python" if config.no_python else "--tpu"
-        raise ConfigError(f"{refused} cannot be rehearsed: the rank is a Python program on the CPU; leave it out")
+        raise ConfigError(
+            f"{refused} cannot be rehearsed: the rank is a Python program on the CPU; leave it out"
+        )
     if config.num_processes is None:
         raise ConfigError(
             "the size of the world is not known: pass --num_processes, such as --num_processes 1024, or a "

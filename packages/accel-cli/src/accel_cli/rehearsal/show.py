@@ -21,7 +21,9 @@ _LINES = 15
 def facts(rank: Rehearsed, world: World) -> Facts:
     """What is known of one rank, as title → name → value."""
     found = rank.found
-    machine = f", on machine {rank.rank // world.local_size} of {world.machines}" if world.machines > 1 else ""
+    machine = (
+        f", on machine {rank.rank // world.local_size} of {world.machines}" if world.machines > 1 else ""
+    )
     shown: Facts = {"world": {"rank": f"{rank.rank} of {world.size:,}{machine}"}}
     for number, section in enumerate(accelerators(found)):
         mark = f" {number}" if number else ""
@@ -53,7 +55,9 @@ def differing(shown: Facts, first: Facts) -> Facts:
 
 def _world(section: Mapping[str, Any]) -> dict[str, str]:
     mesh = " x ".join(f"{name} {size}" for name, size in section["mesh"].items())
-    models = ", ".join(f"{model['class']} with {model['parameters']:,} parameters" for model in section["models"])
+    models = ", ".join(
+        f"{model['class']} with {model['parameters']:,} parameters" for model in section["models"]
+    )
     return {
         "strategy": f"{section['strategy']}, precision {section['precision']}",
         "mesh": mesh or "one rank",
@@ -67,7 +71,9 @@ def _loader(loader: Mapping[str, Any]) -> str:
     samples = "an unknown number of" if loader["samples"] is None else f"{loader['samples']:,}"
     parts = [f"{loader['dataset']} with {samples} samples"]
     if loader["global batch size"] is not None:
-        parts.append(f"{loader['batch size of this rank']:,} a batch, {loader['global batch size']:,} over all ranks")
+        parts.append(
+            f"{loader['batch size of this rank']:,} a batch, {loader['global batch size']:,} over all ranks"
+        )
     if loader["batches of this rank"] is not None:
         batches, steps = loader["batches of this rank"], loader["optimizer steps per epoch"]
         parts.append(f"{_count(batches, 'batch', 'batches')} and {_count(steps, 'optimizer step')} an epoch")
@@ -86,7 +92,11 @@ def _memory(sizes: Mapping[str, int]) -> dict[str, str]:
 
 def as_text(findings: Sequence[Finding], ranks: Sequence[Rehearsed], colors: Colors) -> str:
     """The findings, and the end of the output of a rank that failed."""
-    words = {"error": colors("red", "error"), "warning": colors("yellow", "warning"), "note": colors("dim", "note")}
+    words = {
+        "error": colors("red", "error"),
+        "warning": colors("yellow", "warning"),
+        "note": colors("dim", "note"),
+    }
     lines: list[str] = []
     for finding in findings:
         lines.append(f"{words[finding.kind]}: {finding.text}")

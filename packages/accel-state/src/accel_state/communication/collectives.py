@@ -345,8 +345,8 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
 def _rehearsed_owner(channel: Channel, tensor: Tensor | None) -> list[int]:
     if tensor is None:
         raise NotAvailableError(
-            "copy_tensor_to_devices gets a tensor from another rank here, and a rehearsal has no other rank to tell its "
-            "shape; rehearse the rank that has the tensor"
+            "copy_tensor_to_devices gets a tensor from another rank here, and a rehearsal has no other rank to tell "
+            "its shape; rehearse the rank that has the tensor"
         )
     return [channel.rank]
 

@@ -1,11 +1,11 @@
 """A process group without other processes: every other rank is answered for as if it had said the same as this one.
 
-``accel rehearse`` runs one rank of a world that is not there on such groups. Shapes, dtypes and the order of collectives
-are those of the real rank. Values are those of a world whose ranks all have this rank's: sums are exact for that, so
-losses and gradients stay finite; a mean is this rank's own value.
+``accel rehearse`` runs one rank of a world that is not there on such groups. Shapes, dtypes and the order of
+collectives are those of the real rank. Values are those of a world whose ranks all have this rank's: sums are exact for
+that, so losses and gradients stay finite; a mean is this rank's own value.
 
-torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It leaves the results of reductions as
-they were, memory that was never written among them, so that a loop that looks at a norm or a loss would find NaN.
+torch has such a group for tests, ``torch.testing._internal.distributed.fake_pg``. It leaves the results of reductions
+as they were, memory that was never written among them, so that a loop that looks at a norm or a loss would find NaN.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Done(dist.Work):
         self._future: Any = torch.futures.Future()
         self._future.set_result(results)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Return at once."""
         return True
 
@@ -67,7 +67,10 @@ class _Done(dist.Work):
         return self._future
 
 
-class MirroredGroup(dist.ProcessGroup):
+_ProcessGroup: Any = dist.ProcessGroup  # typed with all overloads; a group in Python implements one of each
+
+
+class MirroredGroup(_ProcessGroup):  # type: ignore[misc]
     """The collectives of one group of ranks, of which only this one exists.
 
     Args:
@@ -137,9 +140,7 @@ class MirroredGroup(dist.ProcessGroup):
         self._enter("barrier", [])
         return _Done([])
 
-    def allgather(
-        self, output: list[list[Tensor]], given: list[Tensor], opts: Any = None
-    ) -> dist.Work:
+    def allgather(self, output: list[list[Tensor]], given: list[Tensor], opts: Any = None) -> dist.Work:
         """Fill every rank's place with this rank's tensor."""
         self._enter("all_gather", given)
         for places, tensor in zip(output, given, strict=True):
@@ -171,9 +172,7 @@ class MirroredGroup(dist.ProcessGroup):
             _repeat(output, tensor, self._count)
         return _Done(outputs)
 
-    def reduce_scatter(
-        self, output: list[Tensor], given: list[list[Tensor]], opts: Any = None
-    ) -> dist.Work:
+    def reduce_scatter(self, output: list[Tensor], given: list[list[Tensor]], opts: Any = None) -> dist.Work:
         """Reduce this rank's part, as if all ranks gave the same."""
         self._enter("reduce_scatter", [tensor for parts in given for tensor in parts])
         for place, parts in zip(output, given, strict=True):
@@ -204,7 +203,12 @@ class MirroredGroup(dist.ProcessGroup):
         return _Done(output)
 
     def all_to_all_single(
-        self, output: Tensor, given: Tensor, output_sizes: Any = None, input_sizes: Any = None, opts: Any = None
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: Any = None,
+        input_sizes: Any = None,
+        opts: Any = None,
     ) -> dist.Work:
         """As ``alltoall``, of one tensor."""
         self._enter("all_to_all", [given])

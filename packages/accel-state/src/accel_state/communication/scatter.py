@@ -115,8 +115,8 @@ class Scatterer:
             if channel.ranks[channel.rank] != self._source:
                 if channel.rehearsed:
                     raise NotAvailableError(
-                        f"rank {channel.ranks[channel.rank]} gets its data from rank {self._source}, which is not there "
-                        f"in a rehearsal; rehearse rank {self._source}. Loaders that rank 0 reads for all "
+                        f"rank {channel.ranks[channel.rank]} gets its data from rank {self._source}, which is not "
+                        f"there in a rehearsal; rehearse rank {self._source}. Loaders that rank 0 reads for all "
                         "(dispatch_batches=True) are one case: with dispatch_batches=False every rank reads"
                     )
                 return self._receive(channel)

@@ -16,7 +16,10 @@ _NOTICED = 1.01
 """Growth of the peak from which sizes are read again: storages are also resized by means that no operation shows."""
 
 
-class TensorMemory(TorchDispatchMode):
+_Mode: Any = TorchDispatchMode  # whose methods have no types
+
+
+class TensorMemory(_Mode):  # type: ignore[misc]
     """``with TensorMemory() as memory:`` counts the memory of tensors that operations return inside the block.
 
     Each storage counts once, for as long as it lives. Memory that a kernel uses and gives back inside one operation is

@@ -47,7 +47,7 @@ class _Loader(Protocol):
 
 
 class ObservesSteps(Protocol):
-    """Is told of every step of a prepared optimizer; it may end the script instead of the step."""
+    """Observes every step of a prepared optimizer, and may end the script instead."""
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer is about to step."""
