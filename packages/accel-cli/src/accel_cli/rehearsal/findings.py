@@ -81,8 +81,9 @@ def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:
     Where one of them failed, only the calls before that count.
     """
     failed = one.found["error"] is not None or other.found["error"] is not None
-    for ranks in one.found["groups"]:
-        if other.rank not in ranks or ranks not in other.found["groups"]:
+    groups = [*one.found["groups"], *(new for new in other.found["groups"] if new not in one.found["groups"])]
+    for ranks in groups:
+        if one.rank not in ranks or other.rank not in ranks:
             continue
         mine, theirs = _calls(one, ranks), _calls(other, ranks)
         for number, (here, there) in enumerate(itertools.zip_longest(mine, theirs), start=1):
@@ -99,6 +100,8 @@ def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:
 
 
 def _calls(rank: Rehearsed, ranks: list[int]) -> list[list[Any]]:
+    if ranks not in rank.found["groups"]:
+        return []
     index = rank.found["groups"].index(ranks)
     return [call for call in rank.found["entered"] if call[0] == index]
 
