@@ -45,6 +45,11 @@ COMMANDS: dict[str, Entry] = {
         "Write, show and check the configuration file that launch reads.",
     ),
     "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
+    "rehearse": Entry(
+        "look",
+        "accel_cli.commands.rehearse",
+        "Run one rank of a world that is not there, and say what would fail.",
+    ),
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
     ),
@@ -68,6 +73,7 @@ OTHER_NAMES = {
     "configure": "config",
     "init": "config",
     "setup": "config",
+    "simulate": "rehearse",
     "info": "env",
     "collect-env": "env",
     "version": "--version",

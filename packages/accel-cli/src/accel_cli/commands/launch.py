@@ -19,7 +19,7 @@ from accel_state.errors import ConfigError
 from accel_state.launching.engines import check_available, unused_options
 from accel_state.launching.target import Target
 
-__all__ = ["app", "main"]
+__all__ = ["LaunchCommand", "app", "main", "target_of"]
 
 _OWN = {"config_file": True, "help": False, "-h": False, "help-all": False}
 """Flags that are not part of the schema, and whether they take a value."""
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
     config = check_available(resolved)
-    target = _target(config, flags)
+    target = target_of(config, flags)
     if not config.quiet:
         for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
@@ -133,7 +133,8 @@ def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
     return [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
 
 
-def _target(config: LaunchConfig, flags: ParsedFlags) -> Target:
+def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:
+    """What the words after the flags name: a script, a module or a program."""
     kind: Literal["script", "module", "program"] = "script"
     if config.module:
         kind = "module"

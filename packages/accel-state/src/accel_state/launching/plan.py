@@ -22,7 +22,7 @@ from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
 from accel_state.launching.target import Target
 
-__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_world"]
+__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_rank", "plan_world"]
 
 NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """Variables set for NCCL on GPUs whose peer-to-peer transfers fail."""
@@ -211,6 +211,30 @@ def plan(
         for rank in range(world.size)
     )
     return LaunchPlan(specs, "ranks", world)
+
+
+def plan_rank(
+    config: LaunchConfig, argv: tuple[str, ...], world: World, rank: int, environ: Mapping[str, str]
+) -> ProcessSpec:
+    """One rank of a world that need not exist, with the environment that it would have on its machine.
+
+    It has no address of rank 0, so that nothing in it waits for one.
+
+    Args:
+        config: the resolved configuration.
+        argv: command line of the rank.
+        world: number and distribution of the processes.
+        rank: global rank.
+        environ: the environment that it inherits.
+    """
+    machine, local = divmod(rank, world.local_size)
+    encoded = rank_environment(_for_ranks(config), environ)
+    changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
+    changes |= _group(config, world, 0) | _rank(rank) | {"LOCAL_RANK": str(local)}
+    changes |= {"GROUP_RANK": str(machine), "GROUP_WORLD_SIZE": str(world.machines)}
+    outer = frozenset(name for name in environ if name in _PLACES or name.startswith("TORCHELASTIC_"))
+    drop = (frozenset(environ) - frozenset(encoded)) | outer
+    return ProcessSpec(rank, argv, changes, drop)
 
 
 def _for_ranks(config: LaunchConfig) -> LaunchConfig:
