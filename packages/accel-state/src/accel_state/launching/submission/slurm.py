@@ -29,7 +29,8 @@ class SlurmSubmission(Submission):
 
     def script(self, job: Job) -> str:
         """See the base class. With ``--resume`` the job is signalled before its limit, and requeued after it has
-        saved."""
+        saved.
+        """
         lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job))]
         lines += ["", *(job.config.submission.setup or ()), f"srun {job.shell()}", "code=$?"]
         if job.config.resume:
