@@ -66,64 +66,8 @@ class RunOptions(Section):
         ours=True,
     )
     numa_binding: str | None = option(
-        help="CPU cores of each rank: those of its device's NUMA node, of its socket, an
-        exclusive
-       
-        share, or
-       
-       
-        an
-       
-       
-       
-       
-        L3
-
- 
-  
-   
-    
-     
-      
-       
-
- 
-  
-   
-    
-     
-      
-       
-
- 
-  
-   
-    
-     
-      
-       
-
- 
-  
-   
-    
-     
-      
-       
-
- 
-  
-   
-    
-     
-      
-       
-        cache.", choices=("node", "socket", "exclusive", "core-complex"),
-       
-       
-       
-       
-       
+        help="CPU cores of each rank: its device's NUMA node or socket, an exclusive share, or one L3 cache.",
+        choices=("node", "socket", "exclusive", "core-complex"),
         ours=True,
     )
     virtual_local_rank: bool = option(
