@@ -145,6 +145,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
     host, port = _endpoint(args)
     meeting = _Meeting(args, own, host, port)
     static = args.rdzv_backend == "static"
+    _resolve(host, port, own.connect_timeout)
     if static and args.node_rank == 0:
         args.rdzv_conf = _with_default(args.rdzv_conf, "timeout", round(own.connect_timeout))
     elif args.rdzv_backend == "c10d":
@@ -166,7 +167,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
 
 
 def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
-    from torch.distributed import DistStoreError
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -202,7 +203,12 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
                 f"has ended or its network has failed ({error})"
             ) from error
         except DistStoreError as error:
-            raise _not_all(meeting, str(error)) from None
+            raise _not_all(meeting, str(error).rstrip(".")) from None
+        except DistNetworkError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise _UnreachableError(
+                f"{meeting.host}:{meeting.port}, where the machines meet, cannot be used: {reason}"
+            ) from None
         return 0
 
 
@@ -214,6 +220,22 @@ def _not_all(meeting: _Meeting, came: str) -> _UnreachableError:
     )
 
 
+def _resolve(host: str, port: int, patience: float) -> None:
+    """Wait until the name of the host has an address: in a cluster of containers it may come after the container."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= until:
+                raise _UnreachableError(
+                    f"{host}, the host of --main_process_ip for {host}:{port}, has no address on this machine after "
+                    f"{patience:g} s ({error.strerror}); pass its address with --main_process_ip"
+                ) from None
+        time.sleep(0.5)
+
+
 def _wait_for(host: str, port: int, patience: float) -> None:
     until = time.monotonic() + patience
     reason = ""
@@ -221,8 +243,6 @@ def _wait_for(host: str, port: int, patience: float) -> None:
         try:
             with socket.create_connection((host, port), timeout=max(0.1, min(5.0, until - time.monotonic()))):
                 return
-        except socket.gaierror as error:
-            reason = f"the name cannot be resolved: {error.strerror}"
         except OSError as error:
             reason = str(error)
         if time.monotonic() >= until:
