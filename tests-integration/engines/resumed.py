@@ -8,7 +8,11 @@ import torch
 from accel_train import Accelerator, ProjectConfiguration
 
 folder, steps = sys.argv[1], int(sys.argv[2])
-accelerator = Accelerator(cpu=True, preemption=True, project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True))
+accelerator = Accelerator(
+    cpu=True,
+    preemption=True,
+    project_config=ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True),
+)
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 

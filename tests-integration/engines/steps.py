@@ -13,7 +13,9 @@ for step in range(int(sys.argv[1])):
     ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
     if step in (0, int(sys.argv[1]) - 1):
         place = "first" if step == 0 else "last"
-        sys.stdout.write(f"{place} step: rank {accelerator.process_index} of {ranks} on {socket.gethostname()}\n")
+        sys.stdout.write(
+            f"{place} step: rank {accelerator.process_index} of {ranks} on {socket.gethostname()}\n"
+        )
         sys.stdout.flush()
     time.sleep(0.1)
 accelerator.end_training()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import pickle
 import socket
 import subprocess
 import sys
@@ -111,14 +112,19 @@ class _Meeting:
 
     def is_running(self) -> bool:
         """Whether a run with enough machines is going on without this one."""
+        state = self._state()
+        return bool(state is not None and state.complete)
+
+    def has_ended(self) -> bool:
+        """Whether the run has ended: its rendezvous is closed."""
+        state = self._state()
+        return bool(state is not None and state.closed)
+
+    def _state(self) -> Any:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-        state = C10dRendezvousBackend(self.client, self.args.rdzv_id).get_state()
-        if state is None:
-            return False
-        import pickle
-
-        return bool(pickle.loads(state[0]).complete)
+        found = C10dRendezvousBackend(self.client, self.args.rdzv_id).get_state()
+        return None if found is None else pickle.loads(found[0])  # as torch's own agents exchange it
 
     def leave(self) -> None:
         """Tell that this machine is done; the one with the store waits until all have told."""
@@ -191,8 +197,9 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
             if own.spares and meeting.is_running():
                 continue  # a spare: the run goes on without it
             raise _not_all(meeting, meeting.came()) from None
-        except RendezvousClosedError:
-            if not own.spares:
+        except (RendezvousClosedError, AttributeError):
+            # When the rendezvous closes, torch's agent returns None, which its launcher (2.13) takes for a result.
+            if not own.spares or not meeting.has_ended():
                 raise
             sys.stderr.write(f"accel: the run has ended; {socket.gethostname()} was a spare machine\n")
             return 0

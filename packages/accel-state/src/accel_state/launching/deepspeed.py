@@ -152,10 +152,14 @@ def deepspeed_argv(
         words += ["--no_ssh", "--node_rank", str(config.machine_rank)]
     else:
         words += ["--launcher", launcher]
-        words += [] if launcher == _DEFAULT else ["--no_ssh_check"]  # only pdsh reaches the machines by ssh itself
+        words += (
+            [] if launcher == _DEFAULT else ["--no_ssh_check"]
+        )  # only pdsh reaches the machines by ssh itself
         hosts = [] if section.deepspeed_hostfile is None else [*hosts_of(section.deepspeed_hostfile)]
         if len(hosts) == 1 and (launcher != _DEFAULT or hosts != ["localhost"]):
-            words.append("--force_multi")  # otherwise DeepSpeed starts one host's ranks itself, on this machine
+            words.append(
+                "--force_multi"
+            )  # otherwise DeepSpeed starts one host's ranks itself, on this machine
     words.append("--no_local_rank")
     for flag, value in zip(
         ("--include", "--exclude"), (getattr(section, name) for name in _FILTERS), strict=True
