@@ -28,7 +28,8 @@ OUR_FLAGS = {
     "cluster", "connect_timeout", "grace_period", "master_addr", "master_port", "min_machines", "nnodes", "node_rank",
     "nproc_per_node", "numa_binding", "rdzv_id", "resume", "shutdown_timeout", "signals_to_handle", "spares", "submit",
     "submit_account", "submit_args", "submit_cpus_per_task", "submit_gpus_per_machine", "submit_job_name",
-    "submit_output", "submit_partition", "submit_setup", "submit_signal_time", "submit_time", "tpu_env", "tpu_name", "tpu_use_cluster", "tpu_vm", "tpu_zone", "use_cpu", "virtual_local_rank",
+    "submit_output", "submit_partition", "submit_setup", "submit_signal_time", "submit_time", "tpu_env", "tpu_name",
+    "tpu_use_cluster", "tpu_vm", "tpu_zone", "use_cpu", "virtual_local_rank",
 }  # fmt: skip
 OUR_KEYS = {
     "LOCAL_MACHINE": {

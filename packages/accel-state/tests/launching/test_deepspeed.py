@@ -28,7 +28,10 @@ def configured(*flags):
     return resolve(environ={}, flags=parse_flags(("--use_deepspeed", *flags)), use_default_file=False).local()
 
 
-def argv(*flags, target=Target("train.py", ("--lr", "1")), port=None):
+TRAIN = Target("train.py", ("--lr", "1"))
+
+
+def argv(*flags, target=TRAIN, port=None):
     return deepspeed_argv(configured(*flags), target, "python", {"A": "1"}, port)
 
 

@@ -38,7 +38,7 @@ def test_ranks_on_the_cpu_are_spread_over_the_nodes():
 
 
 def test_a_system_without_a_description_is_an_error():
-    with pytest.raises(ConfigError, match="--numa_binding node.*leave it out"):
+    with pytest.raises(ConfigError, match=r"--numa_binding node.*leave it out"):
         cores_of_ranks("node", 1, CpuTopology())
 
 

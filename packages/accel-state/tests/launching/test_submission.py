@@ -38,9 +38,20 @@ def test_the_script_is_a_shell_script_that_starts_one_launcher_on_each_machine()
 
 
 def test_resources_reach_the_scheduler():
-    found = options("--num_machines", "2", "--num_processes", "8", "--submit_partition", "gpu", "--submit_account", "me",
-                    "--submit_time", "4:00:00", "--submit_cpus_per_task", "16", "--submit_job_name", "one run",
-                    "--submit_args=--constraint=a100", "--submit_args=--exclusive", "--log_dir", "logs")  # fmt: skip
+    found = options(
+        *(
+            "--num_machines",
+            "2",
+            "--num_processes",
+            "8",
+            "--submit_partition",
+            "gpu",
+            "--submit_account",
+            "me",
+        ),
+        *("--submit_time", "4:00:00", "--submit_cpus_per_task", "16", "--submit_job_name", "one run"),
+        *("--submit_args=--constraint=a100", "--submit_args=--exclusive", "--log_dir", "logs"),
+    )
     assert {
         "--gpus-per-node=4",
         "--partition=gpu",
@@ -97,15 +108,15 @@ def test_the_answer_of_sbatch_is_told(tmp_path):
 
 
 def test_a_refusal_and_a_missing_tool_are_errors(tmp_path):
-    with pytest.raises(LaunchError, match="exit code 1.*invalid partition"):
+    with pytest.raises(LaunchError, match=r"exit code 1.*invalid partition"):
         SLURM.submit(job("--cpu"), sbatch(tmp_path, "echo invalid partition >&2; exit 1"))
-    with pytest.raises(LaunchError, match="sbatch.*login node"):
+    with pytest.raises(LaunchError, match=r"sbatch.*login node"):
         SLURM.submit(job("--cpu"), {"PATH": "/nowhere"})
 
 
 def test_the_job_runs_the_command_without_the_flags_of_the_submission():
-    words = ["--submit", "slurm", "--cpu", "--submit-time=10", "--num-processes", "2", "--submit_args", "--x", "--no-resume",
-             "--dry_run", "train.py", "--submit", "kept"]  # fmt: skip
+    words = ["--submit", "slurm", "--cpu", "--submit-time=10", "--num-processes", "2", "--submit_args", "--x",
+             "--no-resume", "--dry_run", "train.py", "--submit", "kept"]  # fmt: skip
     left = without_flags(
         words, None, lambda name: name in ("submit", "dry_run") or name.startswith("submit_")
     )

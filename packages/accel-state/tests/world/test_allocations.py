@@ -24,8 +24,8 @@ ELASTIC_JOB = {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOI
                "PET_RDZV_ID": "job", "PET_MAX_RESTARTS": "100", "PET_NPROC_PER_NODE": "auto"}  # fmt: skip
 SKY = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2",
        "SKYPILOT_NUM_GPUS_PER_NODE": "4", "SKYPILOT_TASK_ID": "sky-1"}  # fmt: skip
-FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "3", "FLUX_TASK_LOCAL_ID": "1",
-        "MASTER_ADDR": "host1", "PMI_RANK": "3", "PMI_SIZE": "4"}  # fmt: skip
+FLUX = {"FLUX_JOB_ID": "f1", "FLUX_JOB_SIZE": "4", "FLUX_JOB_NNODES": "2", "FLUX_TASK_RANK": "3",
+        "FLUX_TASK_LOCAL_ID": "1", "MASTER_ADDR": "host1", "PMI_RANK": "3", "PMI_SIZE": "4"}  # fmt: skip
 CONTAINERS = {"WORLD_SIZE": "3", "RANK": "2", "MASTER_ADDR": "job-master", "MASTER_PORT": "23456"}
 NODES = {"NNODES": "2", "NODE_RANK": "1", "WORLD_SIZE": "16", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
 
@@ -103,7 +103,7 @@ def test_blaunch_finds_this_host_in_the_list_of_lsf(monkeypatch):
     found, options = said(environ)
     assert (found.index, options["num_machines"], options["main_process_ip"]) == (1, 2, "hostA")
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    with pytest.raises(ConfigError, match="elsewhere, is not among.*hostA, hostB"):
+    with pytest.raises(ConfigError, match=r"elsewhere, is not among.*hostA, hostB"):
         find_allocation(environ)
 
 
