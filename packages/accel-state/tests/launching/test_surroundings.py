@@ -110,3 +110,19 @@ def test_spare_machines_are_in_the_job_too():
 @pytest.mark.parametrize("flags", [("--mpirun_hostfile", "h"), ("--submit", "slurm")])
 def test_what_others_place_is_left_alone(flags):
     assert around(SLURM, *flags).allocation is None
+
+
+def test_a_machine_rank_without_a_number_of_machines_is_an_error():
+    with pytest.raises(ConfigError, match=r"NODE_RANK is 1.*NNODES.*--num_machines"):
+        around({"NODE_RANK": "1"})
+    place = ("--num_machines", "2", "--machine_rank", "1")
+    assert around({"NODE_RANK": "1"}, *place).resolved.local().machine_rank == 1
+    assert around({"NODE_RANK": "0"}).notes == ()
+
+
+def test_the_shell_of_a_job_with_several_machines_is_told_about_srun():
+    shell = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "3"}
+    assert around(shell).notes == (
+        "this Slurm job has 3 machines, but only this one is used: start the launcher with srun to use all",
+    )
+    assert around(shell, "--cluster", "none").notes == ()

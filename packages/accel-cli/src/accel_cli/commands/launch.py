@@ -23,7 +23,9 @@ __all__ = ["app", "main"]
 
 _OWN = {"config_file": True, "help": False, "-h": False, "help-all": False}
 """Flags that are not part of the schema, and whether they take a value."""
-_FOR_SEVERAL_MACHINES = ("same_network", "rdzv_backend", "rdzv_conf")
+_FOR_SEVERAL_MACHINES = (
+    "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
+)  # fmt: skip
 
 
 class LaunchCommand(Command):

@@ -18,6 +18,7 @@ from accel_state.config.merge import Origin, Resolved
 from accel_state.config.schema import build, flatten, schema_of
 from accel_state.errors import ConfigError
 from accel_state.world.allocations import Allocation, Described, find_allocation
+from accel_state.world.clusters.base import read_first, read_int
 
 __all__ = ["Surroundings", "find_surroundings"]
 
@@ -56,7 +57,7 @@ def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroun
         return Surroundings(resolved)
     found = find_allocation(environ, config.cluster)
     if found is None:
-        return Surroundings(resolved)
+        return Surroundings(resolved, notes=_alone(config, environ))
     if found.role == "rank":
         _check_ranks(found, resolved, config)
         notes = (found.summary(),) if found.index == 0 else ()
@@ -66,6 +67,29 @@ def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroun
     joins = found.joins and _is_one_rank_of(changed, merged)
     told = () if joins and found.index != 0 else (found.summary(), *notes_of_file)
     return Surroundings(merged, found, joins=joins, notes=told)
+
+
+def _alone(config: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Notes about machines that variables mention although they do not describe a world to this launcher.
+
+    Raises:
+        ConfigError: this is a machine with a rank above 0, and nothing says how many machines there are.
+    """
+    if config.num_machines > 1 or config.cluster == "none" or "LOCAL_RANK" in environ:
+        return ()
+    rank = read_int(environ, "NODE_RANK")
+    if rank:
+        raise ConfigError(
+            f"environment variable NODE_RANK is {rank}, but nothing says how many machines there are; set NNODES (and "
+            "MASTER_ADDR, MASTER_PORT), or pass --num_machines, or unset it"
+        )
+    machines = read_first(environ, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1) or 1
+    if machines > 1 and "SLURM_STEP_ID" not in environ:
+        return (
+            f"this Slurm job has {machines} machines, but only this one is used: start the launcher with srun to use "
+            "all",
+        )
+    return ()
 
 
 def _placed_by_others(config: LaunchConfig) -> bool:
