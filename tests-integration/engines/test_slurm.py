@@ -114,7 +114,7 @@ def submit(environ: dict[str, str], folder: Path, *words: str) -> tuple[str, Pat
 
 
 def test_a_preempted_job_saves_is_requeued_and_resumes(cluster: dict[str, str], tmp_path: Path) -> None:
-    words = ("--resume", "--submit_time", "5", str(HERE / "resumed.py"), str(tmp_path / "run"), "80")
+    words = ("--resume", "--submit_time", "30", str(HERE / "resumed.py"), str(tmp_path / "run"), "80")
     job, log = submit(cluster, tmp_path, *words)
     wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {job} did not start")
     time.sleep(3)

@@ -84,12 +84,22 @@ def test_only_a_job_that_resumes_is_signalled_and_requeued():
         ((), "--num_processes.*--submit_gpus_per_machine.*--cpu"),
         (("--num_processes", "3", "--num_machines", "2"), "--num_processes 3.*--num_machines 2"),
         (("--cpu", "--submit_time", "soon"), "--submit_time soon.*4:00:00"),
+        (
+            ("--cpu", "--resume", "--submit_time", "5"),
+            "--submit_time 5 is not longer than --submit_signal_time 300",
+        ),
+        (("--cpu", "--resume", "--submit_time", "0:4:59"), "0:4:59 is not longer"),
         (("--cpu", "--submit_args", "constraint"), "'constraint'.*dashes"),
     ],
 )
 def test_what_cannot_be_submitted_is_named(flags, match):
     with pytest.raises(ConfigError, match=match):
         SLURM.script(job(*flags))
+
+
+@pytest.mark.parametrize("time", ["6", "5:01", "0:5:1", "1-0", "0-1:0", "UNLIMITED"])
+def test_a_limit_longer_than_the_warning_is_accepted(time):
+    assert f"--time={time}" in options("--cpu", "--resume", "--submit_time", time)
 
 
 def sbatch(folder, text):

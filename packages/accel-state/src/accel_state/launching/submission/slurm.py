@@ -20,7 +20,7 @@ from accel_state.launching.submission.base import Job, Submission
 __all__ = ["SlurmSubmission"]
 
 # The forms that the manual page of sbatch lists under --time.
-_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 _JOB = re.compile(r"(\d+)(?:;\S+)?\s*$")
 
 
@@ -87,6 +87,11 @@ def _options(job: Job) -> list[str]:
             f"--submit_time {about.time} is no time of Slurm; expected minutes, 4:00:00, 2-12 (days-hours) or UNLIMITED"
         )
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in found.items() if value is not None]
+    if config.resume and about.time is not None and _seconds(about.time) <= about.signal_time:
+        raise ConfigError(
+            f"--submit_time {about.time} is not longer than --submit_signal_time {about.signal_time} seconds, so the "
+            "job would be told to stop when it starts; raise the first, or lower the second"
+        )
     if config.resume:
         options += ["--requeue", "--open-mode=append"]
         if about.signal_time:
@@ -99,6 +104,16 @@ def _options(job: Job) -> list[str]:
             )
         options.append(extra)
     return options
+
+
+def _seconds(time: str) -> float:
+    """A time limit of Slurm in seconds: ``minutes[:seconds]``, ``h:m:s``, ``days-hours[:m[:s]]``."""
+    if not time[0].isdecimal():
+        return float("inf")
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
 
 
 def _output(job: Job) -> str:
