@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from accel_cli.commands import launch as launch_command
@@ -15,6 +17,8 @@ from accel_state.launching.target import Target
 
 TWO_GPUS = Host(Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES"), physical_cores=4, python="python")
 TWO_MACHINES = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 1234"
+HOSTS = Path(__file__).parents[1] / "packages" / "accel-state" / "tests" / "data" / "deepspeed_hosts"
+DEEPSPEED = "--cpu --use_deepspeed --deepspeed_multinode_launcher pdsh"
 ELASTIC = f"{TWO_MACHINES} --rdzv_backend c10d"
 # Option to flags around it, and the flag that must make a difference.
 EFFECTS = {
@@ -35,12 +39,18 @@ EFFECTS = {
     "grace_period": ("--cpu --num_processes 2", "--grace_period 3"),
     "quiet": ("--cpu --num_processes 2", "--quiet"),
     "mpirun.hostfile": (TWO_MACHINES, "--mpirun_hostfile hosts"),
+    "min_machines": (TWO_MACHINES, "--min_machines 1"),
+    "spares": (TWO_MACHINES, "--spares 1"),
+    "connect_timeout": (TWO_MACHINES, "--connect_timeout 3"),
+    "rdzv_id": (ELASTIC, "--rdzv_id run7"),
+    "signals_to_handle": ("--cpu --num_processes 2", "--signals_to_handle SIGUSR2"),
+    "virtual_local_rank": ("--cpu --num_processes 2", "--virtual_local_rank"),
+    "deepspeed.deepspeed_hostfile": (DEEPSPEED, f"--deepspeed_hostfile {HOSTS}"),
+    "deepspeed.deepspeed_exclusion_filter": (DEEPSPEED, "--deepspeed_exclusion_filter worker-1"),
+    "deepspeed.deepspeed_inclusion_filter": (DEEPSPEED, "--deepspeed_inclusion_filter worker-1"),
+    "deepspeed.deepspeed_multinode_launcher": (DEEPSPEED, "--deepspeed_multinode_launcher nossh"),
 }
 REFUSED = {
-    "deepspeed.deepspeed_hostfile": "--deepspeed_hostfile hosts",
-    "deepspeed.deepspeed_exclusion_filter": "--deepspeed_exclusion_filter worker-1",
-    "deepspeed.deepspeed_inclusion_filter": "--deepspeed_inclusion_filter worker-1",
-    "deepspeed.deepspeed_multinode_launcher": "--deepspeed_multinode_launcher pdsh",
     "tpu.tpu_name": "--tpu_name one",
     "tpu.tpu_zone": "--tpu_zone here",
     "tpu.tpu_use_cluster": "--tpu_cluster",
@@ -52,6 +62,10 @@ REFUSED = {
     "tpu.main_training_function": "--main_training_function train",
 }
 COMMAND = {"module", "no_python", "dry_run"}
+# These reach the plan through the host, the scheduler or a batch script, whose own tests show their effects.
+ELSEWHERE = {"numa_binding", "cluster", "submit"} | {
+    path for path in launcher_only_fields() if path.startswith("submission.")
+}
 
 
 def started(flags):
@@ -65,7 +79,7 @@ def started(flags):
 
 
 def test_no_option_is_forgotten():
-    assert {*EFFECTS, *REFUSED, *COMMAND} == set(launcher_only_fields())
+    assert {*EFFECTS, *REFUSED, *COMMAND, *ELSEWHERE} == set(launcher_only_fields())
 
 
 @pytest.mark.parametrize("path", EFFECTS)

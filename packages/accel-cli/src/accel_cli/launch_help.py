@@ -50,6 +50,7 @@ TOPICS = {
     "parallelism": "tensor, context and sequence parallelism",
     "fp8": "fp8",
     "mpirun": "MPI",
+    "submission": "jobs of a scheduler",
     "tpu": "TPUs",
     "sagemaker": "Amazon SageMaker",
 }

@@ -12,7 +12,7 @@ from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.launching.engines import MISSING_OPTIONS, MISSING_SECTIONS
+from accel_state.launching.engines import MISSING_SECTIONS
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
@@ -233,6 +233,9 @@ ELASTIC = ("--num_machines", "2", "--num_processes", "4", "--cpu", "--main_proce
            "--main_process_port", "29501", "--machine_rank", "1")  # fmt: skip
 
 
+ON_GPUS = tuple(word for word in ELASTIC if word != "--cpu")
+
+
 # For every option that no variable carries: flags that set it, and how the launch shows that it was heard.
 REACHES = {
     "module": lambda: first("-m", target=Target("a.b", kind="module")).argv == ("python", "-m", "a.b"),
@@ -256,6 +259,25 @@ REACHES = {
     "rdzv_backend": lambda: "--rdzv-backend=etcd" in first(*ELASTIC, "--rdzv_backend", "etcd").argv,
     "rdzv_conf": lambda: "--rdzv-conf=a=1" in first(*ELASTIC, "--rdzv_conf", "a=1").argv,
     "gpu_ids": lambda: first("--gpu_ids", "1", host=gpus(2)).env["CUDA_VISIBLE_DEVICES"] == "1",
+    "min_machines": lambda: "--nnodes=1:2" in first(*ELASTIC, "--min_machines", "1").argv,
+    "spares": lambda: "--spares=1" in first(*ELASTIC, "--spares", "1").argv,
+    "connect_timeout": lambda: "--connect-timeout=9" in first(*ELASTIC, "--connect_timeout", "9").argv,
+    "rdzv_id": lambda: "--rdzv-id=x" in first(*ELASTIC, "--rdzv_backend", "c10d", "--rdzv_id", "x").argv,
+    "signals_to_handle": lambda: (
+        policy_of(configured("--signals_to_handle", "SIGUSR2")).signals == ("SIGUSR2",)
+    ),
+    "numa_binding": lambda: (
+        "--numa-binding=node" in first(*ON_GPUS, "--numa_binding", "node", host=gpus(2)).argv
+    ),
+    "virtual_local_rank": lambda: (
+        [
+            (spec.env["LOCAL_RANK"], spec.env["CUDA_VISIBLE_DEVICES"])
+            for spec in planned("--num_processes", "2", "--virtual_local_rank", host=gpus(2)).processes
+        ]
+        == [("0", "0"), ("0", "1")]
+    ),
+    "cluster": lambda: configured("--cluster", "none").cluster == "none",  # heard in test_surroundings
+    "submit": lambda: configured("--submit", "slurm").submit == "slurm",  # heard in test_submission
     "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
 }
 
@@ -263,7 +285,8 @@ REACHES = {
 READY = [
     path
     for path in launcher_only_fields()
-    if path.partition(".")[0] not in MISSING_SECTIONS and path not in MISSING_OPTIONS
+    # Options of a section whose part has its own tests: DeepSpeed's launcher, the submission of jobs.
+    if path.partition(".")[0] not in {*MISSING_SECTIONS, "deepspeed", "submission"}
 ]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from accel_cli.dialect import App, Command
-from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -23,7 +23,9 @@ __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
 _OWN = {"config_file": True, "help": False, "-h": False, "help-all": False}
 """Flags that are not part of the schema, and whether they take a value."""
-_FOR_SEVERAL_MACHINES = ("same_network", "rdzv_backend", "rdzv_conf")
+_FOR_SEVERAL_MACHINES = (
+    "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
+)  # fmt: skip
 
 
 class LaunchCommand(Command):
@@ -114,15 +116,41 @@ def main(arguments: Sequence[str]) -> int:
             "(accel launch --help lists the flags)"
         )
     from accel_state.launching.run import launch
+    from accel_state.launching.surroundings import find_surroundings
 
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
-    config = check_available(resolved)
+    check_available(resolved)
+    surroundings = find_surroundings(resolved, environ)
+    resolved = surroundings.resolved
+    config = resolved.local()
     target = target_of(config, flags)
     if not config.quiet:
-        for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
+        for note in (*resolved.notes, *surroundings.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
-    return launch(config, target, environ)
+    if config.submit is not None:
+        return _submit(config, arguments, target, environ)
+    return launch(config, target, environ, joins=surroundings.joins)
+
+
+def _submit(
+    config: LaunchConfig, arguments: Sequence[str], target: Target, environ: Mapping[str, str]
+) -> int:
+    """Submit the run as a job; the job runs this command again, without the flags of the submission."""
+    from accel_state.launching.submission import SUBMISSIONS, Job
+    from accel_state.launching.target import check_target
+
+    check_target(target, environ)
+    kept = without_flags(
+        arguments, _OWN, lambda name: name in ("submit", "dry_run") or name.startswith("submit_")
+    )
+    job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
+    submission = SUBMISSIONS[str(config.submit)]
+    if config.dry_run:
+        sys.stdout.write(submission.script(job))
+    else:
+        sys.stdout.write(f"accel: {submission.submit(job, environ)}\n")
+    return 0
 
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:

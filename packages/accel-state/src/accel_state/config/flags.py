@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel_state.config.launch import LaunchConfig
@@ -12,7 +13,7 @@ from accel_state.config.option_types import Bool, BoolOrName, Float, Int, String
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
-__all__ = ["ParsedFlags", "parse_flags", "to_flags"]
+__all__ = ["ParsedFlags", "parse_flags", "to_flags", "without_flags"]
 
 _NO = "no_"
 
@@ -57,6 +58,24 @@ def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) 
     return ParsedFlags(reader.values, reader.spelled, rest, reader.others, denied)
 
 
+def without_flags(
+    arguments: Sequence[str], extra: dict[str, bool] | None, dropped: Callable[[str], bool]
+) -> list[str]:
+    """The words of a command line without some of its flags and their values; the others stay as they were typed.
+
+    Args:
+        arguments: words that ``parse_flags`` has accepted.
+        extra: as for ``parse_flags``.
+        dropped: whether to leave a flag out, by its name without leading dashes, with underscores.
+    """
+    reader = _Reader(list(arguments), extra or {})
+    reader.run()
+    gone = {
+        at for name, begin, end in reader.spans if dropped(name.removeprefix(_NO)) for at in range(begin, end)
+    }
+    return [word for at, word in enumerate(arguments) if at not in gone]
+
+
 def to_flags(config: Section) -> list[str]:
     """Flags that ``parse_flags`` reads back as the values of ``config`` that differ from their defaults."""
     words: list[str] = []
@@ -90,6 +109,9 @@ class _Reader:
         self.others: dict[str, Any] = {}
         self.switched: dict[str, str] = {}  # switch as typed to the value that it sets
         self.denied: dict[tuple[str, str], None] = {}
+        self.spans: list[
+            tuple[str, int, int]
+        ] = []  # each flag, without its dashes, and the words that it took
 
     def run(self) -> None:
         while self.at < len(self.words):
@@ -99,9 +121,11 @@ class _Reader:
                 return
             if not word.startswith("-") or word == "-":
                 return
+            began = self.at
             self.at += 1
             flag, equals, text = word.partition("=")
             self._flag(flag, text if equals else None)
+            self.spans.append((plain_flag(flag), began, self.at))
 
     def _flag(self, flag: str, text: str | None) -> None:
         name = plain_flag(flag)
@@ -131,6 +155,9 @@ class _Reader:
                 self._store(flag, bound, True)
                 return
         text = self._value(flag, text)
+        if bound.path == "num_machines" and re.fullmatch(r"\d+:\d+", text):  # torchrun's form of a range
+            least, _, text = text.partition(":")
+            self._option(flag, schema_of(LaunchConfig).by_path["min_machines"], least)
         value = bound.parse(text, flag)
         choices = ", ".join(bound.about.choices)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):

@@ -29,9 +29,10 @@ class Origin(IntEnum):
 
     DEFAULT = 0
     FILE = 1
-    ENVIRONMENT = 2
-    FLAG = 3
-    CODE = 4
+    SCHEDULER = 2
+    ENVIRONMENT = 3
+    FLAG = 4
+    CODE = 5
 
 
 @dataclasses.dataclass(frozen=True)

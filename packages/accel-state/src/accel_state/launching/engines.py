@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINE_SECTIONS",
     "MISSING_ENGINES",
-    "MISSING_OPTIONS",
     "MISSING_SECTIONS",
     "MISSING_TYPES",
     "MissingEngine",
@@ -71,15 +70,6 @@ ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
 
 
-MISSING_OPTIONS = {
-    "deepspeed.deepspeed_hostfile": (),
-    "deepspeed.deepspeed_exclusion_filter": (),
-    "deepspeed.deepspeed_inclusion_filter": (),
-    "deepspeed.deepspeed_multinode_launcher": ("standard",),
-}
-"""Options of DeepSpeed's own launcher, and the values that mean this one."""
-
-
 def missing_engine(option: str, value: object) -> MissingEngine | None:
     """The missing engine that an option asks for with this value; None if there is none."""
     return next(
@@ -121,14 +111,6 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
-        if path in MISSING_OPTIONS:
-            bound = schema_of(type(config)).by_path[path]
-            if value_of(config, bound) not in MISSING_OPTIONS[path]:
-                raise NotAvailableError(
-                    f"{bound.label} {value_of(config, bound)} is an option of DeepSpeed's own launcher, which is not "
-                    "used here. Leave it out, and run accel launch on every machine with --num_machines, "
-                    "--machine_rank and --main_process_ip"
-                )
     return config
 
 

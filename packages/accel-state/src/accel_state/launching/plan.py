@@ -17,6 +17,7 @@ from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import RANK_PREFIXED
 from accel_state.errors import ConfigError, DeviceError
+from accel_state.launching.deepspeed import deepspeed_argv, uses_deepspeed_launcher
 from accel_state.launching.elastic import elastic_argv
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
@@ -43,6 +44,7 @@ class Host:
         python: interpreter that runs scripts.
         open_mpi: whether ``mpirun`` is Open MPI's; other implementations have other flags.
         peer_to_peer: whether peer-to-peer transfers between GPUs work; if not, NCCL must be configured.
+        cpus: the CPU cores of each rank of this machine; empty: any.
     """
 
     accelerators: Accelerators = field(default_factory=Accelerators)
@@ -50,6 +52,7 @@ class Host:
     python: str = sys.executable
     open_mpi: bool = True
     peer_to_peer: bool = True
+    cpus: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +84,7 @@ class ProcessSpec:
         env: the variables that differ from the launcher's environment.
         drop: variables of the launcher's environment that the process must not inherit.
         log_path: log file for its output, or ``None``.
+        cpus: the CPU cores that it may use; empty: any.
     """
 
     rank: int
@@ -88,6 +92,7 @@ class ProcessSpec:
     env: Mapping[str, str]
     drop: frozenset[str] = frozenset()
     log_path: Path | None = None
+    cpus: frozenset[int] = frozenset()
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The complete environment of the process, from the launcher's environment."""
@@ -185,6 +190,9 @@ def plan(
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
     python_target = target.argv(host.python)
+    if uses_deepspeed_launcher(config):
+        argv = deepspeed_argv(config, target, host.python, changes, port)
+        return _agent(argv, changes, drop, world)
     if config.mpirun.hostfile is not None:
         changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
         argv = mpi_argv(
@@ -192,14 +200,19 @@ def plan(
         )
         return _agent(argv, changes, drop, world)
     if world.machines > 1:
-        argv = elastic_argv(config, world.local_size, target, host.python)
-        return _agent(argv, changes, drop, world)
+        argv = elastic_argv(config, world.local_size, target, host.python, cpu=world.cpu)
+        # torchrun reads PET_* as defaults of flags that this command leaves out on purpose.
+        pet = frozenset(name for name in environ if name.startswith("PET_"))
+        return _agent(argv, changes, drop | pet, world)
     if world.size == 1:
         if _needs_no_supervisor(config):
-            return LaunchPlan((ProcessSpec(0, python_target, changes, drop),), "direct", world)
+            alone = ProcessSpec(0, python_target, changes, drop, cpus=_cpus(host, 0))
+            return LaunchPlan((alone,), "direct", world)
         changes |= _attempt(config, attempt)
         return LaunchPlan(
-            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0)),), "ranks", world
+            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0), _cpus(host, 0)),),
+            "ranks",
+            world,
         )
     assert port is not None, "several ranks on one machine need a port"
     common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, world, attempt)
@@ -207,7 +220,14 @@ def plan(
         common["PYTHONUNBUFFERED"] = "1"  # output to a pipe would be buffered in blocks of 8 KiB
     common[RANK_PREFIXED] = "1"
     specs = tuple(
-        ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
+        ProcessSpec(
+            rank,
+            python_target,
+            common | _rank(rank) | _own_device(config, rank, host.accelerators, environ),
+            drop,
+            _log_path(config, rank),
+            _cpus(host, rank),
+        )
         for rank in range(world.size)
     )
     return LaunchPlan(specs, "ranks", world)
@@ -301,6 +321,24 @@ def _outer_world_variables(environ: Mapping[str, str]) -> frozenset[str]:
 
 def _rank(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
+
+
+def _own_device(
+    config: LaunchConfig, rank: int, accelerators: Accelerators, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """With virtual local ranks, the only device that a rank sees, as torchrun sets it."""
+    if not config.virtual_local_rank:
+        return {}
+    found = {"LOCAL_RANK": "0"}
+    if accelerators.visibility is not None and not config.use_cpu:
+        inherited = environ.get(accelerators.visibility)
+        ids = _gpu_ids(config.gpu_ids) or (tuple(inherited.split(",")) if inherited else None)
+        found[accelerators.visibility] = str(rank) if ids is None else ids[rank].strip()
+    return found
+
+
+def _cpus(host: Host, rank: int) -> frozenset[int]:
+    return host.cpus[rank] if rank < len(host.cpus) else frozenset()
 
 
 def _threads(config: LaunchConfig, world: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:

@@ -50,6 +50,7 @@ class Policy:
             than Ctrl-C) exits with code 75 even if ranks had no time to save.
         monitor_interval: seconds between polls of the ranks on systems that do not report exits.
         quiet: print no progress messages; the traceback of the failing rank is still printed.
+        signals: names of the signals that are passed on to ranks; empty: the usual ones.
         patience: seconds that an agent, which starts ranks itself, has to end them if the launcher dies.
     """
 
@@ -61,6 +62,7 @@ class Policy:
     monitor_interval: float = 0.1
     quiet: bool = False
     patience: float = 0.0
+    signals: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ def supervise(
             has no threads.
     """
     crashes = attempt = 0
-    with receive_signals() as signals, contextlib.closing(Guardian(guarded)) as guardian:
+    with receive_signals(policy.signals) as signals, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
             group = _Group(start(attempt), policy, console, signals, guardian)
             outcome = group.run()
