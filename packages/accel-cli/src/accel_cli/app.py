@@ -173,7 +173,7 @@ def _main(words: list[str]) -> int:
         words = [*words[1:], "--help"]
     name = words[0].replace("_", "-")
     who = f"accel {name}" if name in COMMANDS else "accel"
-    from accel_state.errors import AccelError, ConfigError
+    from accel_state.errors import AccelError
 
     try:
         with root.make_context("accel", words) as context:
@@ -185,10 +185,8 @@ def _main(words: list[str]) -> int:
     except UsageError as error:
         path = getattr(getattr(error, "ctx", None), "command_path", who)
         return _complain(path, describe_usage_error(error), _USAGE)
-    except ConfigError as error:
-        return _complain(who, str(error), _USAGE)
     except AccelError as error:
-        return _complain(who, str(error), _FAILURE)
+        return _complain(who, str(error), error.exit_code)
     return code if type(code) is int else 0
 
 

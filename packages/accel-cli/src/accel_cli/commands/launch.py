@@ -122,7 +122,7 @@ def main(arguments: Sequence[str]) -> int:
     if not config.quiet:
         for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
-    return launch(config, target, environ)
+    return launch(config, target, environ, sources=resolved.sources)
 
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:

@@ -125,8 +125,8 @@ def check_available(resolved: Resolved) -> LaunchConfig:
             bound = schema_of(type(config)).by_path[path]
             if value_of(config, bound) not in MISSING_OPTIONS[path]:
                 raise NotAvailableError(
-                    f"{bound.label} {value_of(config, bound)} is an option of DeepSpeed's own launcher, which is not "
-                    "used here. Leave it out, and run accel launch on every machine with --num_machines, "
+                    f"{resolved.describe(path)} is an option of DeepSpeed's own launcher, which is not "
+                    f"used here; {resolved.remedy(path)}. Run accel launch on every machine with --num_machines, "
                     "--machine_rank and --main_process_ip"
                 )
     return config
@@ -142,9 +142,8 @@ def unused_options(resolved: Resolved) -> list[str]:
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
-            label = schema_of(type(config)).by_path[path].label
             found.append(
-                f"{label} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+                f"{resolved.sources.of(path).name} is used only if the script passes the plugin itself; to select it, add --use_{section}"
             )
     return list(dict.fromkeys(found))
 
@@ -158,21 +157,7 @@ def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, st
 
 
 def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
-    config = resolved.local()
-    bound = schema_of(type(config)).by_path[path]
-    value = value_of(config, bound)
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    shown_as = bound.label if value is True else f"{bound.label} {shown}"
-    for switch, (meaning, _) in bound.about.switches.items():
-        shown_as = f"{switch} ({path} {shown})" if meaning == value else shown_as
-    match resolved.origin(path):
-        case Origin.FILE:
-            shown_as = f"{bound.file_path}: {shown} in {resolved.file}"
-        case Origin.ENVIRONMENT:
-            shown_as = f"{path} {shown}, from the environment,"
-        case _:
-            pass
     return NotAvailableError(
-        f"{shown_as} needs {engine}, which is not available in this version; remove it to train with one replica of "
-        "the model per process"
+        f"{resolved.describe(path)} needs {engine}, which is not available in this version; "
+        f"{resolved.remedy(path)} to train with one replica of the model per process"
     )

@@ -32,6 +32,7 @@ from accel_state.launching.target import Target, check_target
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
+    from accel_state.config.sources import Sources
 
 __all__ = ["describe", "launch", "parse_tee", "render_failure", "start_members"]
 
@@ -46,7 +47,11 @@ _AGENT_PATIENCE = 5.0
 
 
 def launch(
-    config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None
+    config: LaunchConfig,
+    target: Target,
+    environ: Mapping[str, str],
+    console: Console | None = None,
+    sources: Sources | None = None,
 ) -> int:
     """Start the ranks of this machine and wait until they have ended.
 
@@ -57,15 +62,17 @@ def launch(
         target: the script, module or program that each rank runs.
         environ: the environment of this process.
         console: destination of the output; by default the standard streams.
+        sources: where the values of ``config`` come from, for messages.
 
     Returns:
         The exit code for the shell.
 
     Raises:
-        LaunchError: the target does not exist, a port is in use, or a process cannot be started.
+        TargetError, PortError: the target does not exist, or a port is in use.
+        LaunchError: a process cannot be started.
         ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
-    host, world = _prepare(config, target, environ)
+    host, world = _prepare(config, target, environ, sources)
     parse_tee(config.tee, range(world.local_size))
     config = _with_log_dir(config)
     console = console or Console()
@@ -194,7 +201,9 @@ def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
         ) from error
 
 
-def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> tuple[Host, World]:
+def _prepare(
+    config: LaunchConfig, target: Target, environ: Mapping[str, str], sources: Sources | None
+) -> tuple[Host, World]:
     """Check everything that can be checked before a process starts; return the host and the world."""
     check_target(target, environ)
     open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
@@ -204,7 +213,7 @@ def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -
     if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
         with reserve_port(config.main_process_port):
             pass  # otherwise a port in use would be detected only after torch has been imported
-    world = plan_world(config, accelerators)
+    world = plan_world(config, accelerators, sources)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
         sys.stderr.write(
