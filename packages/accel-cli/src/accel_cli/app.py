@@ -165,6 +165,11 @@ def _main(words: list[str]) -> int:
     from accel_state.environment import snapshot
 
     if _COMPLETING in snapshot():
+        from accel_cli.completion import answer
+
+        answered = answer(snapshot())
+        if answered is not None:
+            return answered
         return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)
     if not words:
         sys.stdout.write(_help())

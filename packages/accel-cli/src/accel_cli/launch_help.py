@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from accel_cli.colors import Colors
 from accel_cli.dialect import did_you_mean
 from accel_cli.help_pages import Section, help_page
+from accel_cli.launch_topics import TOPICS
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.option_types import Bool, BoolOrName
+from accel_state.config.option_types import Bool
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
 from accel_state.config.sections.run import RunOptions
 from accel_state.errors import ConfigError
 from accel_state.launching.engines import MISSING_SECTIONS, MISSING_TYPES
 
-__all__ = ["COMMON", "TOPICS", "TypedFlag", "launch_help", "typed_flags"]
+__all__ = ["COMMON", "TOPICS", "launch_help"]
 
 _LATER = "not available yet"
 _USAGE = "accel launch [flags] script.py [the script's own arguments]"
@@ -38,38 +38,6 @@ COMMON = (
     "resume", "dry_run", "quiet",
 )  # fmt: skip
 """Paths of the options on the first screen."""
-
-TOPICS = {
-    "run": "starting, supervising, restarting, logs",
-    "devices": "processes, machines, devices",
-    "gradient_accumulation": "gradient accumulation",
-    "dynamo": "torch.compile",
-    "fsdp": "fully sharded data parallelism",
-    "deepspeed": "DeepSpeed",
-    "megatron_lm": "Megatron-LM",
-    "parallelism": "tensor, context and sequence parallelism",
-    "fp8": "fp8",
-    "mpirun": "MPI",
-    "tpu": "TPUs",
-    "sagemaker": "Amazon SageMaker",
-}
-"""Names for ``accel launch --help TOPIC``, and what they are about."""
-
-
-class TypedFlag(NamedTuple):
-    """A flag as completion needs it.
-
-    Attributes:
-        names: all spellings, with their dashes.
-        help: one sentence.
-        toggle: it takes no value.
-        choices: the values that it takes; empty: any.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    toggle: bool
-    choices: tuple[str, ...]
 
 
 def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | None = None) -> str:
@@ -111,23 +79,6 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
         epilog="In [brackets]: environment variables, and the key in a configuration file.",
         width=width, colors=colors,
     )  # fmt: skip
-
-
-def typed_flags() -> Iterator[TypedFlag]:
-    """Every flag of ``accel launch``, in the order of ``--help-all``."""
-    yield TypedFlag(("--help",), "Show help; a topic may follow.", True, ())
-    yield TypedFlag(("--help-all",), "Show all flags.", True, ())
-    yield TypedFlag(("--config_file",), "Configuration file to read.", False, ())
-    for topic in TOPICS:
-        for bound in _options(topic):
-            toggle = isinstance(bound.option_type, Bool) and bound.about.toggle
-            choices = bound.about.choices
-            if isinstance(bound.option_type, Bool | BoolOrName) and not toggle:
-                choices = ("true", "false", *choices)
-            yield TypedFlag(bound.flags, bound.about.help, toggle, choices)
-    for bound in schema_of(LaunchConfig).options:
-        for switch, (value, _) in bound.about.switches.items():
-            yield TypedFlag((switch,), f"The same as {bound.flags[0]} {value}.", True, ())
 
 
 def _options(topic: str) -> Iterator[BoundOption]:

@@ -15,8 +15,8 @@ AccelError
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
 └── NotAvailableError (RuntimeError)    a documented option that this version does not support
 
-``exit_code`` of a class is what a command exits with: 2 where the command line or the configuration has to change, 1 for
-other failures.
+``exit_code`` of a class is what a command exits with: 2 where the command line or the configuration has to change, 1
+for other failures.
 """
 
 from __future__ import annotations

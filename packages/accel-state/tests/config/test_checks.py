@@ -67,7 +67,8 @@ def test_contradictions_name_both_and_what_to_do(flags, message):
 def test_contradictions_inside_a_file_name_the_file(write):
     file = write("distributed_type: MULTI_GPU\nuse_cpu: true\n")
     with pytest.raises(
-        ConfigError, match=rf"use_cpu: true in {file}, line 2 contradicts distributed_type: MULTI_GPU in {file}, line 1"
+        ConfigError,
+        match=rf"use_cpu: true in {file}, line 2 contradicts distributed_type: MULTI_GPU in {file}, line 1",
     ):
         merged(file=file)
 

@@ -24,6 +24,12 @@ def resolved_from(tmp_path, monkeypatch):
     return from_place
 
 
+def world(resolved_from, **place):
+    """What a launch does before it starts anything, on a machine without accelerators."""
+    resolved = resolved_from(**place)
+    return plan_world(check_available(resolved), Accelerators(), resolved.sources)
+
+
 @pytest.mark.parametrize(
     ("place", "path", "described", "origin"),
     [
@@ -84,8 +90,7 @@ def test_a_value_is_described_as_the_user_wrote_it(place, path, described, origi
 )  # fmt: skip
 def test_errors_name_the_place_and_a_way_out_that_fits_it(place, message, resolved_from):
     with pytest.raises(AccelError) as caught:
-        resolved = resolved_from(**place)
-        plan_world(check_available(resolved), Accelerators(), resolved.sources)
+        world(resolved_from, **place)
     assert message in str(caught.value)
     assert caught.value.exit_code == 2
 
@@ -102,11 +107,9 @@ def test_errors_name_the_place_and_a_way_out_that_fits_it(place, message, resolv
 )
 def test_the_advised_flags_lead_out(text, flags, resolved_from):
     with pytest.raises(AccelError) as caught:
-        resolved = resolved_from(text)
-        plan_world(check_available(resolved), Accelerators(), resolved.sources)
+        world(resolved_from, text=text)
     assert flags in str(caught.value)
-    resolved = resolved_from(text, flags=flags)
-    plan_world(check_available(resolved), Accelerators(), resolved.sources)
+    assert world(resolved_from, text=text, flags=flags).local_size >= 1
 
 
 def test_a_value_that_another_one_decided_is_described_by_that_one(resolved_from):
@@ -116,7 +119,5 @@ def test_a_value_that_another_one_decided_is_described_by_that_one(resolved_from
 
 
 def test_a_secret_is_never_described(resolved_from):
-    resolved = resolved_from(
-        "compute_environment: AMAZON_SAGEMAKER\n", flags="--aws_secret_access_key hush"
-    )
+    resolved = resolved_from("compute_environment: AMAZON_SAGEMAKER\n", flags="--aws_secret_access_key hush")
     assert resolved.describe("aws_secret_access_key") == "--aws_secret_access_key ***"

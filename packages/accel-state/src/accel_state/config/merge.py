@@ -40,7 +40,7 @@ class Resolved:
     origins: Mapping[str, Origin]
     file: Path | None
     notes: tuple[str, ...]
-    sources: Sources = Sources()
+    sources: Sources = dataclasses.field(default_factory=Sources)
 
     def origin(self, path: str) -> Origin:
         """The origin of an option's value.

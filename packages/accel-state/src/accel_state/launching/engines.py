@@ -142,8 +142,9 @@ def unused_options(resolved: Resolved) -> list[str]:
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
+            flag = resolved.sources.of(path).name
             found.append(
-                f"{resolved.sources.of(path).name} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+                f"{flag} is used only if the script passes the plugin itself; to select it, add --use_{section}"
             )
     return list(dict.fromkeys(found))
 

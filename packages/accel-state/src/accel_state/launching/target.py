@@ -83,7 +83,9 @@ def _check_script(name: str) -> None:
             advice = _whereabouts()
         raise TargetError(f"the script {name!r} does not exist; {advice}")
     elif not os.access(script, os.R_OK):
-        raise TargetError(f"the script {name!r} cannot be read: permission denied; chmod u+r {shlex.quote(name)}")
+        raise TargetError(
+            f"the script {name!r} cannot be read: permission denied; chmod u+r {shlex.quote(name)}"
+        )
 
 
 def _check_program(name: str, environ: Mapping[str, str]) -> None:
