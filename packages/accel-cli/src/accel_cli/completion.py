@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 __all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
 
@@ -112,8 +112,9 @@ def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]
         from accel_cli.launch_topics import TOPICS
 
         return _starting([Item(name, text) for name, text in TOPICS.items()], incomplete)
-    if typed:
-        return _values(typed, incomplete)
+    if typed and not (_takes_value(typed) == "maybe" and incomplete.startswith("-")):
+        found = _values(typed, incomplete)
+        return None if not found and _takes_value(typed) == "maybe" else found
     if not incomplete.startswith("-"):
         return None
     if equals:
@@ -141,25 +142,39 @@ def _open_flag(words: Sequence[str], own: Mapping[str, str]) -> str | None:
             continue
         if equals:
             continue
-        if plain_flag(flag) == "help" and "--help-all" in own:
+        if plain_flag(flag) in ("help", "-h") and "--help-all" in own:
             if at == len(words):
                 return "--help"
             continue
-        if _takes_value(flag):
-            if at == len(words):
-                return flag
+        takes = _takes_value(flag)
+        if takes and at == len(words):
+            return flag
+        if takes == "always" or (takes and _is_truth(words[at])):
             at += 1
     return ""
 
 
-def _takes_value(flag: str) -> bool:
-    from accel_state.config.option_types import Bool
+def _takes_value(flag: str) -> Literal["", "always", "maybe"]:
+    """Whether a value follows; ``maybe``: it can be left out."""
+    from accel_state.config.option_types import Bool, BoolOrName
     from accel_state.config.schema import plain_flag
 
     if plain_flag(flag) == "config_file":
-        return True
+        return "always"
     bound = _option(flag)
-    return bound is not None and not isinstance(bound.option_type, Bool)
+    if bound is None or (isinstance(bound.option_type, Bool) and bound.about.toggle):
+        return ""
+    return "maybe" if isinstance(bound.option_type, Bool | BoolOrName) else "always"
+
+
+def _is_truth(word: str) -> bool:
+    from accel_state.config.option_types import Bool
+
+    try:
+        Bool().parse(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _option(flag: str) -> Any:
@@ -197,7 +212,7 @@ def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
         shown = _spelled(name, incomplete[2:])
         if shown.startswith(incomplete):
             yield Item(shown, text)
-        if denies and name not in own:
+        if denies and name not in own and name.startswith("--"):
             bound = _option(name)
             denied = incomplete[:5] + _spelled(name, incomplete[5:])[2:]
             if denied.startswith(incomplete) and (

@@ -62,9 +62,9 @@ def add_commands(app: App) -> None:
     app.command("validate")(validate)
 
 
-def show(words: Annotated[list[str] | None, typer.Argument()] = None) -> int:
+def show(context: typer.Context) -> int:
     """Show the configuration that a launch with these flags would use."""
-    flags = parse_flags(words or (), _OWN)
+    flags = parse_flags(context.args, _OWN)
     if not {"help", "-h"}.isdisjoint(flags.others):
         sys.stdout.write(_show_help())
         return 0
@@ -82,13 +82,14 @@ def show(words: Annotated[list[str] | None, typer.Argument()] = None) -> int:
 
 def validate(
     file: Annotated[
-        Path | None, typer.Argument(help="The file; by default the one that accel launch reads.")
+        str | None, typer.Argument(help="The file; by default the one that accel launch reads.")
     ] = None,
-    config_file: Annotated[Path | None, typer.Option("--config_file", help="The same as FILE.")] = None,
+    config_file: Annotated[str | None, typer.Option("--config_file", help="The same as FILE.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> int:
     """Check a configuration file, and report everything that is wrong with it."""
-    path = file or config_file or _default_file()
+    named = file or config_file
+    path = _default_file() if named is None else Path(named)
     layer, errors = mistakes_of(path)
     notes = list(layer.notes) if layer is not None else []
     if layer is not None and not errors:
@@ -123,10 +124,9 @@ def effective_options(resolved: Resolved) -> Iterator[EffectiveOption]:
         quiet = source.origin is Origin.DEFAULT
         if quiet and (value is None or (bound.section and not config.is_active(bound.section))):
             continue
-        if bound.about.secret and value is not None:
+        data: Any = None if value is None else bound.option_type.dump(value)
+        if bound.about.secret and data is not None:
             data = "***"
-        else:
-            data = None if value is None else bound.option_type.dump(value)
         yield EffectiveOption(bound, bound.file_path if bound.keys else bound.path, data, source)
 
 
@@ -219,7 +219,7 @@ def _text(option: EffectiveOption) -> str:
         return "(unset)"
     if isinstance(option.value, bool):
         return "true" if option.value else "false"
-    return option.value if isinstance(option.value, str) else json.dumps(option.value)
+    return str(option.value) if isinstance(option.value, str | int | float) else json.dumps(option.value)
 
 
 def _show_help() -> str:

@@ -12,7 +12,7 @@ __all__ = ["SchemaCommand"]
 
 
 class SchemaCommand(Command):
-    """Hands all words to the function's parameter ``words``; ``accel_state.config.flags`` parses them.
+    """Leaves all words in ``context.args``; the function has ``accel_state.config.flags`` parse them.
 
     Attributes:
         own_flags: flags of the command itself, with their dashes, and their help; for completion.
@@ -26,13 +26,12 @@ class SchemaCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep the words for the function."""
-        ctx.params = {"words": list(args)}
-        ctx.args = []
-        return []
+        ctx.args = list(args)
+        return args
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[CompletionItem]:
         """Flags, choices and topics, for shells that Typer answers itself (PowerShell)."""
         from accel_cli.completion import complete_flags
 
-        found = complete_flags(ctx.params["words"], incomplete, self.own_flags)
+        found = complete_flags(ctx.args, incomplete, self.own_flags)
         return [CompletionItem(item.value, help=item.help) for item in found or ()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 
@@ -40,9 +40,9 @@ app = App()
 
 
 @app.command(cls=LaunchCommand)
-def launch_script(words: Annotated[list[str] | None, typer.Argument()] = None) -> int:
+def launch_script(context: typer.Context) -> int:
     """Start a script on one or many processes."""
-    return main(words or ())
+    return main(context.args)
 
 
 def main(arguments: Sequence[str]) -> int:
