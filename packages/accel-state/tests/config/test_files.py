@@ -355,3 +355,15 @@ def test_t15_a_misspelt_key_of_every_section_is_an_error_with_its_line(place, tm
     path = write(tmp_path / "f.yaml", f"debug: false\n{place}:\n  no_such_key: 1\n")
     with pytest.raises(UnknownKeyError, match=rf"line 3: key {place}\.no_such_key does not exist"):
         load(path)
+
+
+def test_old_distributed_types_are_read_as_what_they_are_now(tmp_path):
+    mps = resolve(write(tmp_path / "mps.yaml", "distributed_type: MPS\nmixed_precision: 'no'\n"), {})
+    assert (mps.config.distributed_type, mps.config.num_processes) == ("NO", 1)
+    assert "line 1: distributed_type MPS is read as NO" in mps.notes[0]
+    tp = resolve(
+        write(tmp_path / "tp.yaml", "distributed_type: TP\nnum_processes: 4\ntp_config:\n  tp_size: 4\n"), {}
+    )
+    assert (tp.config.distributed_type, tp.config.parallelism.tp_size) == ("FSDP", 4)
+    assert tp.config.fsdp.fsdp_version == 2
+    assert "distributed_type TP is read as FSDP" in tp.notes[0]

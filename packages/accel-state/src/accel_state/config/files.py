@@ -46,6 +46,13 @@ _OF_DEEPSPEED: Mapping[str, str] = {
 _MOVED: Mapping[tuple[str | None, str], str] = {
     ("deepspeed_config", "gradient_accumulation_steps"): "gradient_accumulation.num_steps",
     (None, "dynamo_backend"): "dynamo.backend",
+    ("tp_config", "tp_size"): "parallelism.tp_size",
+}
+_OLD_SECTIONS = frozenset({"tp_config"})  # of Accelerate 1.4 to 1.6
+# Distributed types of older versions (0.12 to 0.17, 1.4 to 1.6), what they are read as, and why.
+_OLD_TYPES: Mapping[str, tuple[str, str]] = {
+    "MPS": ("NO", "one process, whose device PyTorch finds"),
+    "TP": ("FSDP", "tensor parallelism is a dimension of its parallelism_config"),
 }
 
 
@@ -304,8 +311,9 @@ class _Reader:
             self.problems.append(error)
         known = schema_of(root)
         fp16 = self.data.pop("fp16", None)
+        self._convert_old_type()
         for key, value in self.data.items():
-            if key in known.file_keys:
+            if key in known.file_keys or key in _OLD_SECTIONS:
                 self._section(known, key, value)
             else:
                 self._entry(known, None, key, value)
@@ -315,6 +323,15 @@ class _Reader:
         if root is LaunchConfig:
             self._derive()
         return FileLayer(root, self.values, tuple(self.notes), self.places), self.problems
+
+    def _convert_old_type(self) -> None:
+        before = self.data.get("distributed_type")
+        if isinstance(before, str) and before in _OLD_TYPES:
+            now, why = _OLD_TYPES[before]
+            self.data["distributed_type"] = now
+            self.notes.append(
+                f"{self._where('distributed_type')}: distributed_type {before} is read as {now}: {why}"
+            )
 
     def _where(self, *keys: str) -> str:
         line = self.lines.get(keys)
