@@ -7,21 +7,26 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
-from accel_cli.app import COMMANDS
+from accel_cli.app import COMMANDS, app
 from accel_cli.completion import answer, complete, complete_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of
 
 
+def application():
+    return typer.main.get_command(app)
+
+
 def words(*line):
-    items = complete(line[:-1], line[-1])
+    items = complete(line[:-1], line[-1], application)
     return None if items is None else [item.value for item in items]
 
 
 def test_every_flag_of_the_schema_is_offered_with_its_help():
-    offered = {item.value: item.help for item in complete(["launch"], "-")}
+    offered = {item.value: item.help for item in complete(["launch"], "-", application)}
     for root in (LaunchConfig, SageMakerConfig):
         for bound in schema_of(root).options:
             for flag in (*bound.flags, *bound.about.switches):
@@ -95,19 +100,19 @@ def test_only_flags_that_can_be_denied_are_offered_with_no():
     ],
 )  # fmt: skip
 def test_answers_are_in_the_form_of_the_shell(shell, environ, printed, capsys):
-    assert answer({"_ACCEL_COMPLETE": f"complete_{shell}", **environ}) == 0
+    assert answer({"_ACCEL_COMPLETE": f"complete_{shell}", **environ}, application) == 0
     assert capsys.readouterr().out == printed
 
 
 @pytest.mark.parametrize(("line", "code"), [("accel conf", 0), ("accel launch x.", 1)])
 def test_fish_is_told_whether_there_are_words(line, code):
     environ = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "is-args"}
-    assert answer({"_ACCEL_COMPLETE": "complete_fish", **environ}) == code
+    assert answer({"_ACCEL_COMPLETE": "complete_fish", **environ}, application) == code
 
 
 def test_other_requests_are_for_typer():
-    assert answer({"_ACCEL_COMPLETE": "source_bash"}) is None
-    assert answer({"_ACCEL_COMPLETE": "complete_powershell"}) is None
+    assert answer({"_ACCEL_COMPLETE": "source_bash"}, application) is None
+    assert answer({"_ACCEL_COMPLETE": "complete_powershell"}, application) is None
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "_ACCEL_COMPLETE": "complete_powershell"}
     environ |= {"_TYPER_COMPLETE_ARGS": "accel launch --num_p", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "--num_p"}
     done = subprocess.run(
@@ -119,7 +124,7 @@ def test_other_requests_are_for_typer():
 def test_flags_are_completed_without_typer_rich_or_torch():
     code = (
         "import sys; from accel_cli.completion import answer\n"
-        "answer({'_ACCEL_COMPLETE': 'complete_bash', 'COMP_WORDS': 'accel launch --nu', 'COMP_CWORD': '2'})\n"
+        "answer({'_ACCEL_COMPLETE': 'complete_bash', 'COMP_WORDS': 'accel launch --nu', 'COMP_CWORD': '2'}, None)\n"
         "print([name for name in ('typer', 'rich', 'torch', 'yaml', 'pydantic') if name in sys.modules])"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}

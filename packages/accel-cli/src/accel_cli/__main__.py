@@ -1,6 +1,7 @@
 """``accel``, also as ``python -m accel_cli``."""
 
 import sys
+from typing import Any
 
 from accel_state.environment import snapshot
 
@@ -13,12 +14,20 @@ def main() -> int:
     if "_ACCEL_COMPLETE" in environ:
         from accel_cli.completion import answer
 
-        code = answer(environ)
+        code = answer(environ, _application)
         if code is not None:
             return code
     from accel_cli.app import main as run
 
     return run()
+
+
+def _application() -> Any:
+    import typer
+
+    from accel_cli.app import app
+
+    return typer.main.get_command(app)
 
 
 if __name__ == "__main__":

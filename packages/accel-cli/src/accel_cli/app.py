@@ -167,7 +167,7 @@ def _main(words: list[str]) -> int:
     if _COMPLETING in snapshot():
         from accel_cli.completion import answer
 
-        answered = answer(snapshot())
+        answered = answer(snapshot(), lambda: root)
         if answered is not None:
             return answered
         return int(root.main(args=words, prog_name="accel", standalone_mode=False) or 0)

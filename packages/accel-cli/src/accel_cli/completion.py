@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 __all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
@@ -25,7 +25,7 @@ _LAUNCH_OWN = {
 
 
 class Item(NamedTuple):
-    """Something that could stand at the cursor.
+    """A word that the one at the cursor can become.
 
     Attributes:
         value: the complete word.
@@ -36,8 +36,12 @@ class Item(NamedTuple):
     help: str = ""
 
 
-def answer(environ: Mapping[str, str]) -> int | None:
+def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | None:
     """Print what completes the command line that the shell describes in ``environ``.
+
+    Args:
+        environ: the environment of this process.
+        application: makes the command with all subcommands; called only if the words need it.
 
     Returns:
         The exit code; None if Typer has to answer: another shell, or the request for a script.
@@ -46,7 +50,7 @@ def answer(environ: Mapping[str, str]) -> int | None:
     if action != "complete" or shell not in ("bash", "zsh", "fish"):
         return None
     words, incomplete = _command_line(shell, environ)
-    items = complete(words, incomplete)
+    items = complete(words, incomplete, application)
     if shell == "fish":
         if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
             return 0 if items else 1
@@ -60,12 +64,13 @@ def answer(environ: Mapping[str, str]) -> int | None:
     return 0
 
 
-def complete(words: Sequence[str], incomplete: str) -> list[Item] | None:
-    """What can stand at the cursor.
+def complete(words: Sequence[str], incomplete: str, application: Callable[[], Any]) -> list[Item] | None:
+    """What the word at the cursor can be.
 
     Args:
         words: the complete words between ``accel`` and the cursor.
         incomplete: the word at the cursor.
+        application: as for ``answer``.
 
     Returns:
         The possible words; None where a file name belongs.
@@ -74,13 +79,10 @@ def complete(words: Sequence[str], incomplete: str) -> list[Item] | None:
         return complete_flags(words[1:], incomplete, _LAUNCH_OWN)
     import typer
 
-    from accel_cli.app import COMMANDS, app
-
-    if not words and not incomplete.startswith("-"):
-        return _starting([Item(name, entry.summary) for name, entry in COMMANDS.items()], incomplete)
-
-    command: Any = typer.main.get_command(app)
+    command = application()
     context = typer.Context(command, info_name="accel")
+    if not words and not incomplete.startswith("-"):  # without importing the commands
+        return [Item(found.value, found.help or "") for found in command.shell_complete(context, incomplete)]
     rest = list(words)
     while rest and hasattr(command, "get_command"):
         name = rest.pop(0)

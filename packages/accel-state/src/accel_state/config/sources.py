@@ -1,7 +1,7 @@
 """Where each value comes from, in the user's own words: a line of a file, a variable, a flag as typed, or code.
 
-Errors about a value name it by its source and say how to change it there, so that nobody is told to remove a flag that
-was never typed.
+Errors about a value name it by its source and say how to change it there: to remove a flag is no advice for a value
+that a file has.
 """
 
 from __future__ import annotations
