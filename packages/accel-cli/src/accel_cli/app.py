@@ -182,7 +182,7 @@ def _main(words: list[str]) -> int:
 
     try:
         if name in COMMANDS:
-            # Without the root's own options, which Typer converts with pydantic: 40 ms and 15 MB in every launcher.
+            # Without the root's own options, which Typer converts with pydantic: 50 ms and 14 MB in every launcher.
             top = typer.Context(root, info_name="accel")
             command = root.get_command(top, name)
             with command.make_context(name, words[1:], parent=top) as context:
