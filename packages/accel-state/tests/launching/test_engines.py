@@ -92,7 +92,9 @@ def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
 def test_pods_in_a_file_are_refused_by_key(tmp_path):
     file = tmp_path / "config.yaml"
     file.write_text("distributed_type: XLA\ntpu_use_cluster: true\n")
-    with pytest.raises(NotAvailableError, match=r"tpu_use_cluster: True in .*config\.yaml needs .*a pod"):
+    with pytest.raises(
+        NotAvailableError, match=r"tpu_use_cluster: true in .*config\.yaml, line 2 needs .*a pod"
+    ):
         check_available(resolve(file, environ={}))
 
 

@@ -85,7 +85,7 @@ def test_more_processes_than_accelerators_names_both_and_the_cpu():
 
 
 def test_multi_gpu_without_a_gpu_names_the_cpu():
-    with pytest.raises(DeviceError, match=r"\(--multi_gpu\) needs accelerators.*--cpu"):
+    with pytest.raises(DeviceError, match=r"MULTI_GPU needs accelerators.*--cpu"):
         planned("--multi_gpu", "--num_processes", "2")
 
 

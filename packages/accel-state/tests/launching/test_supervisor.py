@@ -567,8 +567,8 @@ def test_a_taken_port_is_named_before_anything_starts(launcher):
         )
     assert done.returncode == 2
     assert "ran" not in done.stdout
-    assert f"LaunchError: port {port} cannot be used" in done.stderr
-    assert "Omit --main_process_port" in done.stderr
+    assert f"PortError: port {port} cannot be used" in done.stderr
+    assert "Pass --main_process_port 0" in done.stderr
 
 
 def test_dry_run_prints_commands_that_can_be_pasted(launcher):

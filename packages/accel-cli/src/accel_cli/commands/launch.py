@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import typer
 
-from accel_cli.dialect import App, Command
+from accel_cli.dialect import App
+from accel_cli.schema_command import SchemaCommand
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
@@ -28,67 +28,23 @@ _FOR_SEVERAL_MACHINES = (
 )  # fmt: skip
 
 
-class LaunchCommand(Command):
-    """The command whose flags are those of the schema: ``parse_flags`` reads them, as a file and variables are read."""
+class LaunchCommand(SchemaCommand):
+    """The command of ``accel launch``."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """One parameter per flag of the schema, for completion."""
-        return list(_completed().params)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words for ``main``."""
-        ctx.args = list(args)
-        return args
-
-    def invoke(self, ctx: Any) -> int:
-        """Run ``main``."""
-        return main(ctx.args)
+    own_flags = {
+        "--config_file": "Configuration file to read.",
+        "--help": "Show help; a topic may follow.",
+        "--help-all": "Show all flags.",
+    }
 
 
 app = App()
 
 
 @app.command(cls=LaunchCommand)
-def launch_script() -> None:
+def launch_script(context: typer.Context) -> int:
     """Start a script on one or many processes."""
-
-
-def _completed() -> Any:
-    """A command with a Typer option for every flag of the schema, and the script as a path."""
-    from accel_cli.launch_help import typed_flags
-
-    def nothing(**values: Any) -> None:
-        pass
-
-    parameters = [
-        inspect.Parameter(
-            f"flag_{index}",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if toggle else None,
-            annotation=Annotated[
-                bool if toggle else str | None,
-                typer.Option(*names, help=text, autocompletion=_choices(choices) if choices else None),
-            ],
-        )
-        for index, (names, text, toggle, choices) in enumerate(typed_flags())
-    ]
-    script = inspect.Parameter(
-        "script",
-        inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[list[Path] | None, typer.Argument()],
-        default=None,
-    )
-    nothing.__signature__ = inspect.Signature([*parameters, script])  # type: ignore[attr-defined]
-    completed = App()
-    completed.command()(nothing)
-    return typer.main.get_command(completed)
-
-
-def _choices(choices: Sequence[str]) -> Any:
-    def begin(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.lower().startswith(incomplete.lower())]
-
-    return begin
+    return main(context.args)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -130,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"accel: {note}\n")
     if config.submit is not None:
         return _submit(config, arguments, target, environ)
-    return launch(config, target, environ, joins=surroundings.joins)
+    return launch(config, target, environ, joins=surroundings.joins, sources=resolved.sources)
 
 
 def _submit(

@@ -24,7 +24,7 @@ class ParsedFlags:
 
     Attributes:
         values: option values by path; paths of ``SageMakerConfig`` for flags that only it has.
-        spelled: the flag as typed, by path, for messages.
+        spelled: the flag as typed, by path, for messages; also of a denied value.
         rest: everything from the first word that is not a flag: the script and its arguments.
         others: values of the flags in ``extra``, named without dashes and with underscores.
         denied: paths and values to remove if a file or the environment sets them: ``--no-use_fsdp``.
@@ -173,7 +173,9 @@ class _Reader:
         if not on:
             self.denied[bound.path, meaning] = None
             if self.values.get(bound.path) == meaning:
-                del self.values[bound.path], self.spelled[bound.path]
+                del self.values[bound.path]
+            if bound.path not in self.values:
+                self.spelled[bound.path] = flag if plain_flag(flag).startswith(_NO) else f"--no-{flag[2:]}"
             self.switched = {before: other for before, other in self.switched.items() if other != meaning}
             return
         for before, other in self.switched.items():

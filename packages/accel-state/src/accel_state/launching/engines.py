@@ -124,9 +124,9 @@ def unused_options(resolved: Resolved) -> list[str]:
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
-            label = schema_of(type(config)).by_path[path].label
+            flag = resolved.sources.of(path).name
             found.append(
-                f"{label} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+                f"{flag} is used only if the script passes the plugin itself; to select it, add --use_{section}"
             )
     return list(dict.fromkeys(found))
 
@@ -140,21 +140,7 @@ def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, st
 
 
 def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
-    config = resolved.local()
-    bound = schema_of(type(config)).by_path[path]
-    value = value_of(config, bound)
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    shown_as = bound.label if value is True else f"{bound.label} {shown}"
-    for switch, (meaning, _) in bound.about.switches.items():
-        shown_as = f"{switch} ({path} {shown})" if meaning == value else shown_as
-    match resolved.origin(path):
-        case Origin.FILE:
-            shown_as = f"{bound.file_path}: {shown} in {resolved.file}"
-        case Origin.ENVIRONMENT:
-            shown_as = f"{path} {shown}, from the environment,"
-        case _:
-            pass
     return NotAvailableError(
-        f"{shown_as} needs {engine}, which is not available in this version; remove it to train with one replica of "
-        "the model per process"
+        f"{resolved.describe(path)} needs {engine}, which is not available in this version; "
+        f"{resolved.remedy(path)} to train with one replica of the model per process"
     )

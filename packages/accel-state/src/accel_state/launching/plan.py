@@ -15,6 +15,7 @@ from typing import Literal
 
 from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.sources import Sources
 from accel_state.constants import RANK_PREFIXED
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.launching.deepspeed import deepspeed_argv, uses_deepspeed_launcher
@@ -115,13 +116,19 @@ class LaunchPlan:
     world: World
 
 
-def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
+def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Sources | None = None) -> World:
     """Decide how many processes run, and whether they use accelerators or the CPU.
+
+    Args:
+        config: the resolved configuration.
+        accelerators: those of this machine.
+        sources: where the values of ``config`` come from, for messages.
 
     Raises:
         ConfigError: the numbers contradict each other.
         DeviceError: more accelerators are requested than this machine has.
     """
+    words = _Words(config, sources or Sources())
     machines = config.num_machines
     ids = _gpu_ids(config.gpu_ids)
     found = accelerators.count if ids is None else len(ids)
@@ -129,34 +136,51 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
     cpu = config.use_cpu or config.use_tpu or config.distributed_type == "MULTI_CPU" or found == 0
     if config.multi_accelerator and not config.use_cpu and accelerators.count == 0:
         raise DeviceError(
-            f"{_paradigm(config)} needs accelerators, but none are visible on this machine; "
-            "pass --cpu to run the processes on the CPU instead"
+            f"{words('distributed_type')} needs accelerators, but none are visible on this machine; "
+            f"{words.remedy('distributed_type', '--cpu to run the processes on the CPU')}"
         )
     size = config.num_processes or machines * (1 if cpu else found)
     if size % machines:
         raise ConfigError(
-            f"--num_processes {size} is not divisible by --num_machines {machines}; "
-            "it is the total over all machines, so pass a multiple of --num_machines"
+            f"{words('num_processes')} is not divisible by {words('num_machines')}; "
+            f"it is the total over all machines, so pass --num_processes {size // machines * machines or machines} or "
+            f"another multiple of {machines}"
         )
     if config.machine_rank >= machines:
         raise ConfigError(
-            f"--machine_rank {config.machine_rank} is out of range for {machines} machines; machine ranks start at "
-            f"0, so the largest is {machines - 1}"
+            f"{words('machine_rank')} is out of range for {machines} machines ({words('num_machines')}); machine "
+            f"ranks start at 0, so the largest is {machines - 1}"
         )
     local = size // machines
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
-            f"{_paradigm(config)} needs at least 2 processes, but there is 1 accelerator; remove it"
+            f"{words('distributed_type')} needs at least 2 processes, but there is 1 accelerator; "
+            f"{words.remedy('distributed_type')}"
         )
     if not cpu and local > found:
-        source = f"--gpu_ids {config.gpu_ids} names" if ids is not None else "this machine has"
+        source = f"{words('gpu_ids')} names" if ids is not None else "this machine has"
+        wanted = "" if config.num_processes is None else f" ({words('num_processes')})"
         raise DeviceError(
-            f"{local} processes on this machine need {local} accelerators, but {source} {found}; "
+            f"{local} processes on this machine{wanted} need {local} accelerators, but {source} {found}; "
             f"pass --num_processes {found * machines}, or --cpu to run on the CPU"
         )
     if ids is not None and not config.use_cpu:
-        _check_ids(config.gpu_ids or "", ids, accelerators)
+        _check_ids(words("gpu_ids"), ids, accelerators)
     return World(size, local, machines, config.machine_rank, cpu)
+
+
+class _Words:
+    """Options of a configuration in the words of the place where the user set them."""
+
+    def __init__(self, config: LaunchConfig, sources: Sources) -> None:
+        self._config = config
+        self._sources = sources
+
+    def __call__(self, path: str) -> str:
+        return self._sources.describe(path, getattr(self._config, path))
+
+    def remedy(self, path: str, *others: str) -> str:
+        return self._sources.remedy(path, getattr(self._config, path), *others)
 
 
 def plan(
@@ -360,25 +384,24 @@ def _gpu_ids(text: str | None) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _check_ids(text: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
+def _check_ids(named: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
     present = accelerators.present
     for name in ids:
         if not name or name.startswith("-"):
-            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass ids such as 0,1, or all")
+            raise ConfigError(f"{named} is not a list of ids; pass --gpu_ids with ids such as 0,1, or all")
         if name.isdecimal() and int(name) >= present:
             if not present:
                 raise DeviceError(
-                    f"--gpu_ids {text} names accelerator {name}, but no accelerator was found on this machine; "
+                    f"{named} names accelerator {name}, but no accelerator was found on this machine; "
                     "pass --cpu to run on the CPU"
                 )
             raise DeviceError(
-                f"--gpu_ids {text} names accelerator {name}, but this machine has {present} (0 to {present - 1})"
+                f"{named} names accelerator {name}, but this machine has {present} (0 to {present - 1}); pass "
+                "--gpu_ids with some of these, or all"
             )
     repeated = sorted({name for name in ids if ids.count(name) > 1})
     if repeated:
-        raise ConfigError(
-            f"--gpu_ids {text} names accelerator {repeated[0]} twice; name each accelerator once"
-        )
+        raise ConfigError(f"{named} names accelerator {repeated[0]} twice; name each accelerator once")
 
 
 def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]:
@@ -386,11 +409,3 @@ def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]
     if ids is None or accelerators.visibility is None:
         return {}
     return {accelerators.visibility: ",".join(ids)}
-
-
-def _paradigm(config: LaunchConfig) -> str:
-    return (
-        "distributed_type MULTI_GPU (--multi_gpu)"
-        if config.distributed_type == "MULTI_GPU"
-        else f"distributed_type {config.distributed_type}"
-    )

@@ -37,6 +37,7 @@ from accel_state.world.topology import detect
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
+    from accel_state.config.sources import Sources
 
 __all__ = ["describe", "launch", "parse_tee", "render_failure", "start_members"]
 
@@ -57,6 +58,7 @@ def launch(
     console: Console | None = None,
     *,
     joins: bool = False,
+    sources: Sources | None = None,
 ) -> int:
     """Start the ranks of this machine and wait until they have ended.
 
@@ -68,15 +70,17 @@ def launch(
         environ: the environment of this process.
         console: destination of the output; by default the standard streams.
         joins: this process is a rank of a world that a scheduler has started, so it becomes the script.
+        sources: where the values of ``config`` come from, for messages.
 
     Returns:
         The exit code for the shell.
 
     Raises:
-        LaunchError: the target does not exist, a port is in use, or a process cannot be started.
+        TargetError, PortError: the target does not exist, or a port is in use.
+        LaunchError: a process cannot be started.
         ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
-    host, world = _prepare(config, target, environ, joins)
+    host, world = _prepare(config, target, environ, sources, joins=joins)
     parse_tee(config.tee, range(world.local_size))
     config = _with_log_dir(config)
     console = console or Console()
@@ -262,7 +266,12 @@ def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
 
 
 def _prepare(
-    config: LaunchConfig, target: Target, environ: Mapping[str, str], joins: bool = False
+    config: LaunchConfig,
+    target: Target,
+    environ: Mapping[str, str],
+    sources: Sources | None,
+    *,
+    joins: bool = False,
 ) -> tuple[Host, World]:
     """Check everything that can be checked before a process starts; return the host and the world."""
     check_target(target, environ)
@@ -290,7 +299,7 @@ def _prepare(
         size, machines = deepspeed_size(config)
         world = World(size, max(1, size // machines), machines, config.machine_rank, config.use_cpu)
     else:
-        world = plan_world(config, accelerators)
+        world = plan_world(config, accelerators, sources)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
         sys.stderr.write(

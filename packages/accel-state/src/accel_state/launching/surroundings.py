@@ -16,6 +16,7 @@ from typing import Any
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.schema import build, flatten, schema_of
+from accel_state.config.sources import Source
 from accel_state.errors import ConfigError
 from accel_state.world.allocations import Allocation, Described, find_allocation
 from accel_state.world.clusters.base import read_first, read_int
@@ -49,8 +50,7 @@ def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroun
 
     Raises:
         ConfigError: a variable is missing or wrong, or contradicts a flag or a variable of the schema; the message
-        names
-            both.
+            names both.
     """
     config = resolved.config
     if not isinstance(config, LaunchConfig) or _placed_by_others(config):
@@ -130,6 +130,7 @@ def _check_ranks(found: Allocation, resolved: Resolved, config: LaunchConfig) ->
 def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tuple[Resolved, list[str]]:
     values: dict[str, Any] = flatten(config)
     origins = dict(resolved.origins)
+    sources = dict(resolved.sources.by_path)
     notes = []
     options = dict(found.options)
     if config.spares and "num_machines" in options:
@@ -149,8 +150,12 @@ def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tupl
         if origin == Origin.FILE and values[path] != described.value:
             notes.append(f"{_shown(resolved, path)} is overridden by {described.source}")
         values[path], origins[path] = described.value, Origin.SCHEDULER
+        sources[path] = Source(Origin.SCHEDULER, described.source)
     merged = dataclasses.replace(
-        resolved, config=build(LaunchConfig, values), origins=MappingProxyType(origins)
+        resolved,
+        config=build(LaunchConfig, values),
+        origins=MappingProxyType(origins),
+        sources=dataclasses.replace(resolved.sources, by_path=sources),
     )
     return merged, notes
 
