@@ -119,6 +119,12 @@ def main(arguments: Sequence[str]) -> int:
     resolved = resolve(flags.others.get("config_file"), environ, flags)
     config = check_available(resolved)
     target = _target(config, flags)
+    if config.use_tpu:
+        from accel_cli.tpu_launch import launch_on_pod, on_tpu
+
+        if config.tpu.tpu_use_cluster:
+            return launch_on_pod(config, target, environ)
+        config, target = on_tpu(resolved, config, target, environ)
     if not config.quiet:
         for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
