@@ -117,6 +117,10 @@ def main(arguments: Sequence[str]) -> int:
 
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
+    if resolved.config.compute_environment == "AMAZON_SAGEMAKER":
+        from accel_cli.sagemaker_launch import launch_on_sagemaker
+
+        return launch_on_sagemaker(resolved, Target(flags.rest[0], flags.rest[1:]))
     config = check_available(resolved)
     target = _target(config, flags)
     if config.use_tpu:

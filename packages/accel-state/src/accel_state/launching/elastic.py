@@ -22,6 +22,9 @@ _MODULE = "accel_state.launching.elastic"
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """Signals that the agent forwards to ranks: torch's default, and SIGUSR1, which is common under Slurm."""
 
+_NEWER = "--signals-to-handle="
+"""A flag that torch 2.9 does not have; its agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT."""
+
 
 def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: str) -> tuple[str, ...]:
     """The command of this machine's agent.
@@ -89,8 +92,10 @@ def main(arguments: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    known = torchrun.get_args_parser().format_help()
+    words = [word for word in arguments if not word.startswith(_NEWER) or _NEWER.rstrip("=") in known]
     try:
-        torchrun.run(torchrun.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
+        torchrun.run(torchrun.parse_args(words))  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode

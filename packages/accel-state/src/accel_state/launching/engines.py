@@ -109,8 +109,8 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     config = resolved.config
     if isinstance(config, SageMakerConfig):
         raise NotAvailableError(
-            f"{resolved.file or 'the configuration'} describes a SageMaker job; jobs on SageMaker cannot be "
-            "started yet. Start processes on your own machines, or name another --config_file"
+            f"{resolved.file or 'the configuration'} describes a SageMaker job, which only accel launch "
+            "starts; name another --config_file"
         )
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
