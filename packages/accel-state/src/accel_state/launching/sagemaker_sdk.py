@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from accel_state.environment import patch_environment, snapshot
 from accel_state.errors import ConfigError, LaunchError, MissingDependencyError
 from accel_state.launching.sagemaker_job import Credentials, SageMakerJob
 
@@ -72,12 +73,18 @@ def start_job(job: SageMakerJob, credentials: Credentials) -> str:
     start = {2: _with_estimator, 3: _with_trainer}[installed_sdk()]
     botocore: Any = importlib.import_module("botocore.exceptions")
     try:
-        return start(job, _boto_session(credentials))
+        boto = _boto_session(credentials)
+        with patch_environment(**_variables(credentials, boto)):
+            return start(job, boto)
     except botocore.NoCredentialsError as error:
         raise LaunchError(
             "AWS does not know who starts the job: there are no credentials. Name a --profile, pass "
             "--aws_access_key_id and --aws_secret_access_key, or run aws configure"
         ) from error
+    except ValueError as error:  # the SDK's checks of versions, machines and distributions
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"AWS's SDK for SageMaker does not take the job: {error}") from error
     except (botocore.ClientError, botocore.BotoCoreError) as error:
         raise LaunchError(f"AWS refuses the job: {error}") from error
 
@@ -98,8 +105,22 @@ def _boto_session(credentials: Credentials) -> Any:
         ) from error
 
 
+def _variables(credentials: Credentials, boto: Any) -> dict[str, str]:
+    """Variables of AWS for the time of the call: SDK 3 makes sessions of its own, beside the one that it is given."""
+    found = {"AWS_DEFAULT_REGION": credentials.region}
+    if credentials.key is not None and credentials.secret is not None:
+        found |= {"AWS_ACCESS_KEY_ID": credentials.key, "AWS_SECRET_ACCESS_KEY": credentials.secret}
+    elif credentials.profile is not None:
+        found["AWS_PROFILE"] = credentials.profile
+        if "AWS_ACCESS_KEY_ID" in snapshot():  # which would take precedence over the profile
+            frozen = boto.get_credentials().get_frozen_credentials()
+            found |= {"AWS_ACCESS_KEY_ID": frozen.access_key, "AWS_SECRET_ACCESS_KEY": frozen.secret_key}
+            found["AWS_SESSION_TOKEN"] = frozen.token or ""
+    return found
+
+
 def _role_arn(role: str, boto: Any) -> str:
-    """The ARN of a role; SDK 3 takes nothing else."""
+    """The ARN of a role. SDK 3 takes nothing else, and SDK 2 would look for it after it has uploaded the script."""
     if role.startswith("arn:"):
         return role
     arn: str = boto.client("iam").get_role(RoleName=role)["Role"]["Arn"]
@@ -115,12 +136,14 @@ def _with_estimator(job: SageMakerJob, boto: Any) -> str:
     more = dict(job.additional)
     parallel = more.pop(_MODEL_PARALLEL, None)
     wait = bool(more.pop("wait", True))
+    # The estimator passes these on with its older launcher only; the library reads this hyperparameter.
+    divided = {"mp_parameters": _parallel(parallel)} if job.distribution == "MODEL_PARALLEL" else {}
     arguments: dict[str, Any] = {
         "sagemaker_session": sagemaker.Session(boto_session=boto),
         "image_uri": job.image_uri,
         "entry_point": job.entry_point,
         "source_dir": str(job.source_dir),
-        "role": job.role,
+        "role": _role_arn(job.role, boto),
         "transformers_version": job.transformers_version,
         "pytorch_version": job.pytorch_version,
         "py_version": job.py_version,
@@ -128,8 +151,8 @@ def _with_estimator(job: SageMakerJob, boto: Any) -> str:
         "instance_count": job.instance_count,
         "instance_type": job.instance_type,
         "debugger_hook_config": False,
-        "distribution": _distribution(job, parallel, more),
-        "hyperparameters": dict(job.hyperparameters),
+        "distribution": _distribution(job),
+        "hyperparameters": {**job.hyperparameters, **divided},
         "environment": dict(job.environment),
         "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in job.metrics.items()] or None,
     }
@@ -138,20 +161,12 @@ def _with_estimator(job: SageMakerJob, boto: Any) -> str:
     return str(estimator.model_data if wait else estimator.latest_training_job.name)
 
 
-def _distribution(job: SageMakerJob, parallel: Any, more: Mapping[str, Any]) -> dict[str, Any] | None:
-    if "distribution" in more or job.distribution == "NO":
+def _distribution(job: SageMakerJob) -> dict[str, Any] | None:
+    if job.distribution == "NO":
         return None
-    torchrun = {"torch_distributed": {"enabled": True}}
-    if job.distribution == "DATA_PARALLEL":
-        return (
-            {"smdistributed": {"dataparallel": {"enabled": True}}}
-            if job.instance_type in _SMDDP
-            else torchrun
-        )
-    return {
-        **torchrun,
-        "smdistributed": {"modelparallel": {"enabled": True, "parameters": _parallel(parallel)}},
-    }
+    if job.distribution == "DATA_PARALLEL" and job.instance_type in _SMDDP:
+        return {"smdistributed": {"dataparallel": {"enabled": True}}}
+    return {"torch_distributed": {"enabled": True}}
 
 
 def _parallel(parameters: Any) -> dict[str, Any]:
