@@ -41,16 +41,17 @@ REFUSED = {
     "deepspeed.deepspeed_exclusion_filter": "--deepspeed_exclusion_filter worker-1",
     "deepspeed.deepspeed_inclusion_filter": "--deepspeed_inclusion_filter worker-1",
     "deepspeed.deepspeed_multinode_launcher": "--deepspeed_multinode_launcher pdsh",
-    "tpu.tpu_name": "--tpu_name one",
+}
+POD = {
+    "tpu.tpu_name": "--tpu_name two",
     "tpu.tpu_zone": "--tpu_zone here",
-    "tpu.tpu_use_cluster": "--tpu_cluster",
+    "tpu.tpu_use_cluster": "--no-tpu_cluster",
     "tpu.tpu_use_sudo": "--tpu_use_sudo",
-    "tpu.command_file": "--command_file f.sh",
-    "tpu.commands": "--command ls",
     "tpu.tpu_vm": "--vm one",
     "tpu.tpu_env": "--env A=1",
     "tpu.main_training_function": "--main_training_function train",
 }
+SET_UP = {"tpu.command_file", "tpu.commands"}  # accel tpu-config, whose tests have them
 COMMAND = {"module", "no_python", "dry_run"}
 
 
@@ -65,7 +66,7 @@ def started(flags):
 
 
 def test_no_option_is_forgotten():
-    assert {*EFFECTS, *REFUSED, *COMMAND} == set(launcher_only_fields())
+    assert {*EFFECTS, *REFUSED, *COMMAND, *POD, *SET_UP} == set(launcher_only_fields())
 
 
 @pytest.mark.parametrize("path", EFFECTS)
@@ -79,6 +80,18 @@ def test_the_option_is_refused_by_name_until_its_engine_exists(path):
     flag = REFUSED[path]
     with pytest.raises(NotAvailableError):
         started(f"--cpu {flag}")
+
+
+@pytest.mark.parametrize("path", POD)
+def test_the_option_makes_a_difference_on_a_pod(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    shown = []
+    for flags in ([], POD[path].split()):
+        around = ["--tpu", "--tpu_cluster", "--tpu_name", "one", "--num_processes", "1", "--dry_run"]
+        assert launch_command.main([*around, *flags, str(tmp_path / "train.py")]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
 
 
 def test_module_program_and_dry_run_reach_the_command(tmp_path, monkeypatch, capsys):

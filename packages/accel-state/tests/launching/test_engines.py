@@ -122,7 +122,7 @@ def test_sagemaker_files_are_refused(tmp_path):
         "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\n"
         "iam_role_name: role\nmixed_precision: 'no'\n"
     )
-    with pytest.raises(NotAvailableError, match="SageMaker"):
+    with pytest.raises(NotAvailableError, match="SageMaker job, which only accel launch starts"):
         check_available(resolve(file, environ={}))
 
 

@@ -157,6 +157,7 @@ def _with_estimator(job: SageMakerJob, boto: Any) -> str:
         "metric_definitions": [{"Name": name, "Regex": regex} for name, regex in job.metrics.items()] or None,
     }
     estimator = huggingface.HuggingFace(**_merged(arguments, more))
+    estimator.training_image_uri()  # raises if there is none; fit() would find out after it has uploaded the script
     estimator.fit(inputs=dict(job.inputs) or None, wait=wait)
     return str(estimator.model_data if wait else estimator.latest_training_job.name)
 
