@@ -31,7 +31,7 @@ _RESHARD = "fsdp_reshard_after_forward"
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of one key.
+    """What happens to one key.
 
     Attributes:
         key: the key as the file has it.

@@ -91,7 +91,7 @@ def worker_command(config: LaunchConfig, target: Target) -> list[str]:
     """The shell commands that start the ranks of each machine, for ``ssh_commands``.
 
     Each is ``accel launch`` with the options of ``config``, run where ssh arrives: the home folder of the user there. A
-    machine finds its own place in the pod; named machines are told theirs.
+    machine finds its own place in the pod; named machines receive theirs as flags.
 
     Raises:
         ConfigError: an item of ``tpu_env`` is not NAME=value, or the target cannot run there.
