@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -115,12 +118,16 @@ def _is_json(text: str) -> bool:
 
 def _report(changes: Sequence[Change], notes: Sequence[str], colors: Colors) -> str:
     lines = []
+    columns = max(60, min(120, shutil.get_terminal_size().columns))
     width = max(len(what) for what, _ in _SAID.values())
     for change in changes:
         said, color = _SAID[change.what]
         row = f"{colors(color, said.ljust(width))}  {_key_and_value(change)}"
-        if change.why:
-            row += f" - {colors('yellow', change.why) if change.warn else change.why}"
+        style = "yellow" if change.warn else "dim"
+        if change.why and not sys.stdout.isatty():
+            row += f" - {change.why}"
+        for part in textwrap.wrap(change.why, columns - width - 4) if sys.stdout.isatty() else ():
+            row += f"\n{' ' * (width + 4)}{colors(style, part)}"
         lines.append(row)
     return "\n".join([*lines, *(colors("yellow", f"note: {note}") for note in notes)])
 
