@@ -8,7 +8,6 @@ import pytest
 
 from accel_cli.commands import launch as launch_command
 from accel_state.config import launcher_only_fields, parse_flags, resolve
-from accel_state.errors import NotAvailableError
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
@@ -50,17 +49,16 @@ EFFECTS = {
     "deepspeed.deepspeed_inclusion_filter": (DEEPSPEED, "--deepspeed_inclusion_filter worker-1"),
     "deepspeed.deepspeed_multinode_launcher": (DEEPSPEED, "--deepspeed_multinode_launcher nossh"),
 }
-REFUSED = {
-    "tpu.tpu_name": "--tpu_name one",
+POD = {
+    "tpu.tpu_name": "--tpu_name two",
     "tpu.tpu_zone": "--tpu_zone here",
-    "tpu.tpu_use_cluster": "--tpu_cluster",
+    "tpu.tpu_use_cluster": "--no-tpu_cluster",
     "tpu.tpu_use_sudo": "--tpu_use_sudo",
-    "tpu.command_file": "--command_file f.sh",
-    "tpu.commands": "--command ls",
     "tpu.tpu_vm": "--vm one",
     "tpu.tpu_env": "--env A=1",
     "tpu.main_training_function": "--main_training_function train",
 }
+SET_UP = {"tpu.command_file", "tpu.commands"}  # accel tpu-config, whose tests have them
 COMMAND = {"module", "no_python", "dry_run"}
 # These reach the plan through the host, the scheduler or a batch script, whose own tests show their effects.
 ELSEWHERE = {"numa_binding", "cluster", "submit"} | {
@@ -79,7 +77,7 @@ def started(flags):
 
 
 def test_no_option_is_forgotten():
-    assert {*EFFECTS, *REFUSED, *COMMAND, *ELSEWHERE} == set(launcher_only_fields())
+    assert {*EFFECTS, *COMMAND, *ELSEWHERE, *POD, *SET_UP} == set(launcher_only_fields())
 
 
 @pytest.mark.parametrize("path", EFFECTS)
@@ -88,11 +86,16 @@ def test_the_option_makes_a_difference(path):
     assert started(f"{around} {flag}") != started(around)
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_the_option_is_refused_by_name_until_its_engine_exists(path):
-    flag = REFUSED[path]
-    with pytest.raises(NotAvailableError):
-        started(f"--cpu {flag}")
+@pytest.mark.parametrize("path", POD)
+def test_the_option_makes_a_difference_on_a_pod(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    shown = []
+    for flags in ([], POD[path].split()):
+        around = ["--tpu", "--tpu_cluster", "--tpu_name", "one", "--num_processes", "1", "--dry_run"]
+        assert launch_command.main([*around, *flags, str(tmp_path / "train.py")]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
 
 
 def test_module_program_and_dry_run_reach_the_command(tmp_path, monkeypatch, capsys):

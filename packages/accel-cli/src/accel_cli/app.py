@@ -63,6 +63,16 @@ COMMANDS: dict[str, Entry] = {
         "accel_cli.commands.merge_weights",
         "Merge a sharded checkpoint into plain files of weights.",
     ),
+    "to-fsdp2": Entry(
+        "convert",
+        "accel_cli.commands.to_fsdp2",
+        "Convert a configuration file from FSDP version 1 to 2.",
+    ),
+    "tpu-config": Entry(
+        "start",
+        "accel_cli.commands.tpu_config",
+        "Run commands on all machines of a TPU pod.",
+    ),
 }
 """Every command, by its name."""
 
@@ -80,6 +90,8 @@ OTHER_NAMES = {
     "consolidate": "merge-weights",
     "merge": "merge-weights",
     "zero-to-fp32": "merge-weights",
+    "fsdp2": "to-fsdp2",
+    "tpu": "tpu-config",
 }
 """Names that other tools have for what a command of ours does."""
 

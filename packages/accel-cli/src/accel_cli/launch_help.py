@@ -132,7 +132,7 @@ def _title(topic: str) -> str:
             "devices": "Processes and devices",
             "sagemaker": "SageMaker",
         }[topic]
-    later = f", {_LATER}" if topic in MISSING_SECTIONS or topic == "sagemaker" else ""
+    later = f", {_LATER}" if topic in MISSING_SECTIONS else ""
     return f"{title} (--help {topic}{later})"
 
 

@@ -17,6 +17,7 @@ from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
 from accel_state.launching.target import Target
+from accel_state.launching.tpu_pod import ssh_commands, worker_command
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")
 
@@ -234,6 +235,12 @@ ELASTIC = ("--num_machines", "2", "--num_processes", "4", "--cpu", "--main_proce
 
 
 ON_GPUS = tuple(word for word in ELASTIC if word != "--cpu")
+FUNCTION = ("--main_training_function", "train")
+
+
+def pod(*flags):
+    config = configured("--tpu", "--tpu_cluster", *flags)
+    return ssh_commands(config.tpu, worker_command(config, TARGET))[0]
 
 
 # For every option that no variable carries: flags that set it, and how the launch shows that it was heard.
@@ -278,6 +285,15 @@ REACHES = {
     ),
     "cluster": lambda: configured("--cluster", "none").cluster == "none",  # heard in test_surroundings
     "submit": lambda: configured("--submit", "slurm").submit == "slurm",  # heard in test_submission
+    "tpu.tpu_name": lambda: "one" in pod("--tpu_name", "one"),
+    "tpu.tpu_zone": lambda: pod("--tpu_name", "one", "--tpu_zone", "here")[6:8] == ("--zone", "here"),
+    "tpu.tpu_use_cluster": lambda: configured("--tpu", "--tpu_cluster").tpu.tpu_use_cluster,
+    "tpu.tpu_use_sudo": lambda: "sudo env" in " ".join(pod("--tpu_name", "one", "--tpu_use_sudo")),
+    "tpu.command_file": lambda: configured("--command_file", "f.sh").tpu.command_file,  # for accel tpu-config
+    "tpu.commands": lambda: configured("--command", "ls").tpu.commands,  # for accel tpu-config
+    "tpu.tpu_vm": lambda: pod("--vm", "two")[:4] == ("gcloud", "compute", "ssh", "two"),
+    "tpu.tpu_env": lambda: "A=1" in " ".join(pod("--tpu_name", "one", "--env", "A=1")),
+    "tpu.main_training_function": lambda: "=train" in " ".join(pod("--tpu_name", "one", *FUNCTION)),
     "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
 }
 

@@ -76,11 +76,21 @@ def main(arguments: Sequence[str]) -> int:
 
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
+    if resolved.config.compute_environment == "AMAZON_SAGEMAKER":
+        from accel_cli.sagemaker_launch import launch_on_sagemaker
+
+        return launch_on_sagemaker(resolved, Target(flags.rest[0], flags.rest[1:]))
     check_available(resolved)
     surroundings = find_surroundings(resolved, environ)
     resolved = surroundings.resolved
     config = resolved.local()
     target = target_of(config, flags)
+    if config.use_tpu:
+        from accel_cli.tpu_launch import launch_on_pod, on_tpu
+
+        if config.tpu.tpu_use_cluster:
+            return launch_on_pod(config, target, environ)
+        config, target = on_tpu(resolved, config, target, environ)
     if not config.quiet:
         for note in (*resolved.notes, *surroundings.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")

@@ -25,9 +25,12 @@ __all__ = [
     "find_mistakes",
     "load",
     "load_config",
+    "parse_text",
     "read_layer",
+    "read_text",
     "save",
     "save_config",
+    "write_text",
 ]
 
 _NAME = "default_config.yaml"
@@ -126,20 +129,29 @@ def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Pat
         import yaml
 
         text = yaml.safe_dump(data, allow_unicode=True)
+    write_text(path, text)
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole configuration file or none of it; missing folders are created, a symbolic link is kept.
+
+    Raises:
+        ConfigError: it cannot be written; an existing file is not changed.
+    """
     try:
-        _write(path.resolve(), text)  # keeps a symbolic link
+        _write(path.resolve(), text)
     except OSError as error:
         raise ConfigError(
             f"configuration file {path} cannot be written ({error.strerror}); pass another path"
         ) from error
-    return path
 
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode())  # line ends as they are
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -200,15 +212,37 @@ Lines = Mapping[tuple[str, ...], int]
 """Line of each key, by the keys that lead to it."""
 
 
-def _read(path: Path) -> tuple[Mapping[str, Any], Lines]:
+def read_text(path: Path) -> str:
+    """The text of a configuration file, with its line ends.
+
+    Raises:
+        ConfigNotFoundError: it does not exist.
+        ConfigError: it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
+        return path.read_bytes().decode("utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise ConfigNotFoundError(
             f"configuration file {path} does not exist; `accel config` creates one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
+
+
+def parse_text(text: str, path: Path) -> dict[str, Any]:
+    """The data of a configuration file: JSON if its name ends in ``.json``, else YAML.
+
+    Raises:
+        ConfigError: the text is not a mapping, is not valid, or repeats a key.
+    """
+    return _parse(text, path)[0]
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Lines]:
+    return _parse(read_text(path), path)
+
+
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines]:
     data, lines = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
     if data is None:
         return {}, lines

@@ -35,6 +35,10 @@ class _UnreachableError(Exception):
     """Machines have not found each other; the message is for the user."""
 
 
+_NEWER = "--signals-to-handle="
+"""A flag that torch 2.9 does not have; its agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT."""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the agent: start this machine's ranks, and wait for the end of the run.
 
@@ -47,6 +51,8 @@ def main(arguments: Sequence[str]) -> int:
     own, words = _split(arguments)
     from torch.distributed import run as torchrun
 
+    known = torchrun.get_args_parser().format_help()
+    words = [word for word in words if not word.startswith(_NEWER) or _NEWER.rstrip("=") in known]
     args = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     try:
         if own.spares and not _healthy(args, own):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
-from accel_state.errors import NotAvailableError
+from accel_state.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -61,12 +61,10 @@ MISSING_TYPES = {
 }
 """Distributed types without an engine, and what people call them."""
 
-_TPU = "downcasting, or a pod of TPU machines"
-
-MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES} | {"tpu": _TPU}
+MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "tpu", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
 
 
@@ -101,17 +99,31 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     config = resolved.config
     if isinstance(config, SageMakerConfig):
         raise NotAvailableError(
-            f"{resolved.file or 'the configuration'} describes a SageMaker job; jobs on SageMaker cannot be "
-            "started yet. Start processes on your own machines, or name another --config_file"
+            f"{resolved.file or 'the configuration'} describes a SageMaker job, which only accel launch "
+            "starts; name another --config_file"
         )
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
-    if config.use_tpu and config.tpu.tpu_use_cluster:
-        raise _missing(resolved, "tpu.tpu_use_cluster", _TPU)
+    _check_tpu(resolved, config)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
     return config
+
+
+def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
+    asked = [
+        path for path in ("tpu.tpu_use_cluster", "tpu.downcast_bf16") if resolved.origin(path) >= Origin.FLAG
+    ]
+    for path in asked:
+        bound = schema_of(type(config)).by_path[path]
+        if value_of(config, bound) and not config.use_tpu:
+            raise ConfigError(f"{bound.label} is for TPUs, and the run does not use them; add --tpu")
+    if config.use_tpu and config.tpu.downcast_bf16 and config.mixed_precision != "bf16":
+        raise ConfigError(
+            f"downcast_bf16 needs mixed_precision bf16, but it is {config.mixed_precision}; pass "
+            "--mixed_precision bf16, or --no-downcast_bf16"
+        )
 
 
 def unused_options(resolved: Resolved) -> list[str]:
@@ -119,14 +131,15 @@ def unused_options(resolved: Resolved) -> list[str]:
     config = resolved.local()
     found = []
     for path, section in _changed(resolved, config):
-        if config.is_active(section):
+        if config.is_active(section) or (section == "tpu" and config.use_tpu):
             continue
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
             flag = resolved.sources.of(path).name
             found.append(
-                f"{flag} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+                f"{flag} is used only if the script passes the plugin itself; to select it, add "
+                f"{'--tpu' if section == 'tpu' else f'--use_{section}'}"
             )
     return list(dict.fromkeys(found))
 

@@ -417,6 +417,8 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     cpu = cpu or settings.use_cpu
     override = settings.runtime.torch_device
     use_xla = xla.is_selected(environ, settings)
+    if use_xla and settings.tpu.downcast_bf16 and settings.mixed_precision == "bf16":
+        environment.provide(XLA_DOWNCAST_BF16=1)  # before torch_xla starts; a launcher has set it already
 
     def device_for(place: Topology) -> torch.device:
         return choose_device(place, cpu=cpu, override=override, use_xla=use_xla)

@@ -17,7 +17,7 @@ class TpuSection(Section):
 
     downcast_bf16: bool = option(
         False,
-        help="Compute both float and double in bf16; else float in bf16 and double in float32.",
+        help="With mixed_precision bf16: torch_xla makes float bf16 and double float32 (XLA_DOWNCAST_BF16).",
         env=("ACCELERATE_DOWNCAST_BF16",),
         toggle=True,
         prompt="Should `torch.float` be cast as `bfloat16` and `torch.double` remain `float32` on TPUs?",
@@ -33,31 +33,31 @@ class TpuSection(Section):
     )
     tpu_use_sudo: bool = option(
         False,
-        help="Run the commands on the pod's machines with sudo.",
+        help="Run the script on the pod's machines with sudo.",
         toggle=True,
         prompt="To run a python script in a TPU pod, should `sudo` be used?",
     )
     command_file: str | None = option(
-        help="File with commands to run on every machine of the pod before the script.",
+        help="File with commands that accel tpu-config runs on every machine of the pod.",
         prompt="What is the path to your bash script?",
     )
     commands: tuple[str, ...] | None = option(
-        help="Commands to run on every machine of the pod before the script.",
+        help="Commands that accel tpu-config runs on every machine of the pod.",
         flags=("--command",),
         prompt="What commands do you wish to run on startup in each pod?",
     )
     tpu_vm: tuple[str, ...] | None = option(
-        help="Names of the machines of the pod; by default all.",
+        help="Names of virtual machines that are the pod, if it has no name of its own; repeated for each.",
         flags=("--vm",),
         prompt="If not using an instance group, what are the names of the Compute VM instances to be used?",
     )
     tpu_env: tuple[str, ...] | None = option(
-        help="Variables, as NAME=value, for the machines of the pod.",
+        help="Variable, as NAME=value, for the machines of the pod; repeated for each.",
         flags=("--env",),
         prompt="What environment variables do you wish to set in each pod?",
     )
     main_training_function: str = option(
         "main",
-        help="Function of the script that each TPU process calls.",
+        help="Function of the script that each TPU process calls, instead of running the script.",
         prompt="What is the name of the function in your script that each process should run?",
     )
