@@ -48,6 +48,14 @@ COMMANDS: dict[str, Entry] = {
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
     ),
+    "plan": Entry(
+        "look", "accel_cli.commands.plan", "Show which strategies fit a model into the memory of devices."
+    ),
+    "estimate-memory": Entry(
+        "look",
+        "accel_cli.commands.estimate_memory",
+        "Estimate the memory to load, train and run a model.",
+    ),
     "merge-weights": Entry(
         "convert",
         "accel_cli.commands.merge_weights",
@@ -69,6 +77,8 @@ OTHER_NAMES = {
     "consolidate": "merge-weights",
     "merge": "merge-weights",
     "zero-to-fp32": "merge-weights",
+    "estimate": "estimate-memory",
+    "memory": "estimate-memory",
 }
 """Names that other tools have for what a command of ours does."""
 
