@@ -173,7 +173,7 @@ def marks(case):
 def test_the_peak_of_a_step(case):
     pytest.importorskip("transformers")
     said = planned(case)
-    for found in worlds.run(measure, case.setting.shards, case, timeout=180):
+    for found in worlds.run(measure, case.setting.shards, case, timeout=400):
         most = max(found["forward"], found["backward"], found["step"])
         deviation = said.peak.total / most - 1
         parts = {key: value >> 20 for key, value in found.items()}

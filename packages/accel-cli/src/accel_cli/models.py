@@ -247,7 +247,7 @@ def _make(transformers: Any, config: Any, found: FoundModel, trust: bool, dtype:
     names = found.settings.get("architectures") or []
     kind = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
     if kind is not None:
-        return kind._from_config(config, dtype=dtype)
+        return kind(config)
     mapped = [name for name in found.settings.get("auto_map", {}) if name.startswith("AutoModel")]
     automatic = getattr(transformers, next((name for name in mapped if name != "AutoModel"), "AutoModel"))
     return automatic.from_config(config, dtype=dtype, trust_remote_code=trust)

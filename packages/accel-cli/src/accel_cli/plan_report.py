@@ -40,8 +40,8 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     bold = plan.rows.index(best) if best is not None else None
     show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
     print(
-        "\ngathered: whole weights while they compute, buffers, and what the step computes; host: GB of host memory of a "
-        "machine;\ntraffic: GB that a rank sends in a step; batch: the largest micro-batch that fits"
+        "\ngathered: whole weights while they compute, buffers, and what the step computes; host: GB of host memory "
+        "of a machine;\ntraffic: GB that a rank sends in a step; batch: the largest micro-batch that fits"
     )
     for note in plan.notes:
         print(f"note: {note}")

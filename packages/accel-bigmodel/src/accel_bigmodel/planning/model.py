@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
+import fnmatch
 import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.errors import EstimateError
@@ -121,8 +121,6 @@ def _divided(model: nn.Module) -> set[int]:
     plan = plan | (getattr(model, "tp_plan", None) or {})
     if not plan:
         return set()
-    import fnmatch
-
     patterns = [name for name, how in plan.items() if isinstance(how, str) and _divides(how)]
     return {
         id(parameter)
@@ -152,11 +150,4 @@ def _layer(module: nn.Module, seen: set[int], divided: set[int]) -> Layer:
         factored=sum(factored_size(parameter.shape) for parameter in trained),
         divisible=sum(math.prod(parameter.shape) for parameter in own if id(parameter) in divided),
         largest=max(map(Tensor.numel, trained), default=0),
-    )
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy whose parameters and buffers have no storage."""
-    return (
-        model if all(p.is_meta for p in model.parameters()) else copy.deepcopy(model).to(torch.device("meta"))
     )

@@ -26,6 +26,9 @@ _FP32 = 4
 _LIVE = 1_000_000_000
 """Elements that stage 3 keeps gathered by default: ``stage3_max_live_parameters``."""
 
+_PREFETCH = 50_000_000
+"""Elements that it fetches ahead in one piece: ``stage3_prefetch_bucket_size``."""
+
 Timelines = Callable[[str, bool], Timeline | None]
 """From a name of ``numbers_of``, and whether units are recomputed, to a timeline; None: activations are not known."""
 
@@ -378,6 +381,8 @@ class _Zero(_Whole):
             gathered += self.low * live
             if phase.backward:
                 gathered += self.low * min(unit, trained)
+            else:  # of what is fetched ahead, through a copy
+                gathered += self.low * min(self.shape.parameters, _PREFETCH)
         elif stage == 1 and not self.setting.offload_optimizer:
             gradients = self.low * (trained if self.workload.accumulates else before)
         elif not self.setting.offload_optimizer:

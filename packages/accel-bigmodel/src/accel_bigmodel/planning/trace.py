@@ -283,6 +283,8 @@ def _run(
         with torch.enable_grad():
             with precision():
                 outputs = model(**inputs)
+            # Copies that autocast made end here, so what follows is compared with the backward.
+            watch.enter(None, True)
             if numbers.autocast is not None or numbers.weights != torch.float32:
                 # Prepared models return float32.
                 outputs = pytree.tree_map_only(Tensor, _float, _plain(outputs))
@@ -290,7 +292,6 @@ def _run(
                 outputs = _plain(outputs)
             loss = _loss(outputs)
             state["backward"] = True
-            watch.enter(None, True)
             loss.backward()
         del outputs, loss
 

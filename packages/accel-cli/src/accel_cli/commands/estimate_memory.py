@@ -125,8 +125,8 @@ def _of_tensors(found: Any, names: list[str]) -> dict[str, Any]:
         "loading": _loading(4 * parameters, max(layers.values()), names),
         "training": _training(parameters, parameters, 0),
         "notes": [
-            "only names and shapes of tensors are known, so activations and the KV cache are not estimated; a config.json "
-            "beside the files, and transformers installed, give them"
+            "only names and shapes of tensors are known, so activations and the KV cache are not estimated; a "
+            "config.json beside the files, and transformers installed, give them"
         ],
     }
 
