@@ -32,7 +32,7 @@ def test_one_process_peaks_where_the_logits_are():
     assert peak.weights == 4 * 2400 + 16
     assert peak.optimizer == 8 * 2400 + 4 * 5
     assert (peak.activations, peak.logits, peak.gradients) == (10000, 110000, 0)
-    assert peak.when == "backward of what is around the blocks"
+    assert peak.when == "backward of embeddings, head and loss"
     assert peak.total == 9616 + 19220 + 120000
 
 

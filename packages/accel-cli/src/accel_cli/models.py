@@ -137,6 +137,7 @@ def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundMod
     hub = _import("huggingface_hub", "models of the Hub")
     from huggingface_hub import errors
 
+    hub.utils.logging.set_verbosity_error()  # it warns of each try to connect
     try:
         file = Path(hub.hf_hub_download(name, _CONFIG))
         if trust_remote_code:

@@ -17,11 +17,14 @@ from accel_state.errors import ConfigError
 __all__ = ["as_json", "configuration", "show", "write"]
 
 _PARTS = ("weights", "masters", "gradients", "optimizer", "gathered", "activations", "logits")
+_HEADERS = ("weights", "masters", "grads", "optim", "gathered", "activ", "logits")
 
 
 def gigabytes(size: float) -> str:
     """A size as a number of GB, 10^9 bytes."""
-    return f"{size / 1e9:.1f}" if size >= 1e8 or size == 0 else f"{size / 1e9:.3f}"
+    if size < 5e5:
+        return "-" if size else "0"
+    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
 
 
 def show(plan: Plan, suggested: list[Suggestion]) -> None:
@@ -35,13 +38,14 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
         f"are reserved; micro-batch {workload.batch_size}, {workload.optimizer}, mixed precision {workload.precision}"
     )
     print("\nGB (10^9 bytes) on a rank at the peak of a step:\n")
-    columns = ("strategy", "fits", "peak", *_PARTS, "host", "traffic", "batch")
+    columns = ("strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
     best = plan.advised
     bold = plan.rows.index(best) if best is not None else None
     show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
     print(
-        "\ngathered: whole weights while they compute, buffers, and what the step computes; host: GB of host memory "
-        "of a machine;\ntraffic: GB that a rank sends in a step; batch: the largest micro-batch that fits"
+        "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
+        "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest micro-batch\n"
+        "that fits"
     )
     for note in plan.notes:
         print(f"note: {note}")
@@ -67,22 +71,22 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
     best = plan.advised
     if best is not None:
         room = plan.cluster.usable - best.found.peak.total
+        peak = best.found.peak
         print(
-            f"Advised: {best.setting.name}. It peaks at {gigabytes(best.found.peak.total)} GB in the "
-            f"{best.found.peak.when}, with {gigabytes(room)} GB to spare, and {_why(plan, best)}."
+            f"Advised: {best.setting.name}. It peaks at {gigabytes(peak.total)} GB ({peak.when}), with "
+            f"{gigabytes(room)} GB to spare.\nWhy: {_why(plan, best)}."
         )
         if best.extra:
-            print(f"It {best.extra}.")
+            print(f"Its price: it {best.extra}.")
         if best.setting.checkpointing and best.setting.strategy != "fsdp2":
             print(
                 "The script has to turn activation checkpointing on, as model.gradient_checkpointing_enable() does."
             )
         return
     least = min(plan.rows, key=lambda row: row.found.peak.total)
-    peak = least.found.peak.total
-    over = max(0.0, peak - plan.cluster.usable)
+    over = max(0.0, least.found.peak.total - plan.cluster.usable)
     print(
-        f"Nothing fits: {least.setting.name} takes least, {gigabytes(peak)} GB in the {least.found.peak.when}, "
+        f"Nothing fits: {least.setting.name} takes least, {gigabytes(least.found.peak.total)} GB ({least.found.peak.when}), "
         f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB that there are."
         if over
         else f"Nothing fits: {least.setting.name} needs {gigabytes(least.host)} GB of host memory on each machine."

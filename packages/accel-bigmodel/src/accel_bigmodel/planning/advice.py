@@ -129,7 +129,7 @@ def settings_for(
         found.append(Setting("ddp", "ddp", n, checkpointing=checkpointing))
         recomputes = [True] if checkpointing else [False, True]
         for again in recomputes:
-            words = " + checkpointing" if again and not checkpointing else ""
+            words = " + recompute" if again and not checkpointing else ""
             sharded = Setting("fsdp2" + words, "fsdp2", n, checkpointing=again)
             found += [
                 sharded,
@@ -153,7 +153,7 @@ def _zero(shape: ModelShape, workload: Workload, n: int, checkpointing: bool) ->
         if n > 1:
             yield base
         if workload.optimizer == "adamw":  # DeepSpeed steps in host memory with an Adam of its own
-            yield replace(base, name=f"{base.name} + optimizer offload", offload_optimizer=True)
+            yield replace(base, name=f"{base.name} + offload", offload_optimizer=True)
             if stage == 3:
                 yield replace(base, name=f"{base.name} + full offload", offload_optimizer=True, offload=True)
 
@@ -282,7 +282,7 @@ def _cost(
         extra.append("recomputes the forward")
     offloads = setting.offload + setting.offload_optimizer
     if setting.offload:
-        extra.append("weights from host memory")
+        extra.append("fetches weights from host memory")
     if setting.offload or setting.offload_optimizer:
         extra.append("steps on the CPU")
     needs_package = setting.strategy == "deepspeed"

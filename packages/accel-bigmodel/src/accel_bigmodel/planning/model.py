@@ -14,7 +14,7 @@ from accel_bigmodel.errors import EstimateError
 from accel_bigmodel.planning.shape import Layer, ModelShape, factored_size
 from accel_ckpt.modules.tensors import check_is_module
 
-__all__ = ["find_units", "shape_of_model", "with_adapters"]
+__all__ = ["find_units", "shape_of_model", "text_config", "with_adapters"]
 
 
 def find_units(model: nn.Module) -> list[nn.Module]:
@@ -28,6 +28,12 @@ def find_units(model: nn.Module) -> list[nn.Module]:
     )
     named = _outermost(model, frozenset(names))
     return named or _repeated(model)
+
+
+def text_config(model: nn.Module) -> Any:
+    """The part of a transformers configuration that describes the text decoder; None: the model has none."""
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
 def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
@@ -46,8 +52,7 @@ def shape_of_model(model: nn.Module, adapters: int = 0) -> ModelShape:
     seen: set[int] = set()
     layers = [_layer(unit, seen, divided) for unit in units]
     outside = _layer(model, seen, divided)
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    text = text_config(model)
     heads = [getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return ModelShape(
         name=type(model).__name__,

@@ -108,7 +108,7 @@ class Moment:
     @property
     def total(self) -> float:
         """The sum."""
-        return sum(getattr(self, each.name) for each in fields(self) if each.name != "when")
+        return float(sum(getattr(self, each.name) for each in fields(self) if each.name != "when"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +426,7 @@ def _unknown(shape: ModelShape) -> tuple[Phase, ...]:
 def _with_activations(moment: Moment, phase: Phase, batch_size: int) -> Moment:
     total = phase.at(batch_size)
     logits = min(total, phase.logits * batch_size)
-    where = "what is around the blocks" if phase.unit is None else f"block {phase.unit}"
+    where = "embeddings, head and loss" if phase.unit is None else f"block {phase.unit}"
     return replace(
         moment,
         activations=total - logits,

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from accel_bigmodel.errors import EstimateError
-from accel_bigmodel.planning.model import find_units
+from accel_bigmodel.planning.model import find_units, text_config
 from accel_bigmodel.planning.shape import Phase, Timeline
 
 __all__ = ["Numbers", "Traced", "combine", "trace_model", "trace_step"]
@@ -136,9 +136,7 @@ def trace_model(
     Raises:
         EstimateError: the model cannot run without values.
     """
-    config = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    vocabulary = int(getattr(text, "vocab_size", 0) or 0)
+    vocabulary = int(getattr(text_config(model), "vocab_size", 0) or 0)
     few = _with_few_units(model)
 
     def traces(of: nn.Module) -> Timeline:
@@ -292,7 +290,7 @@ def _run(
                 outputs = _plain(outputs)
             loss = _loss(outputs)
             state["backward"] = True
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         del outputs, loss
 
 
@@ -351,7 +349,7 @@ def _hooked(model: nn.Module, watch: _Watch, checkpointing: bool) -> Iterator[di
                 watch.leave_out(gradient)
                 watch.phases[-1].gradients += tensor.numel()
 
-            parameter.register_post_accumulate_grad_hook(complete)
+            parameter.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
     yield state
 
 
@@ -361,4 +359,4 @@ def _checkpoint(unit: nn.Module) -> None:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    unit.forward = recomputed  # type: ignore[method-assign]
+    unit.forward = recomputed

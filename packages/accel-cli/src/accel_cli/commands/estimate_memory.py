@@ -180,7 +180,7 @@ def _add_activations(facts: dict[str, Any], model: Any, batch_size: int, length:
     from accel_bigmodel.planning.timelines import text_inputs, timelines_of
 
     try:
-        timelines = timelines_of(model, text_inputs(model, length))
+        timelines: Any = timelines_of(model, text_inputs(model, length))
         rows = []
         for precision, numbers in (("no", "float32"), ("bf16", "float32 autocast bfloat16")):
             peaks = [
@@ -199,7 +199,7 @@ def _add_inference(facts: dict[str, Any], model: Any, batch_size: int, length: i
     from accel_bigmodel import EstimateError, estimate_kv_cache, estimate_weights
 
     can_generate = getattr(model, "can_generate", None)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for weights in estimate_weights(model, ("float32", "bfloat16", "int8", "int4")):
         # Quantised layers compute in 16 bits, and so does the cache.
         numbers = "float32" if weights.dtype == "float32" else "bfloat16"

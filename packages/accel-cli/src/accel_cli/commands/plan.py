@@ -30,65 +30,83 @@ class _Precision(StrEnum):
     fp16 = "fp16"
 
 
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
+    ),
+]
+_Devices = Annotated[
+    int | None,
+    typer.Option("--devices", min=1, help="Devices of all machines; by default this machine's."),
+]
+_Machines = Annotated[int, typer.Option("--machines", min=1, help="Machines.")]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="Of a device, such as 80GB; by default that of this machine's."),
+]
+_Device = Annotated[
+    str | None,
+    typer.Option("--device", help="Name of the device in place of its memory, such as h100-80gb."),
+]
+_HostMemory = Annotated[
+    str | None, typer.Option("--host_memory", help="Of a machine, such as 1TB; by default not compared.")
+]
+_Reserve = Annotated[
+    str,
+    typer.Option(
+        "--reserve",
+        help="Of a device, for its context, buffers of communication and fragments of the allocator.",
+    ),
+]
+_BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Samples of a micro-batch on a rank.")]
+_SeqLength = Annotated[int, typer.Option("--seq_length", min=1, help="Tokens of a sample.")]
+_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer.")]
+_PrecisionFlag = Annotated[
+    _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision.")
+]
+_GradientAccumulationSteps = Annotated[
+    int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches of a step.")
+]
+_ActivationCheckpointing = Annotated[
+    bool, typer.Option("--activation_checkpointing", help="Blocks are recomputed under every strategy.")
+]
+_Lora = Annotated[
+    int, typer.Option("--lora", min=0, help="Train LoRA adapters of this rank; 0: all weights.")
+]
+_LibraryName = Annotated[
+    str | None,
+    typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
+]
+_TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
+]
+_Write = Annotated[
+    Path | None, typer.Option("--write", help="Write the configuration file of what is advised.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
+
+
 @app.command()
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
-        ),
-    ],
-    devices: Annotated[
-        int | None,
-        typer.Option("--devices", min=1, help="Devices of all machines; by default this machine's."),
-    ] = None,
-    machines: Annotated[int, typer.Option("--machines", min=1, help="Machines.")] = 1,
-    memory: Annotated[
-        str | None,
-        typer.Option("--memory", help="Of a device, such as 80GB; by default that of this machine's."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option("--device", help="Name of the device in place of its memory, such as h100-80gb."),
-    ] = None,
-    host_memory: Annotated[
-        str | None, typer.Option("--host_memory", help="Of a machine, such as 1TB; by default not compared.")
-    ] = None,
-    reserve: Annotated[
-        str,
-        typer.Option(
-            "--reserve",
-            help="Of a device, for its context, buffers of communication and fragments of the allocator.",
-        ),
-    ] = "2GB",
-    batch_size: Annotated[
-        int, typer.Option("--batch_size", min=1, help="Samples of a micro-batch on a rank.")
-    ] = 1,
-    seq_length: Annotated[int, typer.Option("--seq_length", min=1, help="Tokens of a sample.")] = 2048,
-    optimizer: Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer.")] = _Optimizer.adamw,
-    precision: Annotated[
-        _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision.")
-    ] = _Precision.bf16,
-    gradient_accumulation_steps: Annotated[
-        int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches of a step.")
-    ] = 1,
-    activation_checkpointing: Annotated[
-        bool, typer.Option("--activation_checkpointing", help="Blocks are recomputed under every strategy.")
-    ] = False,
-    lora: Annotated[
-        int, typer.Option("--lora", min=0, help="Train LoRA adapters of this rank; 0: all weights.")
-    ] = 0,
-    library_name: Annotated[
-        str | None,
-        typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
-    ] = False,
-    write: Annotated[
-        Path | None, typer.Option("--write", help="Write the configuration file of what is advised.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
+    model: _Model,
+    devices: _Devices = None,
+    machines: _Machines = 1,
+    memory: _Memory = None,
+    device: _Device = None,
+    host_memory: _HostMemory = None,
+    reserve: _Reserve = "2GB",
+    batch_size: _BatchSize = 1,
+    seq_length: _SeqLength = 2048,
+    optimizer: _OptimizerFlag = _Optimizer.adamw,
+    precision: _PrecisionFlag = _Precision.bf16,
+    gradient_accumulation_steps: _GradientAccumulationSteps = 1,
+    activation_checkpointing: _ActivationCheckpointing = False,
+    lora: _Lora = 0,
+    library_name: _LibraryName = None,
+    trust_remote_code: _TrustRemoteCode = False,
+    write: _Write = None,
+    as_json: _AsJson = False,
 ) -> int:
     """Show what each rank holds under every strategy, which fit, and which one is advised.
 
