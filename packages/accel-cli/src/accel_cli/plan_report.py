@@ -44,7 +44,7 @@ def show(plan: Plan, suggested: list[Suggestion]) -> None:
     show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
     print(
         "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
-        "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest micro-batch\n"
+        "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest batch\n"
         "that fits"
     )
     for note in plan.notes:
@@ -84,9 +84,10 @@ def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
             )
         return
     least = min(plan.rows, key=lambda row: row.found.peak.total)
-    over = max(0.0, least.found.peak.total - plan.cluster.usable)
+    peak = least.found.peak
+    over = max(0.0, peak.total - plan.cluster.usable)
     print(
-        f"Nothing fits: {least.setting.name} takes least, {gigabytes(least.found.peak.total)} GB ({least.found.peak.when}), "
+        f"Nothing fits: {least.setting.name} takes least, {gigabytes(peak.total)} GB ({peak.when}), "
         f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB that there are."
         if over
         else f"Nothing fits: {least.setting.name} needs {gigabytes(least.host)} GB of host memory on each machine."
