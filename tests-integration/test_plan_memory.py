@@ -113,7 +113,7 @@ def measure(case):
     model = build(case.model)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
     found = {}
-    for _ in range(3):
+    for _ in range(2):
         if case.model == "toy":
             batch = {"x": torch.randn(64 * case.batch_size, 640)}
         else:
