@@ -117,6 +117,7 @@ PICTURES = (
         {"train.py": SHORT},
         code=1,
     ),
+    Picture("doctor", "accel doctor"),
     Picture("test", "accel test --cpu --num_processes 2"),
     Picture(
         "plan",

@@ -63,6 +63,11 @@ COMMANDS: dict[str, Entry] = {
         "accel_cli.commands.estimate_memory",
         "Estimate the memory to load, train and run a model.",
     ),
+    "doctor": Entry(
+        "look",
+        "accel_cli.commands.doctor",
+        "Find what on this machine would stop or slow a training run.",
+    ),
     "test": Entry(
         "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."
     ),
@@ -89,6 +94,8 @@ COMMANDS: dict[str, Entry] = {
 
 OTHER_NAMES = {
     "check": "test",
+    "diagnose": "doctor",
+    "ds-report": "doctor",
     "sanity-check": "test",
     "selftest": "test",
     "run": "launch",
