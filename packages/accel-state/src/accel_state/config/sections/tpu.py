@@ -20,7 +20,7 @@ class TpuSection(Section):
         help="Compute both float and double in bf16; else float in bf16 and double in float32.",
         env=("ACCELERATE_DOWNCAST_BF16",),
         toggle=True,
-        prompt="Should `torch.float` be cast as `bfloat16` and `torch.double` remain `float32` on TPUs?",
+        prompt="Should double be computed in bf16 as well (downcast_bf16)?",
     )
     tpu_name: str | None = option(help="Name of the TPU.", prompt="What is the name of your Cloud TPU?")
     tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of your Cloud TPU?")
@@ -39,22 +39,22 @@ class TpuSection(Section):
     )
     command_file: str | None = option(
         help="File with commands to run on every machine of the pod before the script.",
-        prompt="What is the path to your bash script?",
+        prompt="Which file has commands to run on every machine of the pod before the script?",
     )
     commands: tuple[str, ...] | None = option(
         help="Commands to run on every machine of the pod before the script.",
         flags=("--command",),
-        prompt="What commands do you wish to run on startup in each pod?",
+        prompt="Which commands run on every machine of the pod before the script, with ; between them?",
     )
     tpu_vm: tuple[str, ...] | None = option(
         help="Names of the machines of the pod; by default all.",
         flags=("--vm",),
-        prompt="If not using an instance group, what are the names of the Compute VM instances to be used?",
+        prompt="Which machines of the pod are used, with commas between them (none: all)?",
     )
     tpu_env: tuple[str, ...] | None = option(
         help="Variables, as NAME=value, for the machines of the pod.",
         flags=("--env",),
-        prompt="What environment variables do you wish to set in each pod?",
+        prompt="Which variables, as NAME=value with commas between them, do the machines get?",
     )
     main_training_function: str = option(
         "main",

@@ -1,0 +1,125 @@
+"""One run of ``accel config``: what is known, the questions, the file."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import typer
+
+from accel_cli.colors import Colors, colors_for
+from accel_cli.wizard.answers import Situation
+from accel_cli.wizard.interview import BACK, Asker, Interview
+from accel_cli.wizard.machine import describe, detect
+from accel_cli.wizard.outcome import (
+    configuration,
+    existing_values,
+    next_steps,
+    offers,
+    text_of,
+    warnings_about,
+)
+from accel_cli.wizard.question import Asked, Choice
+from accel_cli.wizard.table import QUESTIONS
+from accel_state.config.files import default_path, find_default, save
+from accel_state.errors import ConfigError
+
+__all__ = ["ask_and_write", "asker_for"]
+
+
+def asker_for(environ: Mapping[str, str]) -> Asker:
+    """How questions are asked in the terminal that ``environ`` describes."""
+    if environ.get("TERM") in ("dumb", "unknown"):
+        from accel_cli.wizard.plain_terminal import ask_in_lines
+
+        return ask_in_lines
+    from accel_cli.wizard.terminal import ask_in_terminal
+
+    return ask_in_terminal
+
+
+def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
+    """Ask all questions, show the file, and write it.
+
+    Args:
+        path: the file to write.
+        environ: the environment of this process.
+        ask: asks a question.
+
+    Returns:
+        False if the user does not want it written.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        KeyboardInterrupt: the user ended the questions; nothing is written.
+    """
+    colors = colors_for()
+    machine = detect(environ)
+    for line in describe(machine):
+        typer.echo(colors("cyan", textwrap.fill(line, shutil.get_terminal_size().columns - 1)))
+    situation = Situation(machine, _existing(path, environ, typer.echo), offers)
+    typer.echo("Enter takes the marked answer, < goes back, ? explains, Ctrl-C ends without writing.\n")
+    interview = Interview(QUESTIONS, situation, ask)
+    while True:
+        answers = interview.run()
+        config = configuration(answers)
+        try:
+            text = text_of(config, path)
+        except ConfigError as error:
+            typer.echo(colors("red", f"{error}; change an answer"))
+            interview.back()
+            continue
+        typer.echo("\n" + _colored(text, colors))
+        for warning in warnings_about(answers, config):
+            typer.echo(colors("yellow", "note: ") + warning)
+        answer = ask(_may_write(path))
+        if answer is BACK:
+            interview.back()
+        elif not answer:
+            return False
+        else:
+            typer.echo(f"wrote {save(config, path)}")
+            for line in next_steps(config, path, default_path(environ)):
+                typer.echo(colors("bold", line) if line.startswith(" ") else line)
+            return True
+
+
+def _existing(path: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> dict[str, object]:
+    """The values of the file that the new one replaces, else of the default file."""
+    found = find_default(environ)
+    source = path if path.is_file() else (found.path if found is not None else None)
+    if source is None:
+        return {}
+    try:
+        values = existing_values(source)
+    except ConfigError as error:
+        say(f"Its values are not taken as defaults, because it cannot be read: {error}")
+        return {}
+    foreign = found is not None and found.foreign and source == found.path
+    say(
+        f"Defaults are those of {source}" + (", Accelerate's file, which is not changed." if foreign else ".")
+    )
+    return values
+
+
+def _may_write(path: Path) -> Asked:
+    message = f"{path} exists. Replace it?" if path.exists() else f"Write this to {path}?"
+    return Asked(
+        name="write",
+        message=message,
+        explanation="no ends without writing; < changes the answers.",
+        choices=(Choice(True, "yes", "y"), Choice(False, "no", "n")),
+        multiple=False,
+        default=True,
+        hint="",
+        file=False,
+        parse=str,
+    )
+
+
+def _colored(text: str, colors: Colors) -> str:
+    """YAML or JSON with coloured keys."""
+    return re.sub(r'(?m)^(\s*)("?[\w.]+"?)(?=:)', lambda match: match[1] + colors("cyan", match[2]), text)
