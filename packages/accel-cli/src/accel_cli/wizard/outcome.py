@@ -58,7 +58,13 @@ _CONTEXT: Mapping[str, Mapping[str, Any]] = {
 
 
 def offers(path: str, value: Any) -> bool:
-    """Whether this version can run what an option asks for with this value, as the launcher decides it."""
+    """Whether this version can run what an option asks for with this value, as the launcher decides it.
+
+    What a job on SageMaker shares with a local run is offered alike, because its ranks refuse the same.
+    """
+    if path.startswith("sagemaker.") and path != "sagemaker.mixed_precision":
+        return True
+    path = path.removeprefix("sagemaker.")
     resolved = resolve(environ={}, code={**_CONTEXT.get(path, {}), path: value}, use_default_file=False)
     try:
         check_available(resolved)

@@ -142,7 +142,7 @@ class Question:
     def _choices(self, answers: Answers, about: Option) -> tuple[Choice, ...]:
         bound = self.bound
         if about.choices:
-            texts = [text for text in about.choices if answers.situation.offers(self.path, text)]
+            texts = [text for text in about.choices if answers.situation.offers(self.name, text)]
             return tuple(Choice(text, text) for text in texts)
         if bound is not None and isinstance(bound.option_type, Bool):
             return tuple(Choice(word == "yes", word, word[0]) for word in _YES_NO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accel_cli.wizard.answers import Answers, Condition, contains, equals, negated, only_if
+from accel_cli.wizard.answers import Answers, Condition, contains, equals, negated, offered, only_if
 from accel_cli.wizard.place_questions import ACCELERATORS, CPU, SAGEMAKER, TPU
 from accel_cli.wizard.question import Choice, Question
 from accel_state.config.launch import LaunchConfig
@@ -84,7 +84,7 @@ def _threads_before(answers: Answers) -> int:
 
 TPU_QUESTIONS = (
     Question(path="tpu.main_training_function", when=(_TPU,), required=True),
-    Question(path="tpu.tpu_use_cluster", when=(_TPU,)),
+    Question(path="tpu.tpu_use_cluster", when=(_TPU, offered("tpu.tpu_use_cluster"))),
     Question(path="tpu.tpu_name", when=(_POD,), required=True),
     Question(path="tpu.tpu_zone", when=(_POD,), required=True),
     Question(path="tpu.tpu_use_sudo", when=(_POD,)),
