@@ -59,15 +59,20 @@ class Terminal:
         above = ["".join(line[at].data for at in columns).rstrip() for line in self.screen.history.top]
         return "\n".join([*above, self.shown()])
 
-    def wait_for(self, text: str, seconds: float = 20.0) -> None:
+    def wait_for(self, text: str, after: str = "", seconds: float = 20.0) -> None:
         """Read until the text is on the screen, wherever its lines break.
+
+        Args:
+            text: what to wait for.
+            after: it must come after the last line that begins with this.
+            seconds: how long to wait.
 
         Raises:
             AssertionError: it does not come in time, or the program ends first.
         """
         end = time.monotonic() + seconds
         wanted = "".join(text.split())
-        while wanted not in "".join(self.shown().split()):
+        while wanted not in "".join(self._after(after).split()):
             if not self._read(0.05) or time.monotonic() > end:
                 raise AssertionError(f"{text!r} is not on the screen:\n{self.transcript()}")
 
@@ -83,6 +88,10 @@ class Terminal:
         self._child.close()
         status, number = self._child.exitstatus, self._child.signalstatus
         return 128 + int(number or 0) if status is None else int(status)
+
+    def _after(self, start: str) -> str:
+        shown = f"\n{self.shown()}"
+        return shown.rpartition(f"\n{start}")[2] if start else shown
 
     def _read(self, seconds: float) -> bool:
         """Show new output; False once the program has ended and all of it is shown."""

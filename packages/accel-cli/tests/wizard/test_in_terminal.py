@@ -5,8 +5,6 @@ import sys
 
 import pytest
 import yaml
-from testkit.terminals import DOWN, ENTER, Terminal
-from testkit.wizard_branches import BRANCHES
 
 from accel_cli.wizard import outcome
 from accel_cli.wizard.answers import Situation
@@ -14,6 +12,8 @@ from accel_cli.wizard.interview import Interview
 from accel_cli.wizard.machine import detect
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import load
+from testkit.terminals import DOWN, ENTER, Terminal
+from testkit.wizard_branches import BRANCHES
 
 CONFIG = (sys.executable, "-m", "accel_cli", "config")
 
@@ -67,6 +67,12 @@ def keys_for(asked, answer):
     return f"{answer}{ENTER}"
 
 
+def reply(terminal, question, keys=ENTER):
+    """Type the keys once the question is the last one on the screen."""
+    terminal.wait_for(question, after="? ")
+    terminal.send(keys)
+
+
 def possible(branch):
     return all(outcome.offers(path, value) for path, value in branch.needs)
 
@@ -76,8 +82,7 @@ def walk(terminal, branch):
 
     def ask(asked):
         answer = branch.answers.get(asked.name, asked.default)
-        terminal.wait_for(asked.message)
-        terminal.send(keys_for(asked, answer))
+        reply(terminal, asked.message, keys_for(asked, answer))
         return answer
 
     known = Situation(detect({"ACCEL_DEVICE_COUNT": str(branch.devices)}), {}, outcome.offers)
@@ -107,31 +112,19 @@ def test_back_keeps_the_answers(start, tmp_path):
     terminal.wait_for("Where will the script run?")
     terminal.send("<" + ENTER)  # at the first question nothing happens
     terminal.send("2" + ENTER)
-    terminal.wait_for("How many machines")
-    terminal.send("3" + ENTER)
-    terminal.wait_for("compute on")
-    terminal.send("<" + ENTER)
-    terminal.wait_for("How many machines will you use? [3]")
-    terminal.send("<" + ENTER)
-    terminal.wait_for("» 2) on several machines")
-    terminal.send("1" + ENTER)
+    reply(terminal, "How many machines", "3" + ENTER)
+    reply(terminal, "compute on", "<" + ENTER)
+    reply(terminal, "How many machines will you use? [3]", "<" + ENTER)
+    reply(terminal, "» 2) on several machines", "1" + ENTER)
     terminal.send(ENTER)  # CPU
-    terminal.wait_for("share the work")
-    terminal.send("1" + ENTER)
-    terminal.wait_for("mixed precision")
-    terminal.send(ENTER)
-    terminal.wait_for("more than that")
-    terminal.send("<" + ENTER)
-    terminal.wait_for("» 1) no")
-    terminal.send("3" + ENTER)
-    terminal.wait_for("more than that")
-    terminal.send(ENTER)
-    terminal.wait_for("Write this to c.yaml?")
-    terminal.send("<" + ENTER)
-    terminal.wait_for("(space selects, Enter accepts)")
-    terminal.send(ENTER)
-    terminal.wait_for("Write this to c.yaml?")
-    terminal.send("y" + ENTER)
+    reply(terminal, "share the work", "1" + ENTER)
+    reply(terminal, "mixed precision")
+    reply(terminal, "more than that", "<" + ENTER)
+    reply(terminal, "» 1) no", "3" + ENTER)
+    reply(terminal, "more than that")
+    reply(terminal, "Write this to c.yaml?", "<" + ENTER)
+    reply(terminal, "(space selects, Enter accepts)")
+    reply(terminal, "Write this to c.yaml?", "y" + ENTER)
     assert terminal.code() == 0
     config = load(tmp_path / "c.yaml")
     assert (config.num_machines, config.num_processes, config.mixed_precision) == (1, 1, "bf16")
@@ -140,22 +133,18 @@ def test_back_keeps_the_answers(start, tmp_path):
 def test_an_invalid_answer_is_explained_below_its_line(start):
     terminal = start(ACCEL_DEVICE_COUNT="4")
     terminal.send("1" + ENTER)
-    terminal.wait_for("compute on")
-    terminal.send(ENTER)
-    terminal.wait_for("share the work")
-    terminal.send("2" + ENTER)
-    terminal.wait_for("Which accelerators (by id)")
-    terminal.send("0,9" + ENTER)
+    reply(terminal, "compute on")
+    reply(terminal, "share the work", "2" + ENTER)
+    reply(terminal, "Which accelerators (by id)", "0,9" + ENTER)
     terminal.wait_for("names accelerator 9, but this machine has 4 (0 to 3)")
-    terminal.send("0,1" + ENTER)
-    terminal.wait_for("How many processes")
-    terminal.send("x" + ENTER)
+    reply(terminal, "Which accelerators (by id)", "0,1" + ENTER)
+    reply(terminal, "How many processes", "x" + ENTER)
     terminal.wait_for("the answer is 'x'; expected an integer")
-    terminal.send("3" + ENTER)
+    reply(terminal, "How many processes", "3" + ENTER)
     terminal.wait_for("expected an integer from 2 to 2")
     terminal.send("?")
     terminal.wait_for("flag --num_processes")
-    terminal.send(ENTER)
+    reply(terminal, "How many processes")
     terminal.wait_for("mixed precision")
 
 
@@ -192,10 +181,8 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "processes in total will you use? [4]",
         "wrap policy",
     ):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
-    terminal.wait_for("size based wrapping? [77]")
-    terminal.send("78" + ENTER)
+        reply(terminal, message)
+    reply(terminal, "size based wrapping? [77]", "78" + ENTER)
     for message in (
         "reshard",
         "offload",
@@ -203,14 +190,11 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "first process only",
         "activation checkpointing",
     ):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
-    terminal.wait_for("» 3) bf16")
-    terminal.send(ENTER)
-    terminal.wait_for("more than that")
-    terminal.send(ENTER)
+        reply(terminal, message)
+    reply(terminal, "» 3) bf16")
+    reply(terminal, "more than that")
     terminal.wait_for("kept from the file that exists, without a question: max_restarts")
-    terminal.send("y" + ENTER)
+    reply(terminal, "Write this", "y" + ENTER)
     assert terminal.code() == 0
     assert "  accel launch train.py" in terminal.shown().splitlines()
     assert theirs.read_bytes() == before
@@ -237,8 +221,7 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "[78]",
         "reshard",
     ):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
+        reply(terminal, message)
     for message in (
         "offload",
         "state dict type",
@@ -246,12 +229,9 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "activation checkpointing",
         "precision",
     ):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
-    terminal.wait_for("more than that")
-    terminal.send(ENTER)
-    terminal.wait_for("exists. Replace it?")
-    terminal.send("n" + ENTER)
+        reply(terminal, message)
+    reply(terminal, "more than that")
+    reply(terminal, "exists. Replace it?", "n" + ENTER)
     assert terminal.code() == 0
     assert "nothing is written" in terminal.shown()
     assert ours.read_bytes() == before
@@ -271,11 +251,9 @@ def colours(raw):
 
 def answer_all(terminal):
     for message in ("Where", "compute on", "share the work"):
-        terminal.wait_for(message)
-        terminal.send("1" + ENTER)
+        reply(terminal, message, "1" + ENTER)
     for message in ("mixed precision", "more than that", "Write this"):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
+        reply(terminal, message)
     assert terminal.code() == 0
 
 
@@ -297,18 +275,12 @@ def test_sixty_columns(start, tmp_path):
 
 def test_a_dumb_terminal(start, tmp_path):
     terminal = start("--config_file", "c.yaml", TERM="dumb")
-    terminal.wait_for("2) on several machines")
-    terminal.send("2" + ENTER)
-    terminal.wait_for("How many machines")
-    terminal.send("one" + ENTER)
-    terminal.wait_for("the answer is 'one'; expected an integer")
-    terminal.send("?" + ENTER)
-    terminal.wait_for("flag --num_machines")
-    terminal.send("<" + ENTER)
-    terminal.wait_for("[2]")
-    terminal.send("9" + ENTER)
-    terminal.wait_for("expected one of 1, 2, 3, 4")
-    terminal.send("1" + ENTER)
+    reply(terminal, "2) on several machines", "2" + ENTER)
+    reply(terminal, "How many machines", "one" + ENTER)
+    reply(terminal, "the answer is 'one'; expected an integer", "?" + ENTER)
+    reply(terminal, "flag --num_machines", "<" + ENTER)
+    reply(terminal, "[2]", "9" + ENTER)
+    reply(terminal, "expected one of 1, 2, 3, 4", "1" + ENTER)
     answer = {
         "compute on": "",
         "share the work": "2",
@@ -317,12 +289,9 @@ def test_a_dumb_terminal(start, tmp_path):
         "more": "1,4",
     }
     for message, text in answer.items():
-        terminal.wait_for(message)
-        terminal.send(text + ENTER)
-    terminal.wait_for("micro-batches")
-    terminal.send("8" + ENTER)
-    terminal.wait_for("Write this")
-    terminal.send(ENTER)
+        reply(terminal, message, text + ENTER)
+    reply(terminal, "micro-batches", "8" + ENTER)
+    reply(terminal, "Write this")
     assert terminal.code() == 0
     assert b"\x1b" not in terminal.raw
     config = load(tmp_path / "c.yaml")
@@ -343,7 +312,6 @@ def test_a_file_that_cannot_be_read_gives_no_defaults(start, tmp_path):
         "more than that",
         "Replace it?",
     ):
-        terminal.wait_for(message)
-        terminal.send(ENTER)
+        reply(terminal, message)
     assert terminal.code() == 0
     assert load(tmp_path / "c.yaml").num_processes == 1

@@ -4,7 +4,6 @@ import random
 
 import pytest
 import yaml
-from testkit.wizard_branches import BRANCHES
 
 from accel_cli.wizard import outcome
 from accel_cli.wizard.answers import Answers, Situation
@@ -15,6 +14,7 @@ from accel_state.config.files import load, save
 from accel_state.config.merge import resolve
 from accel_state.launching.engines import MISSING_ENGINES
 from accel_state.launching.hardware import Accelerators
+from testkit.wizard_branches import BRANCHES
 
 
 def situation(devices=0, offers=lambda path, value: True, existing=None):

@@ -25,8 +25,8 @@ _WRAP = (
     Choice("NO_WRAP", "NO_WRAP: the model as a whole"),
 )
 _STATE_DICTS = (
-    Choice("SHARDED_STATE_DICT", "SHARDED_STATE_DICT: each rank writes its part; fast, for resuming"),
-    Choice("FULL_STATE_DICT", "FULL_STATE_DICT: whole tensors, gathered on rank 0"),
+    Choice("SHARDED_STATE_DICT", "SHARDED_STATE_DICT: a part per rank"),
+    Choice("FULL_STATE_DICT", "FULL_STATE_DICT: whole tensors on rank 0"),
 )
 
 _FSDP_QUESTIONS = (

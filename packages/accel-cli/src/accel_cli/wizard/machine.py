@@ -24,6 +24,15 @@ ENGINES: Mapping[str, tuple[str, ...]] = {
 }
 """Optional engines, and the distributions that they come from."""
 
+_KINDS = {
+    "cuda": "NVIDIA GPU",
+    "rocm": "AMD GPU",
+    "xpu": "Intel GPU",
+    "npu": "Ascend NPU",
+    "hpu": "Gaudi HPU",
+}
+"""Kinds of accelerators, as people call them."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -69,7 +78,7 @@ def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Machine:
         try:
             devices = tuple(describe_gpus())
         except DeviceError as error:
-            unknown = str(error)
+            unknown = f"names unknown: {str(error).partition(';')[0]}"
     versions = {name: installed_version(*places) for name, places in ENGINES.items()}
     return Machine(
         host=platform.node() or "localhost",
@@ -102,20 +111,21 @@ def describe_accelerators(machine: Machine) -> str:
         return "no accelerator"
     names = dict.fromkeys(machine.devices)
     if names:
-        counts = [(machine.devices.count(device), *device) for device in names]
         text = ", ".join(
-            f"{count} x {name} ({_gib(memory)}{' each' if count > 1 else ''})"
-            for count, name, memory in counts
+            f"{machine.devices.count(device)} x {device[0]}"
+            + _memory(device[1], machine.devices.count(device))
+            for device in names
         )
     else:
-        text = f"{found.present} {found.kind} accelerator{'s' if found.present > 1 else ''}"
+        text = f"{found.present} {_KINDS.get(found.kind, found.kind + ' device')}{'s' if found.present > 1 else ''}"
         text += f" ({machine.unknown})" if machine.unknown else ""
     hidden = found.count < found.present
     return f"{text}, of which {found.visibility} leaves {found.count} visible" if hidden else text
 
 
-def _gib(memory: int) -> str:
-    return f"{memory / 2**30:.0f} GiB"
+def _memory(size: int, devices: int) -> str:
+    each = " each" if devices > 1 else ""
+    return f" ({size / 2**30:.0f} GiB{each})" if size else ""
 
 
 def _numa_nodes(root: Path) -> int:

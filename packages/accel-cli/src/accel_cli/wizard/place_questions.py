@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def _places(answers: Answers) -> Sequence[Choice]:
 
 
 def _devices(answers: Answers) -> Sequence[Choice]:
-    machine = answers.situation.machine
+    machine = dataclasses.replace(answers.situation.machine, unknown="")
     found = describe_accelerators(machine) if machine.accelerators.present else "GPUs (this machine has none)"
     cpu = Choice(CPU, f"CPU ({machine.cores} core{'s' if machine.cores > 1 else ''})")
     both = (Choice(ACCELERATORS, found), cpu)
@@ -68,10 +69,8 @@ def _strategies(answers: Answers) -> Sequence[Choice]:
     absent = "" if "DeepSpeed" in engines else "; not installed here"
     found = [
         Choice("NO", "one process"),
-        Choice(
-            replicas, "DDP: a replica of the model on each process; also for models that the script divides"
-        ),
-        Choice("FSDP", "FSDP2: parameters, gradients and optimizer states sharded over the processes"),
+        Choice(replicas, "DDP: a replica of the model on each process"),
+        Choice("FSDP", "FSDP2: the training state sharded over the processes"),
         Choice("DEEPSPEED", f"DeepSpeed: ZeRO stages, offloading{absent}"),
         Choice("MEGATRON_LM", "Megatron-LM: tensor and pipeline parallelism"),
     ]

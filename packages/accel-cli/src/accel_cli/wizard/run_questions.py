@@ -96,9 +96,13 @@ TPU_QUESTIONS = (
 """The questions of TPUs."""
 
 
+def _prefix(root: type[Section]) -> str:
+    return "sagemaker." if root is SageMakerConfig else ""
+
+
 def fp8_questions(root: type[Section]) -> tuple[Question, ...]:
     """The questions of mixed precision fp8, which this version may or may not offer."""
-    prefix = "sagemaker." if root is SageMakerConfig else ""
+    prefix = _prefix(root)
     engine = equals(f"{prefix}fp8.backend", "TE")
     return (
         Question(
@@ -120,7 +124,13 @@ def compile_questions(root: type[Section], asked: Condition) -> tuple[Question, 
     return (
         Question(path="dynamo.mode", root=root, when=(asked,)),
         Question(path="dynamo.fullgraph", root=root, when=(asked,)),
-        Question(path="dynamo.dynamic", root=root, when=(asked,), choices=lambda answers: _SHAPES),
+        Question(
+            path="dynamo.dynamic",
+            root=root,
+            when=(asked,),
+            choices=lambda answers: _SHAPES,
+            default=lambda answers: answers.before(f"{_prefix(root)}dynamo.dynamic"),
+        ),
         Question(path="dynamo.use_regional_compilation", root=root, when=(asked,)),
     )
 

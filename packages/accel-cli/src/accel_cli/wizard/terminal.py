@@ -44,7 +44,7 @@ def _select(asked: Asked) -> Any:
         for at, choice in enumerate(asked.choices)
     ]
     question = questionary.select(
-        asked.message,
+        _wrapped(asked.message),
         choices=[*choices, questionary.Choice(_BACK_TITLE, value=-1, shortcut_key=False)],
         default=choices[values.index(asked.default)],
         instruction=_NO_INSTRUCTION,
@@ -59,7 +59,7 @@ def _select(asked: Asked) -> Any:
 def _select_several(asked: Asked) -> Any:
     values = [choice.value for choice in asked.choices]
     question = questionary.checkbox(
-        asked.message,
+        _wrapped(asked.message),
         choices=[
             *(
                 questionary.Choice(choice.label, value=at, checked=choice.value in asked.default)
@@ -77,7 +77,7 @@ def _select_several(asked: Asked) -> Any:
 
 def _type(asked: Asked) -> Any:
     # The default is shown, not filled in: typing "2" after a filled-in "1" would mean twelve.
-    message = f"{asked.message} [{asked.hint}]" if asked.hint else asked.message
+    message = _wrapped(f"{asked.message} [{asked.hint}]" if asked.hint else asked.message)
     while True:
         question = (questionary.path if asked.file else questionary.text)(message, style=_STYLE)
         text = _run(question, asked).strip()
@@ -132,6 +132,11 @@ def _add_back(bindings: KeyBindings, shown: InquirerControl, multiple: bool) -> 
         shown.selected_options = [-1]
         shown.is_answered = True
         event.app.exit(result=[-1])
+
+
+def _wrapped(message: str) -> str:
+    """The message in lines that end between words, where those of the terminal would end anywhere."""
+    return textwrap.fill(message, _columns() - 4, subsequent_indent="  ")
 
 
 def _indented(text: str) -> str:
