@@ -69,12 +69,11 @@ def test_what_cannot_run_is_not_offered():
     def ask(question):
         asked.append(question.name)
         offered.setdefault(question.name, []).extend(choice.value for choice in question.choices)
-        return {"devices": "accelerators", "place": place, "distributed_type": strategy}.get(
-            question.name, 1 if question.default is None else question.default
-        )
+        return chosen.get(question.name, 1 if question.default is None else question.default)
 
     offered, asked = {}, []
     for place, strategy in (("here", "FSDP"), ("several", "DEEPSPEED"), ("tpu", None)):
+        chosen = {"devices": "accelerators", "place": place, "distributed_type": strategy}
         Interview(QUESTIONS, situation(4, nothing), ask).run()
     assert "MEGATRON_LM" not in offered["distributed_type"]
     assert "fp8" not in offered["mixed_precision"]

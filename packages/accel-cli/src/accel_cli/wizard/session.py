@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import textwrap
@@ -29,6 +30,8 @@ from accel_state.errors import ConfigError
 
 __all__ = ["ask_and_write", "asker_for"]
 
+_KEYS = "Enter takes the marked answer, < goes back, ? explains, Ctrl-C ends without writing."
+
 
 def asker_for(environ: Mapping[str, str]) -> Asker:
     """How questions are asked in the terminal that ``environ`` describes."""
@@ -53,15 +56,16 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
         False if the user does not want it written.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the file cannot be written, which is checked before the first question.
         KeyboardInterrupt: the user ended the questions; nothing is written.
     """
+    _check_writable(path)
     colors = colors_for()
     machine = detect(environ)
     for line in describe(machine):
-        typer.echo(colors("cyan", textwrap.fill(line, shutil.get_terminal_size().columns - 1)))
+        typer.echo(colors("cyan", _filled(line)))
     situation = Situation(machine, _existing(path, environ, typer.echo), offers)
-    typer.echo("Enter takes the marked answer, < goes back, ? explains, Ctrl-C ends without writing.\n")
+    typer.echo(_filled(_KEYS) + "\n")
     interview = Interview(QUESTIONS, situation, ask)
     while True:
         answers = interview.run()
@@ -74,7 +78,7 @@ def ask_and_write(path: Path, environ: Mapping[str, str], ask: Asker) -> bool:
             continue
         typer.echo("\n" + _colored(text, colors))
         for warning in warnings_about(answers, config):
-            typer.echo(colors("yellow", "note: ") + warning)
+            typer.echo(_filled(f"note: {warning}").replace("note:", colors("yellow", "note:"), 1))
         answer = ask(_may_write(path))
         if answer is BACK:
             interview.back()
@@ -96,13 +100,30 @@ def _existing(path: Path, environ: Mapping[str, str], say: Callable[[str], None]
     try:
         values = existing_values(source)
     except ConfigError as error:
-        say(f"Its values are not taken as defaults, because it cannot be read: {error}")
+        say(_filled(f"{source} cannot be read, so its values are not the defaults: {error}"))
         return {}
     foreign = found is not None and found.foreign and source == found.path
-    say(
-        f"Defaults are those of {source}" + (", Accelerate's file, which is not changed." if foreign else ".")
-    )
+    whose = ", Accelerate's file, which is not changed" if foreign else ""
+    say(_filled(f"The defaults are the values of {source}{whose}."))
     return values
+
+
+def _filled(text: str) -> str:
+    """The text in lines that end between words; paths are not broken, so that they can be copied."""
+    columns = shutil.get_terminal_size().columns - 1
+    return textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a path that cannot be written before the first question, not after the last."""
+    place = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or (place != path and not place.is_dir()):
+        problem = f"{place} is a {'folder' if place.is_dir() else 'file'}"
+    elif not os.access(place, os.W_OK):
+        problem = f"{place} may not be written by this user"
+    else:
+        return
+    raise ConfigError(f"configuration file {path} cannot be written: {problem}; name another --config_file")
 
 
 def _may_write(path: Path) -> Asked:
