@@ -167,7 +167,7 @@ def test_a_taken_port_of_the_first_machine_is_found_before_torch_starts(script):
         started = time.monotonic()
         done = accel("--cpu", *words, "--main_process_port", port, script)
     assert time.monotonic() - started < 5
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert f"port {port}" in done.stderr
 
 
@@ -210,7 +210,7 @@ def test_mpirun_starts_a_world(script, mpi):
 
 def test_what_mpi_lacks_is_named(script, mpi, tmp_path, monkeypatch):
     done = accel("--cpu", "--num_processes", "2", "--mpirun_hostfile", "nowhere", script, cwd=tmp_path)
-    assert (done.returncode, "hostfile 'nowhere' does not exist" in done.stderr) == (1, True)
+    assert (done.returncode, "hostfile 'nowhere' does not exist" in done.stderr) == (2, True)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     done = accel("--cpu", "--num_processes", "2", "--mpirun_hostfile", mpi, script)
-    assert (done.returncode, "mpirun was not found" in done.stderr) == (1, True)
+    assert (done.returncode, "mpirun was not found" in done.stderr) == (2, True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from accel_cli.commands import launch as launch_command
 from accel_state.config import launcher_only_fields, parse_flags, resolve
-from accel_state.errors import NotAvailableError
 from accel_state.launching.engines import check_available
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
@@ -15,6 +16,8 @@ from accel_state.launching.target import Target
 
 TWO_GPUS = Host(Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES"), physical_cores=4, python="python")
 TWO_MACHINES = "--cpu --num_machines 2 --num_processes 4 --main_process_ip 10.0.0.1 --main_process_port 1234"
+HOSTS = Path(__file__).parents[1] / "packages" / "accel-state" / "tests" / "data" / "deepspeed_hosts"
+DEEPSPEED = "--cpu --use_deepspeed --deepspeed_multinode_launcher pdsh"
 ELASTIC = f"{TWO_MACHINES} --rdzv_backend c10d"
 # Option to flags around it, and the flag that must make a difference.
 EFFECTS = {
@@ -35,23 +38,32 @@ EFFECTS = {
     "grace_period": ("--cpu --num_processes 2", "--grace_period 3"),
     "quiet": ("--cpu --num_processes 2", "--quiet"),
     "mpirun.hostfile": (TWO_MACHINES, "--mpirun_hostfile hosts"),
+    "min_machines": (TWO_MACHINES, "--min_machines 1"),
+    "spares": (TWO_MACHINES, "--spares 1"),
+    "connect_timeout": (TWO_MACHINES, "--connect_timeout 3"),
+    "rdzv_id": (ELASTIC, "--rdzv_id run7"),
+    "signals_to_handle": ("--cpu --num_processes 2", "--signals_to_handle SIGUSR2"),
+    "virtual_local_rank": ("--cpu --num_processes 2", "--virtual_local_rank"),
+    "deepspeed.deepspeed_hostfile": (DEEPSPEED, f"--deepspeed_hostfile {HOSTS}"),
+    "deepspeed.deepspeed_exclusion_filter": (DEEPSPEED, "--deepspeed_exclusion_filter worker-1"),
+    "deepspeed.deepspeed_inclusion_filter": (DEEPSPEED, "--deepspeed_inclusion_filter worker-1"),
+    "deepspeed.deepspeed_multinode_launcher": (DEEPSPEED, "--deepspeed_multinode_launcher nossh"),
 }
-REFUSED = {
-    "deepspeed.deepspeed_hostfile": "--deepspeed_hostfile hosts",
-    "deepspeed.deepspeed_exclusion_filter": "--deepspeed_exclusion_filter worker-1",
-    "deepspeed.deepspeed_inclusion_filter": "--deepspeed_inclusion_filter worker-1",
-    "deepspeed.deepspeed_multinode_launcher": "--deepspeed_multinode_launcher pdsh",
-    "tpu.tpu_name": "--tpu_name one",
+POD = {
+    "tpu.tpu_name": "--tpu_name two",
     "tpu.tpu_zone": "--tpu_zone here",
-    "tpu.tpu_use_cluster": "--tpu_cluster",
+    "tpu.tpu_use_cluster": "--no-tpu_cluster",
     "tpu.tpu_use_sudo": "--tpu_use_sudo",
-    "tpu.command_file": "--command_file f.sh",
-    "tpu.commands": "--command ls",
     "tpu.tpu_vm": "--vm one",
     "tpu.tpu_env": "--env A=1",
     "tpu.main_training_function": "--main_training_function train",
 }
+SET_UP = {"tpu.command_file", "tpu.commands"}  # accel tpu-config, whose tests have them
 COMMAND = {"module", "no_python", "dry_run"}
+# These reach the plan through the host, the scheduler or a batch script, whose own tests show their effects.
+ELSEWHERE = {"numa_binding", "cluster", "submit"} | {
+    path for path in launcher_only_fields() if path.startswith("submission.")
+}
 
 
 def started(flags):
@@ -65,7 +77,7 @@ def started(flags):
 
 
 def test_no_option_is_forgotten():
-    assert {*EFFECTS, *REFUSED, *COMMAND} == set(launcher_only_fields())
+    assert {*EFFECTS, *COMMAND, *ELSEWHERE, *POD, *SET_UP} == set(launcher_only_fields())
 
 
 @pytest.mark.parametrize("path", EFFECTS)
@@ -74,11 +86,16 @@ def test_the_option_makes_a_difference(path):
     assert started(f"{around} {flag}") != started(around)
 
 
-@pytest.mark.parametrize("path", REFUSED)
-def test_the_option_is_refused_by_name_until_its_engine_exists(path):
-    flag = REFUSED[path]
-    with pytest.raises(NotAvailableError):
-        started(f"--cpu {flag}")
+@pytest.mark.parametrize("path", POD)
+def test_the_option_makes_a_difference_on_a_pod(path, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "train.py").touch()
+    shown = []
+    for flags in ([], POD[path].split()):
+        around = ["--tpu", "--tpu_cluster", "--tpu_name", "one", "--num_processes", "1", "--dry_run"]
+        assert launch_command.main([*around, *flags, str(tmp_path / "train.py")]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] != shown[1]
 
 
 def test_module_program_and_dry_run_reach_the_command(tmp_path, monkeypatch, capsys):

@@ -48,3 +48,11 @@ def test_accel_launch_goes_through_mpirun(tmp_path: Path, monkeypatch: pytest.Mo
     done = run(*launch, "--mpirun_hostfile", str(hosts), str(WORLD))
     assert done.returncode == 0, done.stderr
     assert "[0, 1]" in done.stdout
+
+
+def test_a_launcher_that_mpirun_starts_is_a_rank() -> None:
+    start = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+    done = run(*start, sys.executable, "-m", "accel_cli", "launch", "--cpu", str(WORLD))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"mpi {rank} 2 {rank} 1 [0, 1]" for rank in range(2)]
+    assert "accel: 2 ranks from MPI, this is rank 0" in done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,93 @@ def test_a_failing_rank_ends_the_world(cluster: dict[str, str]) -> None:
     done = srun(cluster, "-N", "1", "-n", "2", "-O", script=("1",))
     assert done.returncode != 0
     assert "rank told to fail" in done.stderr
+
+
+LAUNCH = (sys.executable, "-m", "accel_cli", "launch", "--cpu")
+
+
+def launched(
+    environ: dict[str, str], *options: str, flags: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = ["srun", *options, *LAUNCH, *flags, str(HERE / "world.py")]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=180)
+
+
+def test_a_launcher_for_each_rank_becomes_the_rank(cluster: dict[str, str]) -> None:
+    done = launched(cluster, "-N", "1", "-n", "2", "-O")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"slurm {rank} 2 {rank} 1 [0, 1]" for rank in range(2)]
+    assert done.stderr.count("accel: 2 ranks from Slurm, this is rank 0") == 1
+
+
+def test_a_launcher_for_each_machine_starts_the_ranks(cluster: dict[str, str]) -> None:
+    flags = ("--num_processes", "4", "--main_process_ip", "127.0.0.1")
+    done = launched(cluster, "-N", "2", "-n", "2", flags=flags)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert lines == [f"torchrun {rank} 4 {rank % 2} 2 [0, 1, 2, 3]" for rank in range(4)]
+    for number in (1, 2):
+        assert f"accel: 2 machines from Slurm, this is machine {number}" in done.stderr
+
+
+def test_a_contradiction_ends_every_launcher(cluster: dict[str, str]) -> None:
+    done = launched(cluster, "-N", "2", "-n", "2", flags=("--num_machines", "3"))
+    assert done.returncode == 2
+    assert "--num_machines 3, but Slurm says 2" in done.stderr
+
+
+def state_of(environ: dict[str, str], job: str, name: str) -> str:
+    shown = subprocess.run(["scontrol", "show", "job", job], env=environ, capture_output=True, text=True)
+    return next((word.partition("=")[2] for word in shown.stdout.split() if word.startswith(f"{name}=")), "")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < until, what
+        time.sleep(0.2)
+
+
+def submit(environ: dict[str, str], folder: Path, *words: str) -> tuple[str, Path]:
+    flags = (
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--submit",
+        "slurm",
+    )
+    command = [*LAUNCH, *flags, "--submit_output", str(folder / "job.log"), *words]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("submitted job ")[1].split(";")[0], folder / "job.log"
+
+
+def test_a_preempted_job_saves_is_requeued_and_resumes(cluster: dict[str, str], tmp_path: Path) -> None:
+    words = ("--resume", "--submit_time", "30", str(HERE / "resumed.py"), str(tmp_path / "run"), "80")
+    job, log = submit(cluster, tmp_path, *words)
+    wait_until(lambda: log.exists() and "from step 0" in log.read_text(), f"job {job} did not start")
+    time.sleep(3)
+    subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True)
+    wait_until(lambda: state_of(cluster, job, "JobState") == "PENDING", f"job {job} was not requeued")
+    # Slurm lets a requeued job wait for two minutes, unless it is told otherwise.
+    subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, check=True)
+    wait_until(
+        lambda: state_of(cluster, job, "JobState") == "COMPLETED", f"job {job} did not end: {log.read_text()}"
+    )
+    text = log.read_text()
+    begun = [int(line.rsplit(" ", 1)[1]) for line in text.splitlines() if "from step" in line]
+    assert begun[0] == 0, text
+    assert 0 < begun[-1] < 80, text
+    assert "done after step 80" in text
+    assert (state_of(cluster, job, "Restarts"), state_of(cluster, job, "ExitCode")) == ("1", "0:0")
+
+
+def test_the_exit_code_of_a_job_is_that_of_the_rank(cluster: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("import sys\nsys.exit(7)\n")
+    job, log = submit(cluster, tmp_path, str(script))
+    wait_until(lambda: state_of(cluster, job, "JobState") == "FAILED", f"job {job}: {log}")
+    assert state_of(cluster, job, "ExitCode") == "7:0"

@@ -22,6 +22,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from testkit import gcloud
+from testkit.worlds import free_port
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPT = HERE / "xla_training.py"
@@ -262,3 +265,64 @@ def test_conformance() -> None:
     print(done.stdout[-300:])
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+# Pods, and what the launcher's flags for TPUs do. `testkit.gcloud` runs ssh's commands here, once for each machine.
+
+DOWNCAST = """
+import sys
+import torch
+import torch_xla
+from accel_train import Accelerator
+
+def train(index):
+    accelerator = Accelerator()
+    single = torch.ones(1, device=accelerator.device) + 0.001
+    double = torch.ones(1, device=accelerator.device, dtype=torch.float64) + 0.001
+    programs = [torch_xla._XLAC._get_xla_tensors_text([tensor]) for tensor in (single, double)]
+    print(*[text.split("ROOT=0")[0].rsplit("xla_shape=")[-1] for text in programs])
+    print(single.item(), double.item(), sys.argv[1:], __name__)
+
+if __name__ == "__main__":
+    train(0)
+"""
+
+
+def test_a_pod_of_two_machines_is_one_world(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"batch": 3, "norm": 0.3}
+    pod = gcloud.install(tmp_path / "bin", machines=2, python=str(FOLDER / "bin" / "python"))
+    words = ["--tpu", "--tpu_cluster", "--tpu_name", "pod", "--tpu_zone", "here", "--env", "PJRT_DEVICE=CPU"]
+    (tmp_path / "two words").mkdir()
+    script = [str(SCRIPT), "train", str(tmp_path / "two words"), json.dumps(options)]
+    port = str(free_port())
+    python("-m", "accel_cli", "launch", *words, "--main_process_port", port, *script, PATH=pod["PATH"])
+    (called,) = gcloud.recorded(tmp_path / "bin")
+    assert called[:7] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone", "here"]
+    expected = oracle(2, options)
+    for rank in range(2):
+        found = torch.load(tmp_path / "two words" / f"seen_{rank}.pt", weights_only=True)
+        for made, plain in zip(found["weights"], expected["weights"], strict=True):
+            torch.testing.assert_close(made, plain, rtol=1e-6, atol=1e-6)
+
+
+def test_a_machine_of_a_pod_that_fails_gives_the_code(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("raise SystemExit(7)")
+    pod = gcloud.install(tmp_path / "bin", machines=1, python=str(FOLDER / "bin" / "python"))
+    words = ["-m", "accel_cli", "launch", "--tpu", "--tpu_cluster", "--tpu_name", "pod"]
+    assert python(*words, str(tmp_path / "broken.py"), PATH=pod["PATH"], code=None).returncode == 7
+
+
+def test_downcasting_and_a_function_of_the_script(tmp_path: Path) -> None:
+    script = tmp_path / "downcast.py"
+    script.write_text(DOWNCAST)
+    launch = ["-m", "accel_cli", "launch", "--tpu", "--mixed_precision", "bf16"]
+    assert python(*launch, str(script), "a").stdout.splitlines() == [
+        "f32[1]{0},  f64[1]{0}, ",
+        "1.0010000467300415 1.001 ['a'] __main__",
+    ]
+    flags = ["--downcast_bf16", "--main_training_function", "train"]
+    done = python(*launch, *flags, str(script), "a")
+    assert done.stdout.splitlines()[-2:] == [  # after torch_xla's warning that the variable is deprecated
+        "bf16[1]{0},  f32[1]{0}, ",
+        "1.0 1.0010000467300415 ['a'] downcast",
+    ]

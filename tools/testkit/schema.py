@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hypothesis import find, settings
 from hypothesis import strategies as st
 
 from accel_state.config.option import Section
@@ -54,6 +55,12 @@ def values(bound: BoundOption) -> st.SearchStrategy[Any]:
         return st.dictionaries(TEXT, TEXT | st.integers() | st.booleans(), min_size=1, max_size=3)
     assert type(option_type) is OptionType, f"no values for {bound.path}"
     return TEXT.filter(lambda text: text.lower() not in about.unset)
+
+
+def example(bound: BoundOption) -> Any:
+    """The simplest value that the option allows and that is not its default."""
+    quick = settings(max_examples=50, database=None)
+    return find(values(bound), lambda value: value != bound.default, settings=quick)
 
 
 def configs(root: type[Section], keep: Any = lambda bound: True) -> st.SearchStrategy[Any]:

@@ -62,7 +62,7 @@ def test_errors_are_one_message_without_traceback():
     assert done.returncode == 2
     assert done.stderr == "accel launch: error: --num_processes is 'none'; expected an integer\n"
     done = accel("launch", "nowhere.py")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr.startswith("accel launch: error: the script 'nowhere.py' does not exist")
 
 

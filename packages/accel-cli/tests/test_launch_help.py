@@ -3,7 +3,8 @@
 import pytest
 
 from accel_cli.colors import Colors
-from accel_cli.launch_help import TOPICS, launch_help, typed_flags
+from accel_cli.launch_help import launch_help
+from accel_cli.launch_topics import TOPICS
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError
@@ -41,11 +42,3 @@ def test_every_topic_has_a_page_of_its_own_flags(topic):
 def test_an_unknown_topic_names_the_near_ones():
     with pytest.raises(ConfigError, match="there is no help about fdsp; did you mean fsdp"):
         launch_help("fdsp")
-
-
-def test_completion_knows_every_flag():
-    names = {name for flag in typed_flags() for name in flag.names}
-    known = schema_of(LaunchConfig)
-    assert {flag for bound in known.options for flag in (*bound.flags, *bound.about.switches)} <= names
-    choices = {flag.names[0]: flag.choices for flag in typed_flags()}
-    assert choices["--mixed_precision"] == ("no", "fp16", "bf16", "fp8")

@@ -6,7 +6,6 @@ code, and raise this project's errors; ``accel_cli.app`` prints them.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,7 +22,9 @@ UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
     """``; did you mean …?`` with the nearest known names; ``otherwise`` if none is near."""
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=2, cutoff=0.6)
+    from accel_state.config.schema import nearest
+
+    near = nearest(name, known)
     return f"; did you mean {' or '.join(near)}?" if near else otherwise
 
 
@@ -33,7 +34,9 @@ def describe_usage_error(error: Any) -> str:
     if option is not None and getattr(error, "possibilities", None) is not None:
         flags = [flag for flag in _flags(error.ctx) if flag.startswith("--")]
         return f"flag {option} does not exist" + did_you_mean(
-            option.replace("-", "_").replace("__", "--", 1), flags
+            option.replace("-", "_").replace("__", "--", 1),
+            flags,
+            f"; {error.ctx.command_path} --help lists the flags",
         )
     param = getattr(error, "param", None)
     if type(error).__name__ == "MissingParameter" and param is not None:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from accel_cli.colors import Colors
 from accel_cli.dialect import did_you_mean
 from accel_cli.help_pages import Section, help_page
+from accel_cli.launch_topics import TOPICS
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.option_types import Bool, BoolOrName
+from accel_state.config.option_types import Bool
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
 from accel_state.config.sections.run import RunOptions
 from accel_state.errors import ConfigError
 from accel_state.launching.engines import MISSING_SECTIONS, MISSING_TYPES
 
-__all__ = ["COMMON", "TOPICS", "TypedFlag", "launch_help", "typed_flags"]
+__all__ = ["COMMON", "TOPICS", "launch_help"]
 
 _LATER = "not available yet"
 _USAGE = "accel launch [flags] script.py [the script's own arguments]"
@@ -32,44 +32,23 @@ _EXAMPLES = """\
   accel launch --use_fsdp --mixed_precision bf16 -m project.train
 """
 
+_NUMBERED = ", or its number from 1"
+_SELECTED_BY = {
+    "fsdp": "Used with --use_fsdp, or distributed_type: FSDP in a file.",
+    "deepspeed": "Used with --use_deepspeed, or distributed_type: DEEPSPEED in a file.",
+    "megatron_lm": "Used with --use_megatron_lm, or distributed_type: MEGATRON_LM in a file.",
+    "parallelism": "Used with --use_parallelism_config, or a parallelism_config in a file.",
+    "fp8": "Used with --mixed_precision fp8, or mixed_precision: fp8 in a file.",
+    "dynamo": "Used with a --dynamo_backend other than no.",
+    "tpu": "Used with --tpu, or distributed_type: XLA in a file.",
+}
+
 COMMON = (
     "num_processes", "use_cpu", "gpu_ids", "mixed_precision", "gradient_accumulation.num_steps", "dynamo.backend",
     "num_machines", "machine_rank", "main_process_ip", "main_process_port", "module", "log_dir", "max_restarts",
     "resume", "dry_run", "quiet",
 )  # fmt: skip
 """Paths of the options on the first screen."""
-
-TOPICS = {
-    "run": "starting, supervising, restarting, logs",
-    "devices": "processes, machines, devices",
-    "gradient_accumulation": "gradient accumulation",
-    "dynamo": "torch.compile",
-    "fsdp": "fully sharded data parallelism",
-    "deepspeed": "DeepSpeed",
-    "megatron_lm": "Megatron-LM",
-    "parallelism": "tensor, context and sequence parallelism",
-    "fp8": "fp8",
-    "mpirun": "MPI",
-    "tpu": "TPUs",
-    "sagemaker": "Amazon SageMaker",
-}
-"""Names for ``accel launch --help TOPIC``, and what they are about."""
-
-
-class TypedFlag(NamedTuple):
-    """A flag as completion needs it.
-
-    Attributes:
-        names: all spellings, with their dashes.
-        help: one sentence.
-        toggle: it takes no value.
-        choices: the values that it takes; empty: any.
-    """
-
-    names: tuple[str, ...]
-    help: str
-    toggle: bool
-    choices: tuple[str, ...]
 
 
 def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | None = None) -> str:
@@ -106,28 +85,13 @@ def launch_help(topic: str = "", *, width: int | None = None, colors: Colors | N
         return help_page(_USAGE, f"{_INTRODUCTION}\n{_EXAMPLES}", sections, width=width, colors=colors)
     wanted = TOPICS if topic == "all" else [topic]
     sections = [(_title(name), list(_rows(name))) for name in wanted]
+    described = _INTRODUCTION if topic == "all" else _SELECTED_BY.get(topic, "")
     return help_page(
-        _USAGE, _INTRODUCTION if topic == "all" else "", [found for found in sections if found[1]],
-        epilog="In [brackets]: environment variables, and the key in a configuration file.",
+        _USAGE, described, [found for found in sections if found[1]],
+        epilog="In [brackets]: the environment variable, in upper case, and the key in a configuration file. Choices "
+        "are read in any case.",
         width=width, colors=colors,
     )  # fmt: skip
-
-
-def typed_flags() -> Iterator[TypedFlag]:
-    """Every flag of ``accel launch``, in the order of ``--help-all``."""
-    yield TypedFlag(("--help",), "Show help; a topic may follow.", True, ())
-    yield TypedFlag(("--help-all",), "Show all flags.", True, ())
-    yield TypedFlag(("--config_file",), "Configuration file to read.", False, ())
-    for topic in TOPICS:
-        for bound in _options(topic):
-            toggle = isinstance(bound.option_type, Bool) and bound.about.toggle
-            choices = bound.about.choices
-            if isinstance(bound.option_type, Bool | BoolOrName) and not toggle:
-                choices = ("true", "false", *choices)
-            yield TypedFlag(bound.flags, bound.about.help, toggle, choices)
-    for bound in schema_of(LaunchConfig).options:
-        for switch, (value, _) in bound.about.switches.items():
-            yield TypedFlag((switch,), f"The same as {bound.flags[0]} {value}.", True, ())
 
 
 def _options(topic: str) -> Iterator[BoundOption]:
@@ -168,22 +132,24 @@ def _title(topic: str) -> str:
             "devices": "Processes and devices",
             "sagemaker": "SageMaker",
         }[topic]
-    later = f", {_LATER}" if topic in MISSING_SECTIONS or topic == "sagemaker" else ""
+    later = f", {_LATER}" if topic in MISSING_SECTIONS else ""
     return f"{title} (--help {topic}{later})"
 
 
 def _short(bound: BoundOption) -> tuple[str, str]:
     choices = f" One of {', '.join(bound.about.choices)}." if 0 < len(bound.about.choices) < 6 else ""
-    return _names(bound), bound.about.help + choices
+    return _names(bound, aliases=False), bound.about.help + choices
 
 
 def _described(bound: BoundOption) -> tuple[str, str]:
     about = bound.about
     notes = [about.help]
     if about.choices:
-        notes.append(f"One of {', '.join(about.choices)}.")
+        words = [f"{name} ({meaning})" for name, meaning in about.synonyms.items()]
+        notes.append(f"One of {', '.join([*about.choices, *words])}{_NUMBERED if about.numbered else ''}.")
     default = about.launch_default if bound.default is None else bound.default
-    if default not in (None, False, ()):
+    toggle = isinstance(bound.option_type, Bool) and about.toggle
+    if default not in (None, ()) and not (toggle and default is False):
         notes.append(f"Default: {bound.option_type.format(default)}.")
     carriers = [*bound.variables, *([bound.file_path] if bound.keys else [])]
     if carriers:
@@ -191,12 +157,15 @@ def _described(bound: BoundOption) -> tuple[str, str]:
     return _names(bound), " ".join(notes)
 
 
-def _names(bound: BoundOption) -> str:
+def _names(bound: BoundOption, *, aliases: bool = True) -> str:
     value = "" if isinstance(bound.option_type, Bool) and bound.about.toggle else f" {_placeholder(bound)}"
-    return ", ".join(bound.flags) + value
+    short = [flag for flag in bound.flags[1:] if aliases or not flag.startswith("--")]
+    return ", ".join([bound.flags[0], *short]) + value
 
 
 def _placeholder(bound: BoundOption) -> str:
+    if bound.about.choices and type(bound.option_type).__name__ != "BoolOrName":
+        return "NAME"
     return {"Int": "N", "Float": "X", "Bool": "true|false", "BoolOrName": "true|false|NAME"}.get(
         type(bound.option_type).__name__, "TEXT"
     )

@@ -72,17 +72,17 @@ def test_spellings(flag, script):
         (["--cpu"], 2, "there is no script to launch; example: accel launch"),
         (["--num_processes"], 2, "--num_processes needs a value"),
         (["--mixed_precision", "fp17", "SCRIPT"], 2, "expected one of no, fp16, bf16, fp8"),
-        (["--multi_gpu", "--num_processes", "2", "SCRIPT"], 1, "pass --cpu"),
+        (["--multi_gpu", "--num_processes", "2", "SCRIPT"], 2, "pass --cpu"),
         (["--multi_gpu", "--cpu", "--num_processes", "2", "SCRIPT"], 2, "--cpu contradicts --multi_gpu"),
         (
             ["--use_megatron_lm", "SCRIPT"],
-            1,
-            "--use_megatron_lm (distributed_type MEGATRON_LM) needs Megatron-LM, which is not available in this",
+            2,
+            "--use_megatron_lm needs Megatron-LM, which is not available in this",
         ),
         (["--aws_access_key_id", "key", "SCRIPT"], 2, "is for a SageMaker job"),
         (["--config_file", "nowhere.yaml", "SCRIPT"], 2, "nowhere.yaml does not exist"),
-        (["--module", "no.such.module"], 1, "no module named 'no.such.module'"),
-        (["trian.py"], 1, "did you mean 'train.py'?"),
+        (["--module", "no.such.module"], 2, "no module named 'no.such.module'"),
+        (["trian.py"], 2, "did you mean 'train.py'?"),
         (["--num_processes", "3", "--num_machines", "2", "SCRIPT"], 2, "is not divisible"),
     ],
 )
@@ -99,8 +99,11 @@ def test_mistakes(words, code, message, script):
 
 def test_more_processes_than_gpus(script):
     done = accel("--num_processes", "3", script, ACCEL_DEVICE_COUNT="2")
-    assert done.returncode == 1
-    assert "3 processes on this machine need 3 accelerators, but this machine has 2" in done.stderr
+    assert done.returncode == 2
+    assert (
+        "3 processes on this machine (--num_processes 3) need 3 accelerators, but this machine has 2"
+        in done.stderr
+    )
     assert "--cpu" in done.stderr
 
 

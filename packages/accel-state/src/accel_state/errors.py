@@ -5,6 +5,8 @@ AccelError
 │   ├── UnknownKeyError                 … or an unknown key
 │   └── ConfigNotFoundError (FileNotFoundError)  … or the file does not exist
 ├── LaunchError (RuntimeError)          processes could not be started, or one failed
+│   ├── TargetError                     … the script, module or program cannot be started
+│   └── PortError                       … the port of rank 0 cannot be used
 ├── DeviceError (RuntimeError)          the requested device does not exist
 ├── StateError (RuntimeError)           process state used before it exists, or set up twice in conflicting ways
 ├── NoExecutableBatchSizeError (RuntimeError)       out of memory at every batch size
@@ -12,9 +14,14 @@ AccelError
 │   └── CollectiveMismatchError         … with proof: different shapes or operations, or a rank is gone
 ├── MissingDependencyError (ImportError)  an optional package is not installed; names the pip command
 └── NotAvailableError (RuntimeError)    a documented option that this version does not support
+
+``exit_code`` of a class is what a command exits with: 2 where the command line or the configuration has to change, 1
+for other failures.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 __all__ = [
     "AccelError",
@@ -27,17 +34,27 @@ __all__ = [
     "MissingDependencyError",
     "NoExecutableBatchSizeError",
     "NotAvailableError",
+    "PortError",
     "StateError",
+    "TargetError",
     "UnknownKeyError",
 ]
 
 
 class AccelError(Exception):
-    """Root of every exception that the accel packages raise deliberately."""
+    """Root of every exception that the accel packages raise deliberately.
+
+    Attributes:
+        exit_code: what a command exits with after this error.
+    """
+
+    exit_code: ClassVar[int] = 1
 
 
 class ConfigError(AccelError, ValueError):
     """A configuration file, flag, variable or argument has an invalid value."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class UnknownKeyError(ConfigError):
@@ -52,8 +69,22 @@ class LaunchError(AccelError, RuntimeError):
     """Processes could not be started, or one of them failed."""
 
 
+class TargetError(LaunchError):
+    """The script, module or program of a launch does not exist or cannot be started."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class PortError(LaunchError):
+    """The requested port cannot be used: another process has it, or it is not permitted."""
+
+    exit_code: ClassVar[int] = 2
+
+
 class DeviceError(AccelError, RuntimeError):
     """The requested device does not exist."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class StateError(AccelError, RuntimeError):
@@ -78,3 +109,5 @@ class MissingDependencyError(AccelError, ImportError):
 
 class NotAvailableError(AccelError, RuntimeError):
     """A documented option that this version does not support."""
+
+    exit_code: ClassVar[int] = 2

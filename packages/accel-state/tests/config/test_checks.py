@@ -51,7 +51,7 @@ def test_a_parallelism_section_brings_fsdp_2():
         ("--module --no_python", r"--module and --no_python exclude each other"),
         (
             "--use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false",
-            r"--fsdp_cpu_ram_efficient_loading loads weights on one .* but --fsdp_sync_module_states False",
+            r"--fsdp_cpu_ram_efficient_loading loads weights on one .* but --fsdp_sync_module_states false",
         ),
         (
             "--use_deepspeed --deepspeed_config_file ds.json --zero_stage 2 --gradient_accumulation_steps 2",
@@ -67,7 +67,8 @@ def test_contradictions_name_both_and_what_to_do(flags, message):
 def test_contradictions_inside_a_file_name_the_file(write):
     file = write("distributed_type: MULTI_GPU\nuse_cpu: true\n")
     with pytest.raises(
-        ConfigError, match=rf"use_cpu: True in {file} contradicts distributed_type: MULTI_GPU in {file}"
+        ConfigError,
+        match=rf"use_cpu: true in {file}, line 2 contradicts distributed_type: MULTI_GPU in {file}, line 1",
     ):
         merged(file=file)
 

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import yaml
 
-from accel_state.config import LaunchConfig, SageMakerConfig, default_path, find_default, load, save
+from accel_state.config import (
+    LaunchConfig,
+    SageMakerConfig,
+    default_path,
+    find_default,
+    load,
+    parse_flags,
+    resolve,
+    save,
+)
+from accel_state.config.files import find_mistakes, read_layer
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
@@ -258,3 +269,101 @@ def test_a_mark_before_the_text_is_no_part_of_it(tmp_path, name, text):
 def test_a_key_that_is_no_text_is_named(tmp_path):
     with pytest.raises(ConfigError, match="key 1 is not a string"):
         load(write(tmp_path / "c.yaml", "1: 2\n"))
+
+
+TRL = {
+    "single_gpu": {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "bf16"},
+    "multi_gpu": {"distributed_type": "MULTI_GPU", "num_processes": 3, "gpu_ids": "all"},
+    "fsdp1": {"use_fsdp": True, "fsdp.reshard_after_forward": "FULL_SHARD", "fsdp.use_orig_params": True},
+    "fsdp2": {"use_fsdp": True, "fsdp.reshard_after_forward": True, "fsdp.fsdp_version": 2},
+    "context_parallel_2gpu": {"use_parallelism_config": True, "parallelism.cp_size": 2, "num_processes": 2},
+    "alst_ulysses_4gpu": {
+        "use_deepspeed": True,
+        "parallelism.sp_size": 2,
+        "parallelism.sp_backend": "deepspeed",
+    },
+    "zero1": {"use_deepspeed": True, "deepspeed.zero_stage": 1, "gradient_accumulation_steps": None},
+    "zero2": {"use_deepspeed": True, "deepspeed.zero_stage": 2, "deepspeed.offload_param_device": "none"},
+    "zero3": {"use_deepspeed": True, "deepspeed.zero_stage": 3, "deepspeed.zero3_save_16bit_model": True},
+}
+
+
+@pytest.mark.parametrize("name", TRL)
+def test_the_files_that_trl_ships_are_read_as_they_are(name, tmp_path):
+    path = CONFIGS / "trl" / f"{name}.yaml"
+    resolved = resolve(path, {})
+    for option, expected in TRL[name].items():
+        assert operator.attrgetter(option)(resolved.config) == expected, option
+    # Every key of the file counts, or a note says why it does not.
+    data = yaml.safe_load(path.read_text())
+    keys = {
+        f"{key}.{inner}"
+        for key, inner_keys in data.items()
+        if isinstance(inner_keys, dict)
+        for inner in inner_keys
+    }
+    layer = read_layer(path)
+    read = {place.key for place in layer.places.values()} | {note.split()[3] for note in layer.notes}
+    unset = {"deepspeed_config.gradient_accumulation_steps"} if name == "zero1" else set()  # "auto"
+    assert keys == {key for key in read if "." in key} | unset
+    assert load(save(load(path), tmp_path / "copy.yaml")) == load(path)
+
+
+def test_the_frozen_trl_files_are_all_nine():
+    assert {path.stem for path in (CONFIGS / "trl").iterdir()} == set(TRL)
+    assert len(TRL) == 9
+
+
+def test_one_process_of_a_file_with_a_left_over_number_is_said():
+    notes = resolve(CONFIGS / "trl/single_gpu.yaml", {}).notes
+    assert len(notes) == 1
+    assert "num_processes: 8 in" in notes[0]
+    assert "is not used: distributed_type: NO in" in notes[0]
+    started = resolve(CONFIGS / "trl/single_gpu.yaml", {}, parse_flags(["--num_processes", "2"])).config
+    assert (started.num_processes, started.distributed_type) == (2, None)
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_every_mistake_of_a_file_is_found_with_its_line(suffix, tmp_path):
+    text = {
+        "yaml": "distributed_typ: NO\nnum_processes: four\nfsdp_config:\n  fsdp_version: 2\n"
+        "  fsdp_offload_parms: true\n",
+        "json": '{"distributed_typ": "NO",\n"num_processes": "four",\n"fsdp_config":\n'
+        '{"fsdp_version": 2,\n\t"fsdp_offload_parms": true}}',
+    }[suffix]  # fmt: skip
+    path = write(tmp_path / f"f.{suffix}", text)
+    layer, errors = find_mistakes(path)
+    assert [str(error).removeprefix(str(path)) for error in errors] == [
+        ", line 1: key distributed_typ does not exist; did you mean distributed_type?",
+        ", line 2: num_processes is 'four'; expected an integer",
+        ", line 5: key fsdp_config.fsdp_offload_parms does not exist; did you mean fsdp_config.fsdp_offload_params?",
+    ]
+    assert layer.values == {"fsdp.fsdp_version": 2}
+    with pytest.raises(ConfigError, match=r"(?s)line 1.*line 2.*line 5"):
+        load(path)
+
+
+def test_a_file_that_is_no_mapping_is_one_mistake(tmp_path):
+    layer, errors = find_mistakes(write(tmp_path / "f.yaml", "- 1\n"))
+    assert layer is None
+    assert len(errors) == 1
+
+
+@pytest.mark.parametrize("place", ["fsdp_config", "deepspeed_config", "fp8_config", "dynamo_config",
+                                   "megatron_lm_config", "parallelism_config", "mpirun_config"])  # fmt: skip
+def test_t15_a_misspelt_key_of_every_section_is_an_error_with_its_line(place, tmp_path):
+    path = write(tmp_path / "f.yaml", f"debug: false\n{place}:\n  no_such_key: 1\n")
+    with pytest.raises(UnknownKeyError, match=rf"line 3: key {place}\.no_such_key does not exist"):
+        load(path)
+
+
+def test_old_distributed_types_are_read_as_what_they_are_now(tmp_path):
+    mps = resolve(write(tmp_path / "mps.yaml", "distributed_type: MPS\nmixed_precision: 'no'\n"), {})
+    assert (mps.config.distributed_type, mps.config.num_processes) == ("NO", 1)
+    assert "line 1: distributed_type MPS is read as NO" in mps.notes[0]
+    tp = resolve(
+        write(tmp_path / "tp.yaml", "distributed_type: TP\nnum_processes: 4\ntp_config:\n  tp_size: 4\n"), {}
+    )
+    assert (tp.config.distributed_type, tp.config.parallelism.tp_size) == ("FSDP", 4)
+    assert tp.config.fsdp.fsdp_version == 2
+    assert "distributed_type TP is read as FSDP" in tp.notes[0]

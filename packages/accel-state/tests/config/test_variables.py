@@ -98,10 +98,13 @@ def test_parallelism_megatron_dynamo_and_the_rest_reach_the_ranks():
 
 
 def test_bf16_on_tpus_is_autocast():
-    """XLA_USE_BF16 and XLA_DOWNCAST_BF16 would store parameters in bf16, too."""
+    """XLA_USE_BF16 and XLA_DOWNCAST_BF16 would store parameters in bf16, too; the latter is --downcast_bf16."""
     found = encode(launched("--tpu --mixed_precision bf16"))
     assert (found["ACCELERATE_DISTRIBUTED_TYPE"], found["ACCELERATE_MIXED_PRECISION"]) == ("XLA", "bf16")
     assert not {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"} & found.keys()
+    downcast = encode(launched("--tpu --mixed_precision bf16 --downcast_bf16"))
+    assert downcast.keys() - found.keys() == {"ACCELERATE_DOWNCAST_BF16", "XLA_DOWNCAST_BF16"}
+    assert "XLA_DOWNCAST_BF16" not in encode(launched("--mixed_precision bf16 --downcast_bf16"))
 
 
 def test_a_sagemaker_job_is_marked():

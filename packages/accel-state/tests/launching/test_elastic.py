@@ -43,7 +43,7 @@ def test_several_machines_are_started_by_an_agent():
     made = planned(*ELASTIC)
     assert made.style == "agent"
     argv = made.processes[0].argv
-    assert argv[:3] == ("python", "-m", "accel_state.launching.elastic")
+    assert argv[:3] == ("python", "-m", "accel_state.launching.agent")
     assert {"--nnodes=2", "--node-rank=1", "--nproc-per-node=2"} <= {*argv}
     assert {"--master-addr=10.0.0.1", "--master-port=29501"} <= {*argv}
     assert argv[-3:] == ("train.py", "--lr", "0.1")
@@ -58,3 +58,37 @@ def test_other_rendezvous_backends_number_the_machines_themselves():
 def test_several_machines_need_an_address():
     with pytest.raises(ConfigError, match="--main_process_ip and --main_process_port"):
         planned("--cpu", "--num_machines", "2", "--num_processes", "2")
+
+
+def test_a_range_of_machines_needs_a_rendezvous_that_lets_them_come_and_go():
+    argv = planned(*ELASTIC, "--min_machines", "1", "--rdzv_id", "run").processes[0].argv
+    assert {"--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=10.0.0.1:29501", "--rdzv-id=run"} <= {
+        *argv
+    }
+    assert planned(*ELASTIC, "--nnodes", "1:2", "--rdzv_id", "run").processes[0].argv == argv
+    with pytest.raises(ConfigError, match="--min_machines 3 is more than --num_machines 2"):
+        planned(*ELASTIC, "--min_machines", "3")
+
+
+def test_spares_imply_as_many_restarts():
+    argv = planned(*ELASTIC, "--spares", "2").processes[0].argv
+    assert {"--max-restarts=2", "--rdzv-backend=c10d", "--spares=2", "--cpu"} <= {*argv}
+    assert argv.index("--spares=2") < argv.index("--") < argv.index("--max-restarts=2")
+
+
+def test_newer_options_of_torchrun_reach_the_agent():
+    gpus = Host(Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES"), physical_cores=8, python="python")
+    flags = ("--numa_binding", "socket", "--virtual_local_rank", "--signals_to_handle", "SIGTERM,SIGUSR2",
+             "--shutdown_timeout", "9")  # fmt: skip
+    words = [word for word in ELASTIC if word != "--cpu"]
+    argv = planned(*words, *flags, host=gpus).processes[0].argv
+    wanted = {"--numa-binding=socket", "--virtual-local-rank", "--signals-to-handle=SIGTERM,SIGUSR2"}
+    assert wanted | {"--shutdown-timeout=9"} <= {*argv}
+    with pytest.raises(ConfigError, match="--numa_binding socket on several machines"):
+        planned(*ELASTIC, "--numa_binding", "socket")
+
+
+def test_the_defaults_of_torchruns_flags_do_not_reach_the_agent():
+    spec = first(*ELASTIC, environ={"PET_STANDALONE": "1", "PATH": "/bin"})
+    assert spec.environment({"PET_STANDALONE": "1", "PATH": "/bin"}).keys() >= {"PATH"}
+    assert "PET_STANDALONE" not in spec.environment({"PET_STANDALONE": "1"})

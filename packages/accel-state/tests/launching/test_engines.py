@@ -15,6 +15,7 @@ from accel_state.launching.engines import (
     check_available,
     missing_engine,
     missing_engines,
+    unused_options,
     variable_of,
 )
 
@@ -49,7 +50,7 @@ def test_what_exists_is_not_missing():
 
 
 def test_the_tables_of_the_launcher_follow_from_the_one():
-    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES} | {"tpu"}  # pods
+    assert set(MISSING_SECTIONS) == {engine.section for engine in MISSING_ENGINES}
     assert all(missing_engine("distributed_type", kind).name == name for kind, name in MISSING_TYPES.items())
 
 
@@ -71,8 +72,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_megatron_lm"], ["--tpu_use_cluster", "--tpu"], ["--mixed_precision", "fp8"],
-        ["--downcast_bf16"], ["--use_parallelism_config", "--use_fsdp"],
+        ["--use_megatron_lm"], ["--mixed_precision", "fp8"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -89,11 +89,26 @@ def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
         check_available(resolve(file, environ={}))
 
 
-def test_pods_in_a_file_are_refused_by_key(tmp_path):
-    file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: XLA\ntpu_use_cluster: true\n")
-    with pytest.raises(NotAvailableError, match=r"tpu_use_cluster: True in .*config\.yaml needs .*a pod"):
-        check_available(resolve(file, environ={}))
+@pytest.mark.parametrize("words", ["--tpu_cluster", "--downcast_bf16 --mixed_precision bf16"])
+def test_options_of_tpus_need_tpus(words):
+    flags = parse_flags(words.split())
+    with pytest.raises(ConfigError, match=f"^{words.split()[0].replace('tpu_c', 'tpu_use_c')}.*add --tpu"):
+        check_available(resolve(environ={}, flags=flags, use_default_file=False))
+    flags = parse_flags(["--tpu", *words.split()])
+    assert check_available(resolve(environ={}, flags=flags, use_default_file=False)).use_tpu
+
+
+def test_downcasting_needs_bf16():
+    flags = parse_flags(["--tpu", "--downcast_bf16"])
+    with pytest.raises(ConfigError, match="needs mixed_precision bf16, but it is no"):
+        check_available(resolve(environ={}, flags=flags, use_default_file=False))
+
+
+def test_flags_of_tpus_that_nothing_uses_are_named():
+    resolved = resolve(environ={}, flags=parse_flags(["--tpu_zone", "here"]), use_default_file=False)
+    assert unused_options(resolved)[0].endswith("to select it, add --tpu")
+    flags = parse_flags(["--tpu", "--tpu_zone", "here"])
+    assert unused_options(resolve(environ={}, flags=flags, use_default_file=False)) == []
 
 
 def test_one_tpu_machine_is_available():
@@ -107,7 +122,7 @@ def test_sagemaker_files_are_refused(tmp_path):
         "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: ml.p3.2xlarge\n"
         "iam_role_name: role\nmixed_precision: 'no'\n"
     )
-    with pytest.raises(NotAvailableError, match="SageMaker"):
+    with pytest.raises(NotAvailableError, match="SageMaker job, which only accel launch starts"):
         check_available(resolve(file, environ={}))
 
 

@@ -12,11 +12,12 @@ from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.launching.engines import MISSING_OPTIONS, MISSING_SECTIONS
+from accel_state.launching.engines import MISSING_SECTIONS
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
 from accel_state.launching.target import Target
+from accel_state.launching.tpu_pod import ssh_commands, worker_command
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")
 
@@ -85,7 +86,7 @@ def test_more_processes_than_accelerators_names_both_and_the_cpu():
 
 
 def test_multi_gpu_without_a_gpu_names_the_cpu():
-    with pytest.raises(DeviceError, match=r"\(--multi_gpu\) needs accelerators.*--cpu"):
+    with pytest.raises(DeviceError, match=r"MULTI_GPU needs accelerators.*--cpu"):
         planned("--multi_gpu", "--num_processes", "2")
 
 
@@ -233,6 +234,15 @@ ELASTIC = ("--num_machines", "2", "--num_processes", "4", "--cpu", "--main_proce
            "--main_process_port", "29501", "--machine_rank", "1")  # fmt: skip
 
 
+ON_GPUS = tuple(word for word in ELASTIC if word != "--cpu")
+FUNCTION = ("--main_training_function", "train")
+
+
+def pod(*flags):
+    config = configured("--tpu", "--tpu_cluster", *flags)
+    return ssh_commands(config.tpu, worker_command(config, TARGET))[0]
+
+
 # For every option that no variable carries: flags that set it, and how the launch shows that it was heard.
 REACHES = {
     "module": lambda: first("-m", target=Target("a.b", kind="module")).argv == ("python", "-m", "a.b"),
@@ -256,6 +266,34 @@ REACHES = {
     "rdzv_backend": lambda: "--rdzv-backend=etcd" in first(*ELASTIC, "--rdzv_backend", "etcd").argv,
     "rdzv_conf": lambda: "--rdzv-conf=a=1" in first(*ELASTIC, "--rdzv_conf", "a=1").argv,
     "gpu_ids": lambda: first("--gpu_ids", "1", host=gpus(2)).env["CUDA_VISIBLE_DEVICES"] == "1",
+    "min_machines": lambda: "--nnodes=1:2" in first(*ELASTIC, "--min_machines", "1").argv,
+    "spares": lambda: "--spares=1" in first(*ELASTIC, "--spares", "1").argv,
+    "connect_timeout": lambda: "--connect-timeout=9" in first(*ELASTIC, "--connect_timeout", "9").argv,
+    "rdzv_id": lambda: "--rdzv-id=x" in first(*ELASTIC, "--rdzv_backend", "c10d", "--rdzv_id", "x").argv,
+    "signals_to_handle": lambda: (
+        policy_of(configured("--signals_to_handle", "SIGUSR2")).signals == ("SIGUSR2",)
+    ),
+    "numa_binding": lambda: (
+        "--numa-binding=node" in first(*ON_GPUS, "--numa_binding", "node", host=gpus(2)).argv
+    ),
+    "virtual_local_rank": lambda: (
+        [
+            (spec.env["LOCAL_RANK"], spec.env["CUDA_VISIBLE_DEVICES"])
+            for spec in planned("--num_processes", "2", "--virtual_local_rank", host=gpus(2)).processes
+        ]
+        == [("0", "0"), ("0", "1")]
+    ),
+    "cluster": lambda: configured("--cluster", "none").cluster == "none",  # heard in test_surroundings
+    "submit": lambda: configured("--submit", "slurm").submit == "slurm",  # heard in test_submission
+    "tpu.tpu_name": lambda: "one" in pod("--tpu_name", "one"),
+    "tpu.tpu_zone": lambda: pod("--tpu_name", "one", "--tpu_zone", "here")[6:8] == ("--zone", "here"),
+    "tpu.tpu_use_cluster": lambda: configured("--tpu", "--tpu_cluster").tpu.tpu_use_cluster,
+    "tpu.tpu_use_sudo": lambda: "sudo env" in " ".join(pod("--tpu_name", "one", "--tpu_use_sudo")),
+    "tpu.command_file": lambda: configured("--command_file", "f.sh").tpu.command_file,  # for accel tpu-config
+    "tpu.commands": lambda: configured("--command", "ls").tpu.commands,  # for accel tpu-config
+    "tpu.tpu_vm": lambda: pod("--vm", "two")[:4] == ("gcloud", "compute", "ssh", "two"),
+    "tpu.tpu_env": lambda: "A=1" in " ".join(pod("--tpu_name", "one", "--env", "A=1")),
+    "tpu.main_training_function": lambda: "=train" in " ".join(pod("--tpu_name", "one", *FUNCTION)),
     "mpirun.hostfile": lambda: first("--mpirun_hostfile", "hosts").argv[0] == "mpirun",
 }
 
@@ -263,7 +301,8 @@ REACHES = {
 READY = [
     path
     for path in launcher_only_fields()
-    if path.partition(".")[0] not in MISSING_SECTIONS and path not in MISSING_OPTIONS
+    # Options of a section whose part has its own tests: DeepSpeed's launcher, the submission of jobs.
+    if path.partition(".")[0] not in {*MISSING_SECTIONS, "deepspeed", "submission"}
 ]
 
 

@@ -38,7 +38,7 @@ def test_a_taken_port_is_named_with_the_remedy(host):
         port = server.getsockname()[1]
         assert is_port_in_use(port)
         with (
-            pytest.raises(LaunchError, match=f"port {port} .*Omit --main_process_port"),
+            pytest.raises(LaunchError, match=f"port {port} .*Pass --main_process_port 0"),
             reserve_port(port),
         ):
             pass

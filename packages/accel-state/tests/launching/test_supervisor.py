@@ -9,79 +9,21 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 
+from testkit.launchers import Launcher
+
 DRIVER = Path(__file__).with_name("launching_driver.py")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups of POSIX systems")
 
 
-class Launcher:
-    """Starts the launcher on scripts, and finds what it left running."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.marker = uuid.uuid4().hex
-        self.environ = {
-            **os.environ,
-            "ACCEL_TEST_MARKER": self.marker,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }
-
-    def script(self, body: str) -> str:
-        path = self.folder / f"script_{uuid.uuid4().hex[:6]}.py"
-        path.write_text(
-            "import os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n" + textwrap.dedent(body)
-        )
-        return str(path)
-
-    def start(self, *words: str, **options) -> subprocess.Popen:
-        options = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.PIPE,
-            "stdin": subprocess.DEVNULL,
-        } | options
-        return subprocess.Popen(
-            [sys.executable, str(DRIVER), "--cpu", *words],
-            env=self.environ,
-            cwd=self.folder,
-            text=True,
-            **options,
-        )
-
-    def run(self, *words: str, timeout: float = 30) -> subprocess.CompletedProcess:
-        process = self.start(*words)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        finally:
-            process.kill()
-        return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-    def leftovers(self, patience: float = 3.0) -> list[str]:
-        until = time.monotonic() + patience
-        while (found := self._marked()) and time.monotonic() < until:
-            time.sleep(0.05)
-        return found
-
-    def _marked(self) -> list[str]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("ACCEL_TEST_MARKER") == self.marker and process.status() != "zombie":
-                    found.append(f"{process.pid} {process.cmdline()}")
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue
-        return found
-
-
 @pytest.fixture
 def launcher(tmp_path):
-    made = Launcher(tmp_path)
+    made = Launcher(tmp_path, DRIVER)
     yield made
     left = made.leftovers()
     for line in left:
@@ -126,31 +68,6 @@ def test_one_process_prints_without_prefix_when_it_is_watched(launcher):
     assert (done.returncode, done.stdout) == (0, "plain\n")
 
 
-def test_first_failing_rank_is_told_last_and_gives_the_code(launcher):
-    script = launcher.script("""
-        def broken():
-            raise ValueError("the numbers do not add up")
-        if rank == 1:
-            time.sleep(0.2)
-            try:
-                broken()
-            except ValueError:
-                import traceback
-                traceback.print_exc()
-                sys.exit(5)
-        time.sleep(60)
-    """)
-    started = time.monotonic()
-    done = launcher.run("--num_processes", "3", script)
-    assert time.monotonic() - started < 10
-    assert done.returncode == 5
-    heading, _, error = done.stderr.rpartition("=\n")
-    assert "rank 1 failed first (exit code 5)" in heading.splitlines()[-1]
-    assert error.startswith("Traceback (most recent call last):\n")
-    assert error.endswith("ValueError: the numbers do not add up\n")
-    assert "rank 1 failed (exit code 5); ending rank 0, rank 2" in done.stderr
-
-
 def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(launcher):
     # Rank 0 is slow to end after its traceback, as a process that tears down a process group is; rank 1 meets
     # the broken connection and is gone before.
@@ -170,117 +87,6 @@ def test_the_rank_whose_traceback_came_first_is_blamed_although_it_ends_last(lau
     done = launcher.run("--num_processes", "2", script)
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("RuntimeError: cause")
-
-
-def test_a_rank_that_waited_for_another_is_not_blamed_although_its_traceback_came_first(launcher):
-    script = launcher.script("""
-        if rank == 0:
-            open("waiting", "w").close()
-            raise RuntimeError("[../gloo/pair.cc:525] Connection closed by peer [127.0.0.1]:4242. GLHF!")
-        while not os.path.exists("waiting"):
-            time.sleep(0.01)
-        time.sleep(0.3)
-        raise ValueError("cause")
-    """)
-    done = launcher.run("--num_processes", "2", script)
-    assert "rank 1 failed first (exit code 1)" in done.stderr
-    assert "rank 0 waited for it, and ended because it was gone\n" in done.stderr
-    assert "GLHF" not in done.stderr
-    assert done.stderr.rstrip().endswith("ValueError: cause")
-
-
-def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):
-    script = launcher.script("""
-        if rank == 1:
-            sys.stderr.write("[rank1]: Traceback (most recent call last):\\n[rank1]: ValueError: x\\n")
-            open("link_lost", "w").close()
-            time.sleep(0.3)
-            sys.exit(1)
-        while not os.path.exists("link_lost"):
-            time.sleep(0.01)
-        time.sleep(0.1)
-        sys.stderr.write("[rank0]: Traceback (most recent call last):\\n[rank0]: OSError: link lost\\n")
-        sys.exit(1)
-    """)
-    done = launcher.run("--num_processes", "2", script)
-    assert done.stderr.count("ValueError: x") == 1, "the report at the end shows it, and nothing before"
-    assert "rank 0 failed too: OSError: link lost\n" in done.stderr
-    assert done.stderr.endswith("\nTraceback (most recent call last):\nValueError: x\n")
-    debugged = launcher.run("--debug", "--num_processes", "2", script)
-    assert "[rank 1] ValueError: x\n" in debugged.stderr
-
-
-def test_a_traceback_of_a_rank_that_goes_on_is_shown_in_its_place(launcher):
-    script = launcher.script("""
-        import traceback
-        if rank == 0:
-            try: raise ValueError("handled")
-            except ValueError: traceback.print_exc()
-            time.sleep(3)
-            sys.stderr.write("later\\n")
-    """)
-    done = launcher.run("--num_processes", "2", script)
-    assert done.returncode == 0
-    assert "[rank 0] ValueError: handled\n[rank 0] later\n" in done.stderr
-
-
-def test_tracebacks_of_an_attempt_are_shown_before_the_restart(launcher):
-    script = launcher.script("raise ValueError(os.environ['TORCHELASTIC_RESTART_COUNT'])")
-    done = launcher.run("--num_processes", "2", "--max_restarts", "1", script)
-    first, _, second = done.stderr.partition("restarting all ranks")
-    assert "[rank 0] ValueError: 0\n" in first
-    assert "[rank 1] ValueError: 0\n" in first
-    assert "ValueError: 0" not in second
-    assert second.count("ValueError: 1") == 2, "one traceback, and one line for the other rank"
-
-
-def test_library_frames_are_folded_and_the_log_file_has_them(launcher):
-    script = launcher.script("""
-        import json
-        def read():
-            return json.loads("{")
-        if rank == 1:
-            read()
-        time.sleep(60)
-    """)
-    done = launcher.run("--num_processes", "2", "--log_dir", "logs", script)
-    assert "frames of Python" in done.stderr
-    assert "in read" in done.stderr
-    assert "decoder.py" in (launcher.folder / "logs/rank_1.log").read_text()
-    assert "frames of Python" not in launcher.run("--debug", "--num_processes", "2", script).stderr
-
-
-@posix
-@pytest.mark.parametrize(("environ", "coloured"), [({}, False), ({"FORCE_COLOR": "1"}, True)])
-def test_ranks_have_colours_of_their_own(launcher, environ, coloured):
-    launcher.environ |= environ
-    script = launcher.script("print('hello')")
-    done = launcher.run("--num_processes", "2", script)
-    prefixes = {"\x1b[36m[rank 0]\x1b[0m hello", "\x1b[35m[rank 1]\x1b[0m hello"}
-    assert set(done.stdout.splitlines()) == (prefixes if coloured else {"[rank 0] hello", "[rank 1] hello"})
-
-
-def test_chained_exceptions_are_told_whole(launcher):
-    script = launcher.script("""
-        if rank == 0:
-            try:
-                {}["key"]
-            except KeyError as error:
-                raise RuntimeError("outer") from error
-        time.sleep(60)
-    """)
-    done = launcher.run("--num_processes", "2", script)
-    told = done.stderr.rpartition("=\n")[2]
-    assert "KeyError: 'key'" in told
-    assert "RuntimeError: outer" in told
-
-
-def test_a_syntax_error_is_told_too(launcher):
-    path = launcher.folder / "bad.py"
-    path.write_text("x = = 1\n")
-    done = launcher.run("--num_processes", "2", str(path))
-    assert done.returncode == 1
-    assert "SyntaxError" in done.stderr.rpartition("=\n")[2]
 
 
 @posix
@@ -761,8 +567,8 @@ def test_a_taken_port_is_named_before_anything_starts(launcher):
         )
     assert done.returncode == 2
     assert "ran" not in done.stdout
-    assert f"LaunchError: port {port} cannot be used" in done.stderr
-    assert "Omit --main_process_port" in done.stderr
+    assert f"PortError: port {port} cannot be used" in done.stderr
+    assert "Pass --main_process_port 0" in done.stderr
 
 
 def test_dry_run_prints_commands_that_can_be_pasted(launcher):

@@ -86,5 +86,7 @@ def test_wrong_variables_are_named_with_their_value(environ, parts):
 
 
 def test_clusters_are_asked_in_order_and_the_last_always_answers():
-    assert [cluster.name for cluster in CLUSTERS] == ["torchrun", "mpi", "slurm", "single"]
+    assert [cluster.name for cluster in CLUSTERS] == [
+        "torchrun", "flux", "lsf", "mpi", "slurm", "sagemaker", "single",
+    ]  # fmt: skip
     assert CLUSTERS[-1].detect({"SOMETHING": "else"}) is not None

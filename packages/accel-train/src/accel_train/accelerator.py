@@ -48,6 +48,7 @@ from accel_train.plugins import (
 from accel_train.plugins.launched import launched_plugin
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
+from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
@@ -206,7 +207,9 @@ class Accelerator(ProcessView):
         )
         models: list[nn.Module] = []
         optimizers: list[AcceleratedOptimizer] = []
-        ledger = ActiveLoaders()
+        observed = self._process.rehearsal
+        rehearsal = None if observed is None else TrainingRehearsal(observed)
+        ledger = ActiveLoaders() if rehearsal is None else rehearsal.ledger
         self._accumulator = Accumulator(
             self._plan.strategy,
             ledger,
@@ -228,6 +231,9 @@ class Accelerator(ProcessView):
             prepared_models=models,
             optimizers=optimizers,
         )
+        if rehearsal is not None:
+            self._accumulator.rehearsal = rehearsal
+            rehearsal.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from accel_cli.config_show import add_commands
 from accel_cli.dialect import App
 from accel_state.config.files import default_path, find_default, load, save
 from accel_state.environment import snapshot
@@ -83,6 +84,9 @@ def update(config_file: _FileOption = None) -> None:
     else:
         source, path = Path(config_file), _writable(config_file)
     typer.echo(f"wrote {save(load(source), path)}")
+
+
+add_commands(app)
 
 
 def _writable(config_file: str | None) -> Path:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import typer
 
-from accel_cli.dialect import App, Command
-from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_cli.dialect import App
+from accel_cli.schema_command import SchemaCommand
+from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.environment import snapshot
@@ -19,74 +19,32 @@ from accel_state.errors import ConfigError
 from accel_state.launching.engines import check_available, unused_options
 from accel_state.launching.target import Target
 
-__all__ = ["app", "main"]
+__all__ = ["LaunchCommand", "app", "main", "target_of"]
 
 _OWN = {"config_file": True, "help": False, "-h": False, "help-all": False}
 """Flags that are not part of the schema, and whether they take a value."""
-_FOR_SEVERAL_MACHINES = ("same_network", "rdzv_backend", "rdzv_conf")
+_FOR_SEVERAL_MACHINES = (
+    "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
+)  # fmt: skip
 
 
-class LaunchCommand(Command):
-    """The command whose flags are those of the schema: ``parse_flags`` reads them, as a file and variables are read."""
+class LaunchCommand(SchemaCommand):
+    """The command of ``accel launch``."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """One parameter per flag of the schema, for completion."""
-        return list(_completed().params)
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the words for ``main``."""
-        ctx.args = list(args)
-        return args
-
-    def invoke(self, ctx: Any) -> int:
-        """Run ``main``."""
-        return main(ctx.args)
+    own_flags = {
+        "--config_file": "Configuration file to read.",
+        "--help": "Show help; a topic may follow.",
+        "--help-all": "Show all flags.",
+    }
 
 
 app = App()
 
 
 @app.command(cls=LaunchCommand)
-def launch_script() -> None:
+def launch_script(context: typer.Context) -> int:
     """Start a script on one or many processes."""
-
-
-def _completed() -> Any:
-    """A command with a Typer option for every flag of the schema, and the script as a path."""
-    from accel_cli.launch_help import typed_flags
-
-    def nothing(**values: Any) -> None:
-        pass
-
-    parameters = [
-        inspect.Parameter(
-            f"flag_{index}",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=False if toggle else None,
-            annotation=Annotated[
-                bool if toggle else str | None,
-                typer.Option(*names, help=text, autocompletion=_choices(choices) if choices else None),
-            ],
-        )
-        for index, (names, text, toggle, choices) in enumerate(typed_flags())
-    ]
-    script = inspect.Parameter(
-        "script",
-        inspect.Parameter.KEYWORD_ONLY,
-        annotation=Annotated[list[Path] | None, typer.Argument()],
-        default=None,
-    )
-    nothing.__signature__ = inspect.Signature([*parameters, script])  # type: ignore[attr-defined]
-    completed = App()
-    completed.command()(nothing)
-    return typer.main.get_command(completed)
-
-
-def _choices(choices: Sequence[str]) -> Any:
-    def begin(incomplete: str) -> list[str]:
-        return [choice for choice in choices if choice.lower().startswith(incomplete.lower())]
-
-    return begin
+    return main(context.args)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -114,15 +72,51 @@ def main(arguments: Sequence[str]) -> int:
             "(accel launch --help lists the flags)"
         )
     from accel_state.launching.run import launch
+    from accel_state.launching.surroundings import find_surroundings
 
     environ = snapshot()
     resolved = resolve(flags.others.get("config_file"), environ, flags)
-    config = check_available(resolved)
-    target = _target(config, flags)
+    if resolved.config.compute_environment == "AMAZON_SAGEMAKER":
+        from accel_cli.sagemaker_launch import launch_on_sagemaker
+
+        return launch_on_sagemaker(resolved, Target(flags.rest[0], flags.rest[1:]))
+    check_available(resolved)
+    surroundings = find_surroundings(resolved, environ)
+    resolved = surroundings.resolved
+    config = resolved.local()
+    target = target_of(config, flags)
+    if config.use_tpu:
+        from accel_cli.tpu_launch import launch_on_pod, on_tpu
+
+        if config.tpu.tpu_use_cluster:
+            return launch_on_pod(config, target, environ)
+        config, target = on_tpu(resolved, config, target, environ)
     if not config.quiet:
-        for note in (*resolved.notes, *unused_options(resolved), *_idle(config, flags)):
+        for note in (*resolved.notes, *surroundings.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
-    return launch(config, target, environ)
+    if config.submit is not None:
+        return _submit(config, arguments, target, environ)
+    return launch(config, target, environ, joins=surroundings.joins, sources=resolved.sources)
+
+
+def _submit(
+    config: LaunchConfig, arguments: Sequence[str], target: Target, environ: Mapping[str, str]
+) -> int:
+    """Submit the run as a job; the job runs this command again, without the flags of the submission."""
+    from accel_state.launching.submission import SUBMISSIONS, Job
+    from accel_state.launching.target import check_target
+
+    check_target(target, environ)
+    kept = without_flags(
+        arguments, _OWN, lambda name: name in ("submit", "dry_run") or name.startswith("submit_")
+    )
+    job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
+    submission = SUBMISSIONS[str(config.submit)]
+    if config.dry_run:
+        sys.stdout.write(submission.script(job))
+    else:
+        sys.stdout.write(f"accel: {submission.submit(job, environ)}\n")
+    return 0
 
 
 def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
@@ -133,7 +127,8 @@ def _idle(config: LaunchConfig, flags: ParsedFlags) -> list[str]:
     return [f"{flag} has no effect on one machine" for flag in typed if flag is not None]
 
 
-def _target(config: LaunchConfig, flags: ParsedFlags) -> Target:
+def target_of(config: LaunchConfig, flags: ParsedFlags) -> Target:
+    """What the words after the flags name: a script, a module or a program."""
     kind: Literal["script", "module", "program"] = "script"
     if config.module:
         kind = "module"

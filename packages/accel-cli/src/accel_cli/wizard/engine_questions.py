@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from accel_cli.wizard.answers import Answers, Condition, equals, more_than, negated, offered, only_if
 from accel_cli.wizard.place_questions import SEVERAL
 from accel_cli.wizard.question import Choice, Question
+from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option
+from accel_state.config.schema import schema_of
 from accel_state.errors import ConfigError
 
 __all__ = ["ENGINE_QUESTIONS", "MESH_DEGREES", "process_count"]
@@ -140,10 +142,13 @@ def _launchers(answers: Answers) -> Sequence[Choice]:
         "nossh": "nossh: one command per machine, with a hostfile and without SSH",
     }
     path = "deepspeed.deepspeed_multinode_launcher"
-    names = ("standard", "pdsh", "openmpi", "mvapich", "mpich", "nossh", "slurm")
-    return [Choice(name, labels.get(name, name)) for name in names if answers.situation.offers(path, name)]
+    names = schema_of(LaunchConfig).by_path[path].about.choices
+    found = [Choice(name, labels.get(name, name)) for name in names if answers.situation.offers(path, name)]
+    return sorted(found, key=lambda choice: choice.value != "standard")
 
 
+_FILTERS = equals("deepspeed.deepspeed_multinode_launcher", "pdsh", "nossh", "slurm")
+"""Launchers that can leave out a part of the hostfile; those of MPI use all of it."""
 _OWN_LAUNCHER: tuple[Condition, ...] = (
     negated(equals("deepspeed.deepspeed_multinode_launcher", None, "standard")),
 )
@@ -201,10 +206,10 @@ _DEEPSPEED_QUESTIONS = (
         choices=_launchers,
     ),
     Question(path="deepspeed.deepspeed_hostfile", when=_OWN_LAUNCHER, required=True, file=True),
-    Question(path="deepspeed.deepspeed_exclusion_filter", when=_OWN_LAUNCHER),
+    Question(path="deepspeed.deepspeed_exclusion_filter", when=(_FILTERS,)),
     Question(
         path="deepspeed.deepspeed_inclusion_filter",
-        when=(*_OWN_LAUNCHER, equals("deepspeed.deepspeed_exclusion_filter", None)),
+        when=(_FILTERS, equals("deepspeed.deepspeed_exclusion_filter", None)),
     ),
 )
 

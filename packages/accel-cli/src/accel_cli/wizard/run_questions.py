@@ -85,12 +85,12 @@ def _threads_before(answers: Answers) -> int:
 TPU_QUESTIONS = (
     Question(path="tpu.main_training_function", when=(_TPU,), required=True),
     Question(path="tpu.tpu_use_cluster", when=(_TPU, offered("tpu.tpu_use_cluster"))),
-    Question(path="tpu.tpu_name", when=(_POD,), required=True),
-    Question(path="tpu.tpu_zone", when=(_POD,), required=True),
+    Question(path="tpu.tpu_name", when=(_POD,)),
+    Question(path="tpu.tpu_vm", when=(_POD, equals("tpu.tpu_name", None)), separator=",", required=True),
+    Question(path="tpu.tpu_zone", when=(_POD,)),
     Question(path="tpu.tpu_use_sudo", when=(_POD,)),
     Question(path="tpu.command_file", when=(_POD,), file=True),
     Question(path="tpu.commands", when=(_POD, equals("tpu.command_file", None)), separator=";"),
-    Question(path="tpu.tpu_vm", when=(_POD,), separator=","),
     Question(path="tpu.tpu_env", when=(_POD,), separator=","),
 )
 """The questions of TPUs."""

@@ -45,6 +45,9 @@ _NO_TAG = 0x7FFF_0000
 """A tag that no message uses."""
 _logger = logging.getLogger(__name__)
 
+Compared = Callable[[Sequence[int], str, int, str], None]
+"""Called with the group's ranks, the operation, its fingerprint, and a description of this rank's input."""
+
 _all_gather_single: Callable[..., dist.Work] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 )
@@ -104,6 +107,8 @@ class Channel:
         device: device of the payloads if the group cannot transfer CPU tensors.
         settings: which collectives are checked.
         watchdog: the watchdog of this process, if the world has a store.
+        compared: in a rehearsal, where every other rank is answered for as if it had said the same as this one: called
+            before every exchange.
     """
 
     def __init__(
@@ -113,8 +118,10 @@ class Channel:
         device: torch.device,
         settings: CheckSettings,
         watchdog: Watchdog | None,
+        compared: Compared | None = None,
     ) -> None:
         self.group = group
+        self._compared = compared
         self.name = str(group.group_name)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
         self.rank = self.ranks.index(dist.get_rank())
@@ -162,6 +169,11 @@ class Channel:
     def carrier(self, device: torch.device) -> torch.device:
         """The device on which this group transfers tensors of ``device``."""
         return device if device.type in self._device_types else self.device
+
+    @property
+    def rehearsed(self) -> bool:
+        """Whether every other rank is answered for as if it had said the same as this one."""
+        return self._compared is not None
 
     # --- position of this rank; read by the watchdog ---
 
@@ -250,6 +262,8 @@ class Channel:
             CollectiveMismatchError: keys differ, on every rank.
             BaseException: ``local_error``, on the rank that passed it.
         """
+        if self._compared is not None:
+            self._compared(self.ranks, self._position[1] or "", fingerprint(key), describe())
         size = 0 if payload is None else payload.numel()
         _HEADER.pack_into(
             self._out, 0, fingerprint(key), size, _LOCAL_ERROR if local_error is not None else 0, 0
@@ -424,12 +438,21 @@ class Channels:
         device: device of this process.
         store: a dedicated client of the world's store; None: no watchdog.
         settings: which collectives are checked, and when a stuck one is reported.
+        compared: see ``Channel``.
     """
 
     def __init__(
-        self, *, rank: int, size: int, device: torch.device, store: Store | None, settings: CheckSettings
+        self,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        store: Store | None,
+        settings: CheckSettings,
+        compared: Compared | None = None,
     ) -> None:
         self._device = device
+        self._compared = compared
         self._settings = settings
         self._place = (store, rank, size)
         self._by_name: dict[str, Channel] = {}
@@ -477,7 +500,13 @@ class Channels:
         if channel is None or channel.group is not group:
             if group.size() == 1:
                 return None
-            channel = Channel(group, device=self._device, settings=self._settings, watchdog=self._watchdog)
+            channel = Channel(
+                group,
+                device=self._device,
+                settings=self._settings,
+                watchdog=self._watchdog,
+                compared=self._compared,
+            )
             self._by_name[name] = channel
         return channel
 

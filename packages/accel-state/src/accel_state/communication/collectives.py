@@ -26,7 +26,7 @@ from accel_state.communication.serialization import (
     pickled,
     unpack,
 )
-from accel_state.errors import CollectiveMismatchError, ConfigError
+from accel_state.errors import CollectiveMismatchError, ConfigError, NotAvailableError
 from accel_state.trees import TreeSpec, flatten, recursively_apply, tensor_leaves
 from accel_state.world.process import PartialState
 
@@ -193,7 +193,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     with channel.operation("broadcast"):
         tree = _Tree.of(channel, tensor)
         small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]
-        mine = channel.rank == source
+        mine = channel.rank == source or channel.rehearsed
         if tree.checked:
             rows = channel.exchange(
                 ("broadcast", source, tree.key()), tree.describe,
@@ -240,7 +240,7 @@ def broadcast_object_list(
         local_error: Exception | None = None
         if not isinstance(object_list, list):
             local_error = _wrong_type("broadcast_object_list", object_list)
-        elif channel.rank == source:
+        elif channel.rank == source or channel.rehearsed:
             payload, local_error = pickled(object_list)
         length = len(object_list) if local_error is None else 0
         key = ("broadcast_object_list", source, length)
@@ -326,6 +326,8 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
         payload = None if tensor is None else as_bytes(pickle.dumps((tensor.dtype, tuple(tensor.shape))))
         rows = channel.exchange("copy_tensor_to_devices", lambda: "", payload)
         owners = [index for index, size in enumerate(rows.sizes) if size]
+        if channel.rehearsed:
+            owners = _rehearsed_owner(channel, tensor)
         if len(owners) != 1:
             raise CollectiveMismatchError(
                 "copy_tensor_to_devices needs a tensor on exactly one rank; "
@@ -338,6 +340,15 @@ def copy_tensor_to_devices(tensor: Tensor | None = None, *, group: dist.ProcessG
         if copy.numel():
             _broadcast_large(channel, copy, channel.ranks[owners[0]])
         return copy
+
+
+def _rehearsed_owner(channel: Channel, tensor: Tensor | None) -> list[int]:
+    if tensor is None:
+        raise NotAvailableError(
+            "copy_tensor_to_devices gets a tensor from another rank here, and a rehearsal has no other rank to tell "
+            "its shape; rehearse the rank that has the tensor"
+        )
+    return [channel.rank]
 
 
 # --- trees of tensors ---

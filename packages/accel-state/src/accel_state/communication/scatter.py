@@ -20,7 +20,7 @@ from torch import Tensor
 
 from accel_state.communication.channel import Channel
 from accel_state.communication.serialization import aligned, pack
-from accel_state.errors import CollectiveMismatchError, ConfigError
+from accel_state.errors import CollectiveMismatchError, ConfigError, NotAvailableError
 from accel_state.trees import TreeSpec, flatten, unflatten
 from accel_state.world.process import PartialState
 
@@ -113,6 +113,12 @@ class Scatterer:
             return parts[0]
         with channel.operation("scatter"):
             if channel.ranks[channel.rank] != self._source:
+                if channel.rehearsed:
+                    raise NotAvailableError(
+                        f"rank {channel.ranks[channel.rank]} gets its data from rank {self._source}, which is not "
+                        f"there in a rehearsal; rehearse rank {self._source}. Loaders that rank 0 reads for all "
+                        "(dispatch_batches=True) are one case: with dispatch_batches=False every rank reads"
+                    )
                 return self._receive(channel)
             return self._send(channel, parts)
 

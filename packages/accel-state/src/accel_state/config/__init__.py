@@ -29,7 +29,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_state.config.sections.hardware": ("DEVICE_LIST_VARIABLES",),
         "accel_state.config.launch": ("LaunchConfig",),
         "accel_state.config.sections.megatron_lm": ("MegatronLMSection",),
-        "accel_state.config.merge": ("Origin", "Resolved", "resolve"),
+        "accel_state.config.merge": ("Resolved", "resolve"),
         "accel_state.config.sections.mpirun": ("MpirunSection",),
         "accel_state.config.option": ("Carrier", "Option", "Section"),
         "accel_state.config.external_variables": ("OTHER_VARIABLES",),
@@ -37,6 +37,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_state.config.sections.runtime": ("RuntimeSection",),
         "accel_state.config.sagemaker": ("SageMakerConfig",),
         "accel_state.config.schema": ("BoundOption", "Schema", "schema_of"),
+        "accel_state.config.sources": ("Origin", "Source", "Sources"),
         "accel_state.config.sections.tpu": ("TpuSection",),
     },
 )

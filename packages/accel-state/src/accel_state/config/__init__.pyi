@@ -19,7 +19,6 @@ from accel_state.config.flags import ParsedFlags as ParsedFlags
 from accel_state.config.flags import parse_flags as parse_flags
 from accel_state.config.flags import to_flags as to_flags
 from accel_state.config.launch import LaunchConfig as LaunchConfig
-from accel_state.config.merge import Origin as Origin
 from accel_state.config.merge import Resolved as Resolved
 from accel_state.config.merge import resolve as resolve
 from accel_state.config.option import Carrier as Carrier
@@ -41,5 +40,8 @@ from accel_state.config.sections.mpirun import MpirunSection as MpirunSection
 from accel_state.config.sections.parallelism import ParallelismSection as ParallelismSection
 from accel_state.config.sections.runtime import RuntimeSection as RuntimeSection
 from accel_state.config.sections.tpu import TpuSection as TpuSection
+from accel_state.config.sources import Origin as Origin
+from accel_state.config.sources import Source as Source
+from accel_state.config.sources import Sources as Sources
 
 __all__: list[str]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
-from accel_state.config.launch import LaunchConfig
-from accel_state.config.schema import schema_of
+from accel_state.config.sources import Origin, Source, Sources
 from accel_state.errors import ConfigError
 
-__all__ = ["check"]
+__all__ = ["check", "find_contradictions"]
 
 # Options that DeepSpeed's own configuration file sets.
 _DEEPSPEED_OWN = (
@@ -24,13 +24,12 @@ _DEEPSPEED_OWN = (
 )
 
 
-def check(values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str, str]) -> list[str]:
+def check(values: dict[str, Any], sources: dict[str, Source]) -> list[str]:
     """Check merged values; if two contradict each other, the one of lower precedence is dropped.
 
     Args:
         values: merged value of every option by path; changed in place.
-        origins: origin of every option by path, comparable by precedence.
-        sources: names of the file and of the flags as typed, for messages.
+        sources: source of every option that is set, by path; changed in place.
 
     Returns:
         Notes about dropped values.
@@ -39,49 +38,53 @@ def check(values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str,
         ConfigError: two values of equal precedence contradict each other, or one requires another that is
             missing.
     """
-    merged = _MergedOptions(values, origins, sources)
-    _cpu_or_accelerators(merged)
-    _enough_processes(merged)
-    _parallelism(merged)
-    _module_or_program(merged)
-    _fsdp_loading(merged)
-    _deepspeed_file(merged)
+    merged = _MergedOptions(values, sources)
+    for rule in _RULES:
+        rule(merged)
     return merged.notes
+
+
+def find_contradictions(values: dict[str, Any], sources: dict[str, Source]) -> list[ConfigError]:
+    """Every error that ``check`` would raise, one after the other; for a report of them all."""
+    merged = _MergedOptions(values, sources)
+    found = []
+    for rule in _RULES:
+        try:
+            rule(merged)
+        except ConfigError as error:
+            found.append(error)
+    return found
 
 
 class _MergedOptions:
     """The merged values, and their names in messages."""
 
-    def __init__(self, values: dict[str, Any], origins: dict[str, Any], sources: Mapping[str, str]) -> None:
+    def __init__(self, values: dict[str, Any], sources: dict[str, Source]) -> None:
         self.values = values
-        self.origins = origins
         self.sources = sources
         self.notes: list[str] = []
 
+    def origin(self, path: str) -> Origin:
+        return Sources(self.sources).of(path).origin
+
     def describe(self, path: str) -> str:
         """The option as the user wrote it, with its value and source."""
-        bound = schema_of(LaunchConfig).by_path[path]
-        value = self.values[path]
-        match self.origins[path].name:
-            case "FLAG":
-                flag = self.sources.get(f"flag:{path}", bound.label)
-                switch = flag.lstrip("-").replace("-", "_") in schema_of(LaunchConfig).switches
-                return flag if value is True or switch else f"{flag} {value}"
-            case "FILE":
-                return f"{bound.file_path}: {value} in {self.sources.get('file', 'the file')}"
-            case "ENVIRONMENT":
-                variables = [v for meaning, v in bound.about.switches.values() if meaning == value and v]
-                return f"{(variables or list(bound.variables))[0]} in the environment"
-            case _:
-                return f"{path}={value!r}"
+        return Sources(self.sources).describe(path, self.values[path])
+
+    def remedy(self, path: str, *others: str) -> str:
+        """How to take the option back where it was set."""
+        return Sources(self.sources).remedy(path, self.values[path], *others)
 
     def drop_weaker(self, weak: str, strong: str, value: Any, remedy: str) -> None:
         """Set the option of lower precedence to ``value``; raise if both have equal precedence."""
-        if self.origins[weak] >= self.origins[strong]:
+        if self.origin(weak) >= self.origin(strong):
             raise ConfigError(f"{self.describe(strong)} contradicts {self.describe(weak)}; {remedy}")
         self.notes.append(f"{self.describe(weak)} is overridden by {self.describe(strong)}")
         self.values[weak] = value
-        self.origins[weak] = self.origins[strong]
+        source = Sources(self.sources).of(strong)
+        if not source.path:
+            source = dataclasses.replace(source, path=strong, value=self.values[strong])
+        self.sources[weak] = source
 
 
 def _cpu_or_accelerators(merged: _MergedOptions) -> None:
@@ -89,7 +92,7 @@ def _cpu_or_accelerators(merged: _MergedOptions) -> None:
     accelerators = (kind.startswith("MULTI_") and kind != "MULTI_CPU") or kind == "XLA"
     if not merged.values["use_cpu"] or not accelerators:
         return
-    if merged.origins["distributed_type"] > merged.origins["use_cpu"]:
+    if merged.origin("distributed_type") > merged.origin("use_cpu"):
         merged.drop_weaker("use_cpu", "distributed_type", False, "")
     else:
         merged.drop_weaker(
@@ -113,7 +116,7 @@ def _enough_processes(merged: _MergedOptions) -> None:
 
 
 def _single(merged: _MergedOptions, path: str, remedy: str) -> None:
-    if merged.origins[path] > merged.origins["distributed_type"]:
+    if merged.origin(path) > merged.origin("distributed_type"):
         merged.drop_weaker("distributed_type", path, "NO", remedy)
     else:
         raise ConfigError(
@@ -128,7 +131,7 @@ def _parallelism(merged: _MergedOptions) -> None:
     if kind not in ("FSDP", "DEEPSPEED"):
         raise ConfigError(
             f"{merged.describe('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
-            f"the distributed type is {kind or 'not set'}; add --use_fsdp"
+            f"the distributed type is {kind or 'not set'}; add --use_fsdp, or {merged.remedy('use_parallelism_config')}"
         )
     version = merged.values["fsdp.fsdp_version"]
     if kind == "FSDP" and version is None:
@@ -136,7 +139,27 @@ def _parallelism(merged: _MergedOptions) -> None:
     elif kind == "FSDP" and version == 1:
         raise ConfigError(
             f"{merged.describe('use_parallelism_config')} needs FSDP version 2, but "
-            f"{merged.describe('fsdp.fsdp_version')} was given; use --fsdp_version 2"
+            f"{merged.describe('fsdp.fsdp_version')} was given; pass --fsdp_version 2, or "
+            f"{merged.remedy('fsdp.fsdp_version')}"
+        )
+
+
+def _one_process(merged: _MergedOptions) -> None:
+    processes = merged.values["num_processes"] or 1
+    if merged.values["distributed_type"] != "NO" or processes == 1:
+        return
+    both = {merged.origin("distributed_type"), merged.origin("num_processes")}
+    if both == {Origin.FILE}:
+        # Accelerate starts one process for such a file, and files in use have a left-over number in it.
+        merged.notes.append(
+            f"{merged.describe('num_processes')} is not used: {merged.describe('distributed_type')} is one process"
+        )
+        merged.values["num_processes"] = 1
+    elif merged.origin("num_processes") > merged.origin("distributed_type"):
+        merged.drop_weaker("distributed_type", "num_processes", None, "")
+    else:
+        merged.drop_weaker(
+            "num_processes", "distributed_type", 1, f"NO is one process; {merged.remedy('distributed_type')}"
         )
 
 
@@ -172,3 +195,14 @@ def _deepspeed_file(merged: _MergedOptions) -> None:
             f"{', '.join(merged.describe(path) for path in twice)}: set in DeepSpeed's own configuration instead, "
             f"because {merged.describe(own)} is given; keep these options in one place"
         )
+
+
+_RULES: tuple[Callable[[_MergedOptions], None], ...] = (
+    _cpu_or_accelerators,
+    _enough_processes,
+    _one_process,
+    _parallelism,
+    _module_or_program,
+    _fsdp_loading,
+    _deepspeed_file,
+)

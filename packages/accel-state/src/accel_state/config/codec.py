@@ -216,6 +216,8 @@ def _derived(config: LaunchConfig | SageMakerConfig) -> dict[str, str]:
     if not isinstance(config, LaunchConfig):
         return {"ACCELERATE_USE_SAGEMAKER": "true"}
     found = {}
+    if config.use_tpu and config.tpu.downcast_bf16 and config.mixed_precision == "bf16":
+        found["XLA_DOWNCAST_BF16"] = "1"
     if config.use_deepspeed:
         keys = [
             bound.keys[0]

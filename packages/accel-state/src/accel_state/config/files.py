@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option_types import JsonObject
 from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
+from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
 
 if TYPE_CHECKING:
@@ -21,11 +22,15 @@ __all__ = [
     "FileLayer",
     "default_path",
     "find_default",
+    "find_mistakes",
     "load",
     "load_config",
+    "parse_text",
     "read_layer",
+    "read_text",
     "save",
     "save_config",
+    "write_text",
 ]
 
 _NAME = "default_config.yaml"
@@ -36,10 +41,21 @@ _RETIRED: Mapping[str, str] = {
     "use_xpu": "devices are found by PyTorch",
     "mpirun_config.mpirun_ccl": "oneCCL's workers are set by its own variables",
 }
+# Keys of DeepSpeed's own configuration that files in use have here, where Accelerate reads them without any effect.
+_OF_DEEPSPEED: Mapping[str, str] = {
+    "deepspeed_config.seq_parallel_communication_data_type": "DeepSpeed's own file, deepspeed_config_file, has it",
+}
 # Keys that were moved, or that Accelerate writes in another place.
 _MOVED: Mapping[tuple[str | None, str], str] = {
     ("deepspeed_config", "gradient_accumulation_steps"): "gradient_accumulation.num_steps",
     (None, "dynamo_backend"): "dynamo.backend",
+    ("tp_config", "tp_size"): "parallelism.tp_size",
+}
+_OLD_SECTIONS = frozenset({"tp_config"})  # of Accelerate 1.4 to 1.6
+# Distributed types of older versions (0.12 to 0.17, 1.4 to 1.6), what they are read as, and why.
+_OLD_TYPES: Mapping[str, tuple[str, str]] = {
+    "MPS": ("NO", "one process, whose device PyTorch finds"),
+    "TP": ("FSDP", "tensor parallelism is a dimension of its parallelism_config"),
 }
 
 
@@ -64,11 +80,13 @@ class FileLayer:
         root: ``LaunchConfig`` or ``SageMakerConfig``, by its ``compute_environment``.
         values: option values by path.
         notes: messages for the user about ignored or converted keys.
+        places: key and line of every value, by path of the option.
     """
 
     root: type[LaunchConfig] | type[SageMakerConfig]
     values: dict[str, Any]
     notes: tuple[str, ...]
+    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
 
 
 def load_config(path: str | Path) -> LaunchConfig | SageMakerConfig:
@@ -111,20 +129,29 @@ def save_config(config: LaunchConfig | SageMakerConfig, path: str | Path) -> Pat
         import yaml
 
         text = yaml.safe_dump(data, allow_unicode=True)
+    write_text(path, text)
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a whole configuration file or none of it; missing folders are created, a symbolic link is kept.
+
+    Raises:
+        ConfigError: it cannot be written; an existing file is not changed.
+    """
     try:
-        _write(path.resolve(), text)  # keeps a symbolic link
+        _write(path.resolve(), text)
     except OSError as error:
         raise ConfigError(
             f"configuration file {path} cannot be written ({error.strerror}); pass another path"
         ) from error
-    return path
 
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_bytes(text.encode())  # line ends as they are
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -151,7 +178,27 @@ def find_default(environ: Mapping[str, str]) -> DefaultFile | None:
 def read_layer(path: str | Path) -> FileLayer:
     """Read a file as a layer of ``resolve``; errors are those of ``load_config``."""
     path = Path(path).expanduser()
-    return _Reader(_read(path), str(path)).layer()
+    layer, problems = _Reader(*_read(path), str(path)).read()
+    if not problems:
+        return layer
+    if len(problems) == 1:
+        raise problems[0]
+    kind = UnknownKeyError if all(isinstance(error, UnknownKeyError) for error in problems) else ConfigError
+    raise kind("; ".join(str(error) for error in problems))
+
+
+def find_mistakes(path: str | Path) -> tuple[FileLayer | None, list[ConfigError]]:
+    """Read a file and collect everything that is wrong with it, instead of raising.
+
+    Returns:
+        What could be read, None if the file is no mapping at all; and the errors in the order of the file.
+    """
+    path = Path(path).expanduser()
+    try:
+        data, lines = _read(path)
+    except ConfigError as error:
+        return None, [error]
+    return _Reader(data, lines, str(path)).read()
 
 
 def _hf_home(environ: Mapping[str, str]) -> Path:
@@ -161,26 +208,52 @@ def _hf_home(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "huggingface"
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+Lines = Mapping[tuple[str, ...], int]
+"""Line of each key, by the keys that lead to it."""
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file, with its line ends.
+
+    Raises:
+        ConfigNotFoundError: it does not exist.
+        ConfigError: it cannot be read.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
+        return path.read_bytes().decode("utf-8-sig")  # Windows editors write a byte order mark
     except FileNotFoundError:
         raise ConfigNotFoundError(
             f"configuration file {path} does not exist; `accel config` creates one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"configuration file {path} cannot be read: {error}") from error
-    data = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
+
+
+def parse_text(text: str, path: Path) -> dict[str, Any]:
+    """The data of a configuration file: JSON if its name ends in ``.json``, else YAML.
+
+    Raises:
+        ConfigError: the text is not a mapping, is not valid, or repeats a key.
+    """
+    return _parse(text, path)[0]
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Lines]:
+    return _parse(read_text(path), path)
+
+
+def _parse(text: str, path: Path) -> tuple[dict[str, Any], Lines]:
+    data, lines = (_parse_json if path.suffix == ".json" else _parse_yaml)(text, path)
     if data is None:
-        return {}
+        return {}, lines
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds {type(data).__name__}; expected a mapping of option names to values")
     if wrong := [key for key in data if not isinstance(key, str)]:
         raise ConfigError(f"{path}: key {wrong[0]!r} is not a string; keys are option names")
-    return data
+    return data, lines
 
 
-def _parse_json(text: str, path: Path) -> Any:
+def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
     import json
 
     def table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,29 +261,60 @@ def _parse_json(text: str, path: Path) -> Any:
         return dict(pairs)
 
     try:
-        return json.loads(text, object_pairs_hook=table)
+        return json.loads(text, object_pairs_hook=table), _lines_of_json(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
-def _parse_yaml(text: str, path: Path) -> Any:
+def _lines_of_json(text: str) -> Lines:
+    """Lines of the keys of valid JSON, at the top level and one level below, where options are."""
+    import json
+
+    lines: dict[tuple[str, ...], int] = {}
+    above: list[str] = []  # the keys of the open objects; "" for arrays
+    key, at, line = "", 0, 1
+    while at < len(text):
+        letter = text[at]
+        if letter == '"':
+            word, end = json.decoder.scanstring(text, at + 1)  # type: ignore[attr-defined] # not in its stub
+            if text[end:].lstrip()[:1] == ":":
+                key = word
+                lines.setdefault((*above[1:], key), line)
+            at = end
+            continue
+        if letter in "{[":
+            above.append(key if letter == "{" and above else "")
+        elif letter in "}]":
+            above.pop()
+        line += letter == "\n"
+        at += 1
+    return lines
+
+
+def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     import yaml
 
+    loader = yaml.SafeLoader(text)
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        for table in _tables(node):
-            _refuse_repeated([key.value for key, _ in table.value if isinstance(key.value, str)], path)
-        return yaml.safe_load(text)
+        node = loader.get_single_node()
+        lines: dict[tuple[str, ...], int] = {}
+        for above, table in _tables(node, ()):
+            keys = [key for key, _ in table.value if isinstance(key.value, str)]
+            _refuse_repeated([key.value for key in keys], path)
+            lines |= {(*above, key.value): key.start_mark.line + 1 for key in keys}
+        return (None if node is None else loader.construct_document(node)), lines
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    finally:
+        loader.dispose()
 
 
-def _tables(node: Any) -> Iterator[Any]:
-    """The mappings of a YAML document, outermost first."""
+def _tables(node: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The mappings of a YAML document with the keys that lead to them, outermost first."""
     if getattr(node, "id", "") == "mapping":
-        yield node
-        for _, value in node.value:
-            yield from _tables(value)
+        yield above, node
+        for key, value in node.value:
+            yield from _tables(value, (*above, str(key.value)))
 
 
 def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
@@ -223,30 +327,49 @@ def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
 class _Reader:
     """One pass over the data of a file."""
 
-    def __init__(self, data: Mapping[str, Any], source: str) -> None:
+    def __init__(self, data: Mapping[str, Any], lines: Lines, source: str) -> None:
         self.data = dict(data)
+        self.lines = lines
         self.source = source
         self.values: dict[str, Any] = {}
-        self.keys: dict[str, str] = {}  # path to the key that set it
+        self.places: dict[str, Place] = {}
         self.notes: list[str] = []
-        self.unknown: list[UnknownKeyError] = []
+        self.problems: list[ConfigError] = []
 
-    def layer(self) -> FileLayer:
-        root = self._root(self.data.pop("compute_environment", None))
+    def read(self) -> tuple[FileLayer, list[ConfigError]]:
+        """The layer, and everything that is wrong with the file."""
+        root: type[LaunchConfig] | type[SageMakerConfig] = LaunchConfig
+        try:
+            root = self._root(self.data.pop("compute_environment", None))
+        except ConfigError as error:
+            self.problems.append(error)
         known = schema_of(root)
         fp16 = self.data.pop("fp16", None)
+        self._convert_old_type()
         for key, value in self.data.items():
-            if key in known.file_keys:
+            if key in known.file_keys or key in _OLD_SECTIONS:
                 self._section(known, key, value)
             else:
                 self._entry(known, None, key, value)
-        if self.unknown:
-            raise UnknownKeyError("; ".join(f"{self.source}: {error}" for error in self.unknown))
         if fp16 is True and self.values.get("mixed_precision") is None:
             self.values["mixed_precision"] = "fp16"
+            self.places["mixed_precision"] = Place("fp16", self.lines.get(("fp16",)))
         if root is LaunchConfig:
             self._derive()
-        return FileLayer(root, self.values, tuple(self.notes))
+        return FileLayer(root, self.values, tuple(self.notes), self.places), self.problems
+
+    def _convert_old_type(self) -> None:
+        before = self.data.get("distributed_type")
+        if isinstance(before, str) and before in _OLD_TYPES:
+            now, why = _OLD_TYPES[before]
+            self.data["distributed_type"] = now
+            self.notes.append(
+                f"{self._where('distributed_type')}: distributed_type {before} is read as {now}: {why}"
+            )
+
+    def _where(self, *keys: str) -> str:
+        line = self.lines.get(keys)
+        return self.source if line is None else f"{self.source}, line {line}"
 
     def _root(self, environment: Any) -> type[LaunchConfig] | type[SageMakerConfig]:
         if environment in (None, LaunchConfig.compute_environment):
@@ -256,7 +379,7 @@ class _Reader:
         if environment == SageMakerConfig.compute_environment:
             return SageMakerConfig
         raise ConfigError(
-            f"{self.source}: compute_environment is {environment!r}; expected one of "
+            f"{self._where('compute_environment')}: compute_environment is {environment!r}; expected one of "
             f"{LaunchConfig.compute_environment}, {SageMakerConfig.compute_environment}"
         )
 
@@ -266,49 +389,58 @@ class _Reader:
         try:
             inner = JsonObject().read(value)
         except ValueError:
-            raise ConfigError(
-                f"{self.source}: {file_key} is {value!r}; expected a mapping of options to values"
-            ) from None
+            self.problems.append(
+                ConfigError(
+                    f"{self._where(file_key)}: {file_key} is {value!r}; expected a mapping of options to values"
+                )
+            )
+            return
         for key, item in inner.items():
-            self._entry(known, file_key, key, item)
+            self._entry(known, file_key, str(key), item)
 
     def _entry(self, known: Schema, file_key: str | None, key: str, value: Any) -> None:
-        full = f"{file_key}.{key}" if file_key else key
+        keys = (file_key, key) if file_key else (key,)
+        full, where = ".".join(keys), self._where(*keys)
         bound = known.by_key.get((file_key, key)) or known.by_path.get(_MOVED.get((file_key, key), ""))
         if bound is None:
-            if full in _RETIRED:
-                self.notes.append(f"{self.source}: {full} is ignored: {_RETIRED[full]}")
+            if found := {**_RETIRED, **_OF_DEEPSPEED}.get(full):
+                self.notes.append(f"{where}: {full} is ignored: {found}")
             else:
-                self.unknown.append(_unknown_key(known, file_key, key))
+                self.problems.append(_unknown_key(known, file_key, key, where))
             return
-        read = None if value is None else bound.read(value, f"{self.source}: {full}")
-        if read is not None:
-            self._set(bound, full, read)
+        try:
+            read = None if value is None else bound.read(value, f"{where}: {full}")
+            if read is not None:
+                self._set(bound, full, read, where, self.lines.get(keys))
+        except ConfigError as error:
+            self.problems.append(error)
 
-    def _set(self, bound: BoundOption, full: str, value: Any) -> None:
-        before = self.keys.get(bound.path)
+    def _set(self, bound: BoundOption, full: str, value: Any, where: str, line: int | None) -> None:
+        before = self.places.get(bound.path)
         if before is not None and self.values[bound.path] != value:
             raise ConfigError(
-                f"{self.source}: {before} is {self.values[bound.path]!r} and {full} is {value!r}, "
+                f"{where}: {before.key} is {self.values[bound.path]!r} and {full} is {value!r}, "
                 "but both set the same option; keep one of them"
             )
         self.values[bound.path] = value
-        self.keys[bound.path] = full
+        self.places[bound.path] = Place(full, line)
 
     def _derive(self) -> None:
         if self.values.get("distributed_type") == "NO":
             self.values.setdefault("num_processes", 1)
-        if any(path.startswith("parallelism.") for path in self.values):
-            self.values.setdefault("use_parallelism_config", True)
+        sizes = [path for path in self.values if path.startswith("parallelism.")]
+        if sizes and "use_parallelism_config" not in self.values:
+            self.values["use_parallelism_config"] = True
+            self.places["use_parallelism_config"] = self.places[sizes[0]]
 
 
-def _unknown_key(known: Schema, file_key: str | None, key: str) -> UnknownKeyError:
+def _unknown_key(known: Schema, file_key: str | None, key: str, where: str) -> UnknownKeyError:
     full = f"{file_key}.{key}" if file_key else key
     elsewhere = [bound.file_path for (_, other), bound in known.by_key.items() if other == key]
     if elsewhere:
-        return UnknownKeyError(f"key {full} does not exist; it belongs at {elsewhere[0]}")
+        return UnknownKeyError(f"{where}: key {full} does not exist; it belongs at {elsewhere[0]}")
     if file_key is None:
         names = [bound.keys[0] for (place, _), bound in known.by_key.items() if place is None]
-        return unknown(full, [*names, *known.file_keys, "compute_environment"], "key")
+        return unknown(full, [*names, *known.file_keys, "compute_environment"], f"{where}: key")
     names = [f"{place}.{other}" for place, other in known.by_key if place == file_key]
-    return unknown(full, names, "key")
+    return unknown(full, names, f"{where}: key")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from accel_state.config.launch import LaunchConfig
@@ -12,7 +13,7 @@ from accel_state.config.option_types import Bool, BoolOrName, Float, Int, String
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
 from accel_state.errors import ConfigError
 
-__all__ = ["ParsedFlags", "parse_flags", "to_flags"]
+__all__ = ["ParsedFlags", "parse_flags", "to_flags", "without_flags"]
 
 _NO = "no_"
 
@@ -23,7 +24,7 @@ class ParsedFlags:
 
     Attributes:
         values: option values by path; paths of ``SageMakerConfig`` for flags that only it has.
-        spelled: the flag as typed, by path, for messages.
+        spelled: the flag as typed, by path, for messages; also of a denied value.
         rest: everything from the first word that is not a flag: the script and its arguments.
         others: values of the flags in ``extra``, named without dashes and with underscores.
         denied: paths and values to remove if a file or the environment sets them: ``--no-use_fsdp``.
@@ -55,6 +56,24 @@ def parse_flags(arguments: Sequence[str], extra: dict[str, bool] | None = None) 
     reader.run()
     rest, denied = tuple(reader.words[reader.at :]), tuple(reader.denied)
     return ParsedFlags(reader.values, reader.spelled, rest, reader.others, denied)
+
+
+def without_flags(
+    arguments: Sequence[str], extra: dict[str, bool] | None, dropped: Callable[[str], bool]
+) -> list[str]:
+    """The words of a command line without some of its flags and their values; the others stay as they were typed.
+
+    Args:
+        arguments: words that ``parse_flags`` has accepted.
+        extra: as for ``parse_flags``.
+        dropped: whether to leave a flag out, by its name without leading dashes, with underscores.
+    """
+    reader = _Reader(list(arguments), extra or {})
+    reader.run()
+    gone = {
+        at for name, begin, end in reader.spans if dropped(name.removeprefix(_NO)) for at in range(begin, end)
+    }
+    return [word for at, word in enumerate(arguments) if at not in gone]
 
 
 def to_flags(config: Section) -> list[str]:
@@ -90,6 +109,9 @@ class _Reader:
         self.others: dict[str, Any] = {}
         self.switched: dict[str, str] = {}  # switch as typed to the value that it sets
         self.denied: dict[tuple[str, str], None] = {}
+        self.spans: list[
+            tuple[str, int, int]
+        ] = []  # each flag, without its dashes, and the words that it took
 
     def run(self) -> None:
         while self.at < len(self.words):
@@ -99,9 +121,11 @@ class _Reader:
                 return
             if not word.startswith("-") or word == "-":
                 return
+            began = self.at
             self.at += 1
             flag, equals, text = word.partition("=")
             self._flag(flag, text if equals else None)
+            self.spans.append((plain_flag(flag), began, self.at))
 
     def _flag(self, flag: str, text: str | None) -> None:
         name = plain_flag(flag)
@@ -131,6 +155,9 @@ class _Reader:
                 self._store(flag, bound, True)
                 return
         text = self._value(flag, text)
+        if bound.path == "num_machines" and re.fullmatch(r"\d+:\d+", text):  # torchrun's form of a range
+            least, _, text = text.partition(":")
+            self._option(flag, schema_of(LaunchConfig).by_path["min_machines"], least)
         value = bound.parse(text, flag)
         choices = ", ".join(bound.about.choices)
         if not text.strip() and (choices or isinstance(bound.option_type, (Bool, Float, Int))):
@@ -146,7 +173,9 @@ class _Reader:
         if not on:
             self.denied[bound.path, meaning] = None
             if self.values.get(bound.path) == meaning:
-                del self.values[bound.path], self.spelled[bound.path]
+                del self.values[bound.path]
+            if bound.path not in self.values:
+                self.spelled[bound.path] = flag if plain_flag(flag).startswith(_NO) else f"--no-{flag[2:]}"
             self.switched = {before: other for before, other in self.switched.items() if other != meaning}
             return
         for before, other in self.switched.items():

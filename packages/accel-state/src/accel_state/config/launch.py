@@ -17,6 +17,7 @@ from accel_state.config.sections.mpirun import MpirunSection
 from accel_state.config.sections.parallelism import ParallelismSection
 from accel_state.config.sections.run import RunOptions
 from accel_state.config.sections.runtime import RuntimeSection
+from accel_state.config.sections.submission import SubmitSection
 from accel_state.config.sections.tpu import TpuSection
 
 __all__ = ["LaunchConfig"]
@@ -41,6 +42,7 @@ class LaunchConfig(RunOptions, HardwareOptions):
     parallelism: ParallelismSection = field(default_factory=ParallelismSection)
     fp8: Fp8Section = field(default_factory=Fp8Section)
     mpirun: MpirunSection = field(default_factory=MpirunSection)
+    submission: SubmitSection = field(default_factory=SubmitSection)
     tpu: TpuSection = field(default_factory=TpuSection)
     runtime: RuntimeSection = field(default_factory=RuntimeSection)
 

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from enum import IntEnum
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_state.config.checks import check
 from accel_state.config.codec import decode_layer
-from accel_state.config.files import find_default, read_layer
+from accel_state.config.files import FileLayer, find_default, read_layer
 from accel_state.config.flags import ParsedFlags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.layers import Layer, named_layer
-from accel_state.config.schema import build, flatten, schema_of, unknown
+from accel_state.config.schema import build, flatten, schema_of, unknown, value_of
+from accel_state.config.sources import Origin, Source, Sources, variable_in_use
 from accel_state.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
 
 __all__ = ["Origin", "Resolved", "resolve", "resolve_config"]
-
-
-class Origin(IntEnum):
-    """Origin of a value; greater origins take precedence."""
-
-    DEFAULT = 0
-    FILE = 1
-    ENVIRONMENT = 2
-    FLAG = 3
-    CODE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +31,7 @@ class Resolved:
     Attributes:
         config: the values.
         origins: origin of every option by path.
+        sources: where the value of every option that is set comes from.
         file: the file that was read, if any.
         notes: messages for the user: Accelerate's file was read, a key was ignored, a value was overridden.
     """
@@ -49,6 +40,7 @@ class Resolved:
     origins: Mapping[str, Origin]
     file: Path | None
     notes: tuple[str, ...]
+    sources: Sources = dataclasses.field(default_factory=Sources)
 
     def origin(self, path: str) -> Origin:
         """The origin of an option's value.
@@ -59,6 +51,17 @@ class Resolved:
         if path not in self.origins:
             raise unknown(path, self.origins, "option")
         return self.origins[path]
+
+    def describe(self, path: str) -> str:
+        """An option with its value, in the words of the place where the user set it: see ``Sources.describe``."""
+        return self.sources.describe(path, self._value(path))
+
+    def remedy(self, path: str, *others: str) -> str:
+        """How to take the value of an option back where it was set: see ``Sources.remedy``."""
+        return self.sources.remedy(path, self._value(path), *others)
+
+    def _value(self, path: str) -> Any:
+        return value_of(self.config, schema_of(type(self.config)).by_path[path])
 
     def local(self) -> LaunchConfig:
         """The configuration, for a caller that needs a local (non-SageMaker) run.
@@ -101,23 +104,26 @@ def resolve_config(
         from accel_state.environment import snapshot
 
         environ = snapshot()
-    root, values, notes, path = _file_layer(file, environ, flags, use_default_file)
+    found, path, notes = _file_layer(file, environ, flags, use_default_file)
+    root = found.root
     layers = {
-        Origin.FILE: Layer(values),
+        Origin.FILE: Layer(found.values),
         Origin.ENVIRONMENT: Layer(decode_layer(environ, root)),
         Origin.FLAG: named_layer(flags, root, "flag"),
         Origin.CODE: named_layer(code, root, "option"),
     }
     merged = flatten(root())
-    origins = dict.fromkeys(merged, Origin.DEFAULT)
+    sources: dict[str, Source] = {}
     for origin, layer in layers.items():
         removed = {option: None for option, value in layer.denied if merged[option] == value}
         merged |= removed | layer.values
-        origins |= dict.fromkeys((*removed, *layer.values), origin)
+        for option in (*removed, *layer.values):
+            sources[option] = _source(origin, option, merged[option], root, found, path, environ, flags)
     if root is LaunchConfig:
-        notes += check(merged, origins, _sources(path, flags))
+        notes += check(merged, sources)
     config = _with_launch_defaults(build(root, merged))
-    return Resolved(config, MappingProxyType(origins), path, tuple(notes))
+    origins = {option: sources[option].origin if option in sources else Origin.DEFAULT for option in merged}
+    return Resolved(config, MappingProxyType(origins), path, tuple(notes), Sources(sources, root))
 
 
 resolve = resolve_config  # shorter name for use as ``accel_state.config.resolve``
@@ -125,27 +131,46 @@ resolve = resolve_config  # shorter name for use as ``accel_state.config.resolve
 
 def _file_layer(
     file: str | Path | None, environ: Mapping[str, str], flags: Any, use_default_file: bool
-) -> tuple[Any, dict[str, Any], list[str], Path | None]:
+) -> tuple[FileLayer, Path | None, list[str]]:
     notes: list[str] = []
+    nothing = FileLayer(LaunchConfig, {}, ())
     if file is None:
         default = find_default(environ) if use_default_file else None
         if default is None:
-            return LaunchConfig, {}, notes, None
+            return nothing, None, notes
         if named_layer(flags, None, "flag").values.get("use_cpu"):
-            return LaunchConfig, {}, [f"{default.path} is not read because of --cpu"], None
+            return nothing, None, [f"{default.path} is not read because of --cpu"]
         file = default.path
         if default.foreign:
             notes.append(f"using Accelerate's configuration file, {default.path}; it is read, never changed")
     layer = read_layer(file)
-    return layer.root, layer.values, [*notes, *layer.notes], Path(file).expanduser()
+    return layer, Path(file).expanduser(), [*notes, *layer.notes]
 
 
-def _sources(path: Path | None, flags: Any) -> Mapping[str, str]:
-    """Names of the file and of the flags as typed, for messages."""
-    found = {"file": str(path)} if path else {}
-    if isinstance(flags, ParsedFlags):
-        found |= {f"flag:{option}": flag for option, flag in flags.spelled.items()}
-    return found
+def _source(
+    origin: Origin,
+    option: str,
+    value: Any,
+    root: Any,
+    file: FileLayer,
+    path: Path | None,
+    environ: Mapping[str, str],
+    flags: Any,
+) -> Source:
+    bound = schema_of(root).by_path[option]
+    match origin:
+        case Origin.FILE:
+            key, line = file.places.get(option) or (bound.file_path, None)
+            return Source(origin, key, str(path), line)
+        case Origin.ENVIRONMENT:
+            name = variable_in_use(bound, value, environ)
+            return Source(origin, name, text="" if bound.about.secret else environ.get(name, ""))
+        case Origin.FLAG:
+            typed = flags.spelled if isinstance(flags, ParsedFlags) else {}
+            switches = [flag for flag, (meaning, _) in bound.about.switches.items() if meaning == value]
+            return Source(origin, typed.get(option) or next(iter(switches), bound.label))
+        case _:
+            return Source(origin, option)
 
 
 def _with_launch_defaults(config: Any) -> Any:

@@ -64,7 +64,7 @@ class SageMakerConfig(CommonOptions):
         prompt="Which TSV file has the metrics to read from the log?",
     )
     additional_args: Mapping[str, Any] | None = option(
-        help="More arguments of the estimator, as a JSON object on the command line."
+        help="More arguments of the SDK's estimator or trainer, as a JSON object on the command line."
     )
     aws_access_key_id: str | None = option(
         help="Key to log in with, when no profile is named.",
@@ -76,6 +76,14 @@ class SageMakerConfig(CommonOptions):
         in_file=False,
         secret=True,
     )
+    dry_run: bool = option(
+        False,
+        help="Print the job; start nothing.",
+        env=(),
+        toggle=True,
+        in_file=False,
+    )
+    quiet: bool = option(False, help="Print no notes.", flags=("-q",), env=(), toggle=True, in_file=False)
     dynamo: DynamoSection = field(default_factory=DynamoSection)
     fp8: Fp8Section = field(default_factory=Fp8Section)
 

@@ -15,6 +15,7 @@ __all__ = [
     "Schema",
     "build",
     "flatten",
+    "nearest",
     "plain_flag",
     "schema_of",
     "unknown",
@@ -214,11 +215,18 @@ def build(root: type[Section], values: Mapping[str, Any]) -> Any:
     return root(**own, **sections)
 
 
-def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
-    """The error for an unknown name, with the closest known names."""
+def nearest(name: str, known: Iterable[str], count: int = 2) -> list[str]:
+    """The known names that resemble ``name``, best first; a second one only if it is about as close as the first."""
     import difflib
 
-    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=2, cutoff=0.6)
+    near = difflib.get_close_matches(name, list(dict.fromkeys(known)), n=count, cutoff=0.6)
+    ratios = [difflib.SequenceMatcher(None, other, name).ratio() for other in near]
+    return [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.08]
+
+
+def unknown(name: str, known: Iterable[str], what: str) -> UnknownKeyError:
+    """The error for an unknown name, with the closest known names."""
+    near = nearest(name, known)
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     return UnknownKeyError(f"{what} {name} does not exist{hint}")
 

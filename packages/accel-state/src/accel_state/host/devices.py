@@ -147,7 +147,7 @@ def choose_device(
                 f"environment variable ACCELERATE_TORCH_DEVICE is {override!r}: {error}"
             ) from None
     if use_xla and not cpu and default_device().type != "tpu":
-        return xla.xla_device()
+        return xla.xla_device(topology.local_rank, topology.local_world_size)
     kind = torch.device("cpu") if cpu else default_device()
     if kind.type == "cpu":
         return kind

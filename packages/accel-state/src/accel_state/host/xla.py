@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.environment import provide
 from accel_state.errors import DeviceError, NotAvailableError
 
 if TYPE_CHECKING:
@@ -49,8 +50,15 @@ def is_installed() -> bool:
     return importlib.util.find_spec("torch_xla") is not None
 
 
-def xla_device() -> torch.device:
+def xla_device(local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """The XLA device of this process; its runtime starts when the first tensor gets there.
+
+    Processes of one machine get a TPU chip each, by the variables from which libtpu learns it; those that are set stay.
+    Other devices ignore them.
+
+    Args:
+        local_rank: index of this process on its machine.
+        local_world_size: processes on its machine.
 
     Raises:
         NotAvailableError: torch_xla is not installed.
@@ -61,6 +69,9 @@ def xla_device() -> torch.device:
             "XLA devices are selected (--tpu, or PJRT_DEVICE is set), and torch_xla is not installed. Install it: pip "
             f"install '{REQUIREMENT}', of the same version as torch; or unset PJRT_DEVICE to compute without it."
         )
+    if local_world_size > 1:
+        one = "1,1,1"
+        provide(TPU_VISIBLE_CHIPS=local_rank, TPU_CHIPS_PER_PROCESS_BOUNDS=one, TPU_PROCESS_BOUNDS=one)
     try:
         importlib.import_module("torch_xla")
     except ImportError as error:

@@ -1,13 +1,10 @@
 """Several machines: torch's elastic agent starts the ranks, one agent per machine.
 
-The launcher itself only builds the agent's command; torch is imported in the agent's process. Run as a module, this
-file is the agent: torch's, except that it exits with the code of the rank that failed first instead of 1.
+The launcher itself only builds the agent's command, which ``agent.py`` runs.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accel_state.errors import ConfigError
@@ -16,14 +13,16 @@ if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
     from accel_state.launching.target import Target
 
-__all__ = ["elastic_argv", "main"]
+__all__ = ["DEFAULT_SIGNALS", "elastic_argv"]
 
-_MODULE = "accel_state.launching.elastic"
-_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Signals that the agent forwards to ranks: torch's default, and SIGUSR1, which is common under Slurm."""
+_MODULE = "accel_state.launching.agent"
+DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+"""Signals that reach the ranks: torch's default, and SIGUSR1, which is common under Slurm."""
 
 
-def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: str) -> tuple[str, ...]:
+def elastic_argv(
+    config: LaunchConfig, local_size: int, target: Target, python: str, *, cpu: bool = False
+) -> tuple[str, ...]:
     """The command of this machine's agent.
 
     Args:
@@ -31,10 +30,60 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
         local_size: ranks on this machine.
         target: what each rank runs.
         python: the interpreter.
+        cpu: the ranks compute on the CPU.
 
     Raises:
-        ConfigError: the rendezvous address or port is missing.
+        ConfigError: the rendezvous address or port is missing, or two options contradict each other.
     """
+    _check(config, cpu)
+    least = config.min_machines or config.num_machines
+    backend = _backend(config)
+    restarts = max(config.max_restarts, config.spares)
+    words = [
+        f"--nnodes={config.num_machines if least == config.num_machines else f'{least}:{config.num_machines}'}",
+        f"--nproc-per-node={local_size}",
+        f"--max-restarts={restarts}",
+        f"--monitor-interval={config.monitor_interval}",
+        f"--role={config.role}",
+        f"--signals-to-handle={','.join(config.signals_to_handle or DEFAULT_SIGNALS)}",
+    ]
+    endpoint = f"{config.main_process_ip}:{config.main_process_port}"
+    if backend == "static" or config.same_network:
+        words += [f"--master-addr={config.main_process_ip}", f"--master-port={config.main_process_port}"]
+    if backend == "static":
+        words.append(f"--node-rank={config.machine_rank}")
+    else:  # the rendezvous assigns the machine ranks
+        words += [
+            f"--rdzv-backend={backend}",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-id={config.rdzv_id or endpoint}",
+        ]
+    if config.rdzv_conf:
+        words.append(f"--rdzv-conf={config.rdzv_conf}")
+    if config.grace_period is not None:
+        words.append(f"--shutdown-timeout={max(1, round(config.grace_period))}")
+    if config.numa_binding is not None:
+        words.append(f"--numa-binding={config.numa_binding}")
+    if config.virtual_local_rank:
+        words.append("--virtual-local-rank")
+    if config.log_dir is not None:
+        words += [f"--log-dir={config.log_dir}", f"--tee={config.tee or '3'}"]
+    elif config.tee not in (None, "", "0"):
+        words.append(f"--tee={config.tee}")
+    words += {"module": ["--module"], "program": ["--no-python"], "script": []}[target.kind]
+    own = [f"--connect-timeout={config.connect_timeout:g}"]
+    if config.spares:
+        own += [f"--spares={config.spares}", *(["--cpu"] if cpu else [])]
+    return (python, "-m", _MODULE, *own, "--", *words, target.name, *target.args)
+
+
+def _backend(config: LaunchConfig) -> str:
+    # A static rendezvous has fixed members: it neither lets a machine go nor takes another one in.
+    changes = config.spares or (config.min_machines or config.num_machines) < config.num_machines
+    return "c10d" if changes and config.rdzv_backend == "static" else config.rdzv_backend
+
+
+def _check(config: LaunchConfig, cpu: bool) -> None:
     missing = [
         flag
         for flag, value in (
@@ -48,58 +97,14 @@ def elastic_argv(config: LaunchConfig, local_size: int, target: Target, python: 
             f"{config.num_machines} machines need a rendezvous address: pass {' and '.join(missing)}, the same on "
             "every machine. They belong to the machine with --machine_rank 0, where the port must be free"
         )
-    words = [
-        f"--nnodes={config.num_machines}",
-        f"--nproc-per-node={local_size}",
-        f"--max-restarts={config.max_restarts}",
-        f"--monitor-interval={config.monitor_interval}",
-        f"--role={config.role}",
-        f"--signals-to-handle={_SIGNALS}",
-    ]
-    endpoint = f"{config.main_process_ip}:{config.main_process_port}"
-    if config.rdzv_backend == "static" or config.same_network:
-        words += [f"--master-addr={config.main_process_ip}", f"--master-port={config.main_process_port}"]
-    if config.rdzv_backend == "static":
-        words.append(f"--node-rank={config.machine_rank}")
-    else:  # the rendezvous assigns the machine ranks
-        words += [
-            f"--rdzv-backend={config.rdzv_backend}",
-            f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-id={endpoint}",
-        ]
-    if config.rdzv_conf:
-        words.append(f"--rdzv-conf={config.rdzv_conf}")
-    if config.grace_period is not None:
-        words.append(f"--shutdown-timeout={max(1, round(config.grace_period))}")
-    if config.log_dir is not None:
-        words += [f"--log-dir={config.log_dir}", f"--tee={config.tee or '3'}"]
-    elif config.tee not in (None, "", "0"):
-        words.append(f"--tee={config.tee}")
-    words += {"module": ["--module"], "program": ["--no-python"], "script": []}[target.kind]
-    return (python, "-m", _MODULE, *words, target.name, *target.args)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the agent: start this machine's ranks, and wait for the end of the run.
-
-    Returns:
-        the exit code of the rank that failed first, or 128 + n if signal n ended it or the agent.
-    """
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    try:
-        torchrun.run(torchrun.parse_args(list(arguments)))  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
-        sys.stderr.write(f"accel: rank {rank} failed first, with exit code {code}\n")
-        return code
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if config.min_machines is not None and config.min_machines > config.num_machines:
+        raise ConfigError(
+            f"--min_machines {config.min_machines} is more than --num_machines {config.num_machines}, the largest "
+            "number of machines; lower the first, or raise the second"
+        )
+    if config.numa_binding is not None and cpu:
+        raise ConfigError(
+            f"--numa_binding {config.numa_binding} on several machines binds each rank near its GPU, but the ranks "
+            f"compute "
+            "on the CPU; leave it out"
+        )

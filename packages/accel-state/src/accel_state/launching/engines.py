@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
-from accel_state.errors import NotAvailableError
+from accel_state.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINE_SECTIONS",
     "MISSING_ENGINES",
-    "MISSING_OPTIONS",
     "MISSING_SECTIONS",
     "MISSING_TYPES",
     "MissingEngine",
@@ -62,22 +61,11 @@ MISSING_TYPES = {
 }
 """Distributed types without an engine, and what people call them."""
 
-_TPU = "downcasting, or a pod of TPU machines"
-
-MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES} | {"tpu": _TPU}
+MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "tpu", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
-
-
-MISSING_OPTIONS = {
-    "deepspeed.deepspeed_hostfile": (),
-    "deepspeed.deepspeed_exclusion_filter": (),
-    "deepspeed.deepspeed_inclusion_filter": (),
-    "deepspeed.deepspeed_multinode_launcher": ("standard",),
-}
-"""Options of DeepSpeed's own launcher, and the values that mean this one."""
 
 
 def missing_engine(option: str, value: object) -> MissingEngine | None:
@@ -111,25 +99,31 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     config = resolved.config
     if isinstance(config, SageMakerConfig):
         raise NotAvailableError(
-            f"{resolved.file or 'the configuration'} describes a SageMaker job; jobs on SageMaker cannot be "
-            "started yet. Start processes on your own machines, or name another --config_file"
+            f"{resolved.file or 'the configuration'} describes a SageMaker job, which only accel launch "
+            "starts; name another --config_file"
         )
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
-    if config.use_tpu and config.tpu.tpu_use_cluster:
-        raise _missing(resolved, "tpu.tpu_use_cluster", _TPU)
+    _check_tpu(resolved, config)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
-        if path in MISSING_OPTIONS:
-            bound = schema_of(type(config)).by_path[path]
-            if value_of(config, bound) not in MISSING_OPTIONS[path]:
-                raise NotAvailableError(
-                    f"{bound.label} {value_of(config, bound)} is an option of DeepSpeed's own launcher, which is not "
-                    "used here. Leave it out, and run accel launch on every machine with --num_machines, "
-                    "--machine_rank and --main_process_ip"
-                )
     return config
+
+
+def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
+    asked = [
+        path for path in ("tpu.tpu_use_cluster", "tpu.downcast_bf16") if resolved.origin(path) >= Origin.FLAG
+    ]
+    for path in asked:
+        bound = schema_of(type(config)).by_path[path]
+        if value_of(config, bound) and not config.use_tpu:
+            raise ConfigError(f"{bound.label} is for TPUs, and the run does not use them; add --tpu")
+    if config.use_tpu and config.tpu.downcast_bf16 and config.mixed_precision != "bf16":
+        raise ConfigError(
+            f"downcast_bf16 needs mixed_precision bf16, but it is {config.mixed_precision}; pass "
+            "--mixed_precision bf16, or --no-downcast_bf16"
+        )
 
 
 def unused_options(resolved: Resolved) -> list[str]:
@@ -137,14 +131,15 @@ def unused_options(resolved: Resolved) -> list[str]:
     config = resolved.local()
     found = []
     for path, section in _changed(resolved, config):
-        if config.is_active(section):
+        if config.is_active(section) or (section == "tpu" and config.use_tpu):
             continue
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
-            label = schema_of(type(config)).by_path[path].label
+            flag = resolved.sources.of(path).name
             found.append(
-                f"{label} is used only if the script passes the plugin itself; to select it, add --use_{section}"
+                f"{flag} is used only if the script passes the plugin itself; to select it, add "
+                f"{'--tpu' if section == 'tpu' else f'--use_{section}'}"
             )
     return list(dict.fromkeys(found))
 
@@ -158,21 +153,7 @@ def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, st
 
 
 def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
-    config = resolved.local()
-    bound = schema_of(type(config)).by_path[path]
-    value = value_of(config, bound)
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
-    shown_as = bound.label if value is True else f"{bound.label} {shown}"
-    for switch, (meaning, _) in bound.about.switches.items():
-        shown_as = f"{switch} ({path} {shown})" if meaning == value else shown_as
-    match resolved.origin(path):
-        case Origin.FILE:
-            shown_as = f"{bound.file_path}: {shown} in {resolved.file}"
-        case Origin.ENVIRONMENT:
-            shown_as = f"{path} {shown}, from the environment,"
-        case _:
-            pass
     return NotAvailableError(
-        f"{shown_as} needs {engine}, which is not available in this version; remove it to train with one replica of "
-        "the model per process"
+        f"{resolved.describe(path)} needs {engine}, which is not available in this version; "
+        f"{resolved.remedy(path)} to train with one replica of the model per process"
     )

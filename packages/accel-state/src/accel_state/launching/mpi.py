@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from accel_state.errors import LaunchError
+from accel_state.errors import ConfigError, LaunchError, TargetError
 
 __all__ = ["check_mpi", "mpi_argv"]
 
@@ -45,15 +45,17 @@ def check_mpi(hostfile: str, environ: Mapping[str, str]) -> bool:
         whether ``mpirun`` is Open MPI's.
 
     Raises:
-        LaunchError: the hostfile or ``mpirun`` is missing, or ``mpirun --version`` fails.
+        ConfigError: the hostfile does not exist.
+        TargetError: ``mpirun`` is missing.
+        LaunchError: ``mpirun --version`` fails.
     """
     if not Path(hostfile).expanduser().exists():
-        raise LaunchError(
+        raise ConfigError(
             f"the MPI hostfile {hostfile!r} does not exist; pass another one with --mpirun_hostfile"
         )
     tool = shutil.which("mpirun", path=environ.get("PATH"))
     if tool is None:
-        raise LaunchError(
+        raise TargetError(
             "mpirun was not found on PATH; install an MPI implementation (Open MPI, MPICH, Intel MPI), "
             "or leave --mpirun_hostfile out: on one machine no MPI is needed"
         )

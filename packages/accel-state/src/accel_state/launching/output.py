@@ -154,7 +154,7 @@ class RankOutput:
         log: log file that receives the unchanged output, or ``None``.
         logged: the streams that are written to the log file.
         rank: the rank. Torch prefixes each line of its tracebacks with ``[rankN]: ``, which is removed.
-        hold: keep a traceback back for two seconds. If the rank ends by then, whoever supervises it decides between
+        hold: keep a traceback back for two seconds. If the rank ends by then, its supervisor decides between
             ``show_held`` and ``drop_held``.
     """
 

@@ -15,14 +15,16 @@ from typing import Literal
 
 from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.sources import Sources
 from accel_state.constants import RANK_PREFIXED
 from accel_state.errors import ConfigError, DeviceError
+from accel_state.launching.deepspeed import deepspeed_argv, uses_deepspeed_launcher
 from accel_state.launching.elastic import elastic_argv
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
 from accel_state.launching.target import Target
 
-__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_world"]
+__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_rank", "plan_world"]
 
 NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """Variables set for NCCL on GPUs whose peer-to-peer transfers fail."""
@@ -43,6 +45,7 @@ class Host:
         python: interpreter that runs scripts.
         open_mpi: whether ``mpirun`` is Open MPI's; other implementations have other flags.
         peer_to_peer: whether peer-to-peer transfers between GPUs work; if not, NCCL must be configured.
+        cpus: the CPU cores of each rank of this machine; empty: any.
     """
 
     accelerators: Accelerators = field(default_factory=Accelerators)
@@ -50,6 +53,7 @@ class Host:
     python: str = sys.executable
     open_mpi: bool = True
     peer_to_peer: bool = True
+    cpus: tuple[frozenset[int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class ProcessSpec:
         env: the variables that differ from the launcher's environment.
         drop: variables of the launcher's environment that the process must not inherit.
         log_path: log file for its output, or ``None``.
+        cpus: the CPU cores that it may use; empty: any.
     """
 
     rank: int
@@ -88,6 +93,7 @@ class ProcessSpec:
     env: Mapping[str, str]
     drop: frozenset[str] = frozenset()
     log_path: Path | None = None
+    cpus: frozenset[int] = frozenset()
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """The complete environment of the process, from the launcher's environment."""
@@ -110,13 +116,19 @@ class LaunchPlan:
     world: World
 
 
-def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
+def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Sources | None = None) -> World:
     """Decide how many processes run, and whether they use accelerators or the CPU.
+
+    Args:
+        config: the resolved configuration.
+        accelerators: those of this machine.
+        sources: where the values of ``config`` come from, for messages.
 
     Raises:
         ConfigError: the numbers contradict each other.
         DeviceError: more accelerators are requested than this machine has.
     """
+    words = _Words(config, sources or Sources())
     machines = config.num_machines
     ids = _gpu_ids(config.gpu_ids)
     found = accelerators.count if ids is None else len(ids)
@@ -124,34 +136,51 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators) -> World:
     cpu = config.use_cpu or config.use_tpu or config.distributed_type == "MULTI_CPU" or found == 0
     if config.multi_accelerator and not config.use_cpu and accelerators.count == 0:
         raise DeviceError(
-            f"{_paradigm(config)} needs accelerators, but none are visible on this machine; "
-            "pass --cpu to run the processes on the CPU instead"
+            f"{words('distributed_type')} needs accelerators, but none are visible on this machine; "
+            f"{words.remedy('distributed_type', '--cpu to run the processes on the CPU')}"
         )
     size = config.num_processes or machines * (1 if cpu else found)
     if size % machines:
         raise ConfigError(
-            f"--num_processes {size} is not divisible by --num_machines {machines}; "
-            "it is the total over all machines, so pass a multiple of --num_machines"
+            f"{words('num_processes')} is not divisible by {words('num_machines')}; "
+            f"it is the total over all machines, so pass --num_processes {size // machines * machines or machines} or "
+            f"another multiple of {machines}"
         )
     if config.machine_rank >= machines:
         raise ConfigError(
-            f"--machine_rank {config.machine_rank} is out of range for {machines} machines; machine ranks start at "
-            f"0, so the largest is {machines - 1}"
+            f"{words('machine_rank')} is out of range for {machines} machines ({words('num_machines')}); machine "
+            f"ranks start at 0, so the largest is {machines - 1}"
         )
     local = size // machines
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
-            f"{_paradigm(config)} needs at least 2 processes, but there is 1 accelerator; remove it"
+            f"{words('distributed_type')} needs at least 2 processes, but there is 1 accelerator; "
+            f"{words.remedy('distributed_type')}"
         )
     if not cpu and local > found:
-        source = f"--gpu_ids {config.gpu_ids} names" if ids is not None else "this machine has"
+        source = f"{words('gpu_ids')} names" if ids is not None else "this machine has"
+        wanted = "" if config.num_processes is None else f" ({words('num_processes')})"
         raise DeviceError(
-            f"{local} processes on this machine need {local} accelerators, but {source} {found}; "
+            f"{local} processes on this machine{wanted} need {local} accelerators, but {source} {found}; "
             f"pass --num_processes {found * machines}, or --cpu to run on the CPU"
         )
     if ids is not None and not config.use_cpu:
-        _check_ids(config.gpu_ids or "", ids, accelerators)
+        _check_ids(words("gpu_ids"), ids, accelerators)
     return World(size, local, machines, config.machine_rank, cpu)
+
+
+class _Words:
+    """Options of a configuration in the words of the place where the user set them."""
+
+    def __init__(self, config: LaunchConfig, sources: Sources) -> None:
+        self._config = config
+        self._sources = sources
+
+    def __call__(self, path: str) -> str:
+        return self._sources.describe(path, getattr(self._config, path))
+
+    def remedy(self, path: str, *others: str) -> str:
+        return self._sources.remedy(path, getattr(self._config, path), *others)
 
 
 def plan(
@@ -185,6 +214,9 @@ def plan(
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
     python_target = target.argv(host.python)
+    if uses_deepspeed_launcher(config):
+        argv = deepspeed_argv(config, target, host.python, changes, port)
+        return _agent(argv, changes, drop, world)
     if config.mpirun.hostfile is not None:
         changes |= _rendezvous(config.main_process_ip or _LOOPBACK, _agreed_port(config, port))
         argv = mpi_argv(
@@ -192,14 +224,19 @@ def plan(
         )
         return _agent(argv, changes, drop, world)
     if world.machines > 1:
-        argv = elastic_argv(config, world.local_size, target, host.python)
-        return _agent(argv, changes, drop, world)
+        argv = elastic_argv(config, world.local_size, target, host.python, cpu=world.cpu)
+        # torchrun reads PET_* as defaults of flags that this command leaves out on purpose.
+        pet = frozenset(name for name in environ if name.startswith("PET_"))
+        return _agent(argv, changes, drop | pet, world)
     if world.size == 1:
         if _needs_no_supervisor(config):
-            return LaunchPlan((ProcessSpec(0, python_target, changes, drop),), "direct", world)
+            alone = ProcessSpec(0, python_target, changes, drop, cpus=_cpus(host, 0))
+            return LaunchPlan((alone,), "direct", world)
         changes |= _attempt(config, attempt)
         return LaunchPlan(
-            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0)),), "ranks", world
+            (ProcessSpec(0, python_target, changes, drop, _log_path(config, 0), _cpus(host, 0)),),
+            "ranks",
+            world,
         )
     assert port is not None, "several ranks on one machine need a port"
     common = changes | _rendezvous(config.main_process_ip or _LOOPBACK, port) | _group(config, world, attempt)
@@ -207,10 +244,41 @@ def plan(
         common["PYTHONUNBUFFERED"] = "1"  # output to a pipe would be buffered in blocks of 8 KiB
     common[RANK_PREFIXED] = "1"
     specs = tuple(
-        ProcessSpec(rank, python_target, common | _rank(rank), drop, _log_path(config, rank))
+        ProcessSpec(
+            rank,
+            python_target,
+            common | _rank(rank) | _own_device(config, rank, host.accelerators, environ),
+            drop,
+            _log_path(config, rank),
+            _cpus(host, rank),
+        )
         for rank in range(world.size)
     )
     return LaunchPlan(specs, "ranks", world)
+
+
+def plan_rank(
+    config: LaunchConfig, argv: tuple[str, ...], world: World, rank: int, environ: Mapping[str, str]
+) -> ProcessSpec:
+    """One rank of a world that need not exist, with the environment that it would have on its machine.
+
+    It has no address of rank 0, so that nothing in it waits for one.
+
+    Args:
+        config: the resolved configuration.
+        argv: command line of the rank.
+        world: number and distribution of the processes.
+        rank: global rank.
+        environ: the environment that it inherits.
+    """
+    machine, local = divmod(rank, world.local_size)
+    encoded = rank_environment(_for_ranks(config), environ)
+    changes = {name: value for name, value in encoded.items() if environ.get(name) != value}
+    changes |= _group(config, world, 0) | _rank(rank) | {"LOCAL_RANK": str(local)}
+    changes |= {"GROUP_RANK": str(machine), "GROUP_WORLD_SIZE": str(world.machines)}
+    outer = frozenset(name for name in environ if name in _PLACES or name.startswith("TORCHELASTIC_"))
+    drop = (frozenset(environ) - frozenset(encoded)) | outer
+    return ProcessSpec(rank, argv, changes, drop)
 
 
 def _for_ranks(config: LaunchConfig) -> LaunchConfig:
@@ -279,6 +347,24 @@ def _rank(rank: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank)}
 
 
+def _own_device(
+    config: LaunchConfig, rank: int, accelerators: Accelerators, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """With virtual local ranks, the only device that a rank sees, as torchrun sets it."""
+    if not config.virtual_local_rank:
+        return {}
+    found = {"LOCAL_RANK": "0"}
+    if accelerators.visibility is not None and not config.use_cpu:
+        inherited = environ.get(accelerators.visibility)
+        ids = _gpu_ids(config.gpu_ids) or (tuple(inherited.split(",")) if inherited else None)
+        found[accelerators.visibility] = str(rank) if ids is None else ids[rank].strip()
+    return found
+
+
+def _cpus(host: Host, rank: int) -> frozenset[int]:
+    return host.cpus[rank] if rank < len(host.cpus) else frozenset()
+
+
 def _threads(config: LaunchConfig, world: World, environ: Mapping[str, str], host: Host) -> dict[str, str]:
     """``OMP_NUM_THREADS``: the requested value; else, only if several processes share a machine, a default.
 
@@ -298,25 +384,24 @@ def _gpu_ids(text: str | None) -> tuple[str, ...] | None:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _check_ids(text: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
+def _check_ids(named: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
     present = accelerators.present
     for name in ids:
         if not name or name.startswith("-"):
-            raise ConfigError(f"--gpu_ids {text!r} is not a list of ids; pass ids such as 0,1, or all")
+            raise ConfigError(f"{named} is not a list of ids; pass --gpu_ids with ids such as 0,1, or all")
         if name.isdecimal() and int(name) >= present:
             if not present:
                 raise DeviceError(
-                    f"--gpu_ids {text} names accelerator {name}, but no accelerator was found on this machine; "
+                    f"{named} names accelerator {name}, but no accelerator was found on this machine; "
                     "pass --cpu to run on the CPU"
                 )
             raise DeviceError(
-                f"--gpu_ids {text} names accelerator {name}, but this machine has {present} (0 to {present - 1})"
+                f"{named} names accelerator {name}, but this machine has {present} (0 to {present - 1}); pass "
+                "--gpu_ids with some of these, or all"
             )
     repeated = sorted({name for name in ids if ids.count(name) > 1})
     if repeated:
-        raise ConfigError(
-            f"--gpu_ids {text} names accelerator {repeated[0]} twice; name each accelerator once"
-        )
+        raise ConfigError(f"{named} names accelerator {repeated[0]} twice; name each accelerator once")
 
 
 def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]:
@@ -324,11 +409,3 @@ def _devices(config: LaunchConfig, accelerators: Accelerators) -> dict[str, str]
     if ids is None or accelerators.visibility is None:
         return {}
     return {accelerators.visibility: ",".join(ids)}
-
-
-def _paradigm(config: LaunchConfig) -> str:
-    return (
-        "distributed_type MULTI_GPU (--multi_gpu)"
-        if config.distributed_type == "MULTI_GPU"
-        else f"distributed_type {config.distributed_type}"
-    )

@@ -6,7 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 
-from accel_state.errors import LaunchError
+from accel_state.errors import LaunchError, PortError
 
 __all__ = ["is_port_in_use", "reserve_port"]
 
@@ -22,7 +22,8 @@ def reserve_port(wanted: int | None = None) -> Iterator[int]:
         wanted: the requested port; ``None`` and 0 mean any free port.
 
     Raises:
-        LaunchError: ``wanted`` is taken.
+        PortError: ``wanted`` is taken.
+        LaunchError: there is no free port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         try:
@@ -54,7 +55,7 @@ def _taken(wanted: int | None, error: Exception | None) -> LaunchError:
     if wanted is None or wanted == 0:
         return LaunchError(f"no free port could be found on this host ({error})")
     reason = f" ({error})" if error is not None and not isinstance(error, OverflowError) else ""
-    return LaunchError(
+    return PortError(
         f"port {wanted} cannot be used on this host: it is in use by another process or not permitted{reason}. "
-        "Omit --main_process_port to use a free port, or pass another one."
+        "Pass --main_process_port 0 to use a free port, or another one that is free."
     )

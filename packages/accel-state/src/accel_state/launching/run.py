@@ -11,12 +11,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
+from accel_state.launching.deepspeed import check_deepspeed, deepspeed_size, uses_deepspeed_launcher
 from accel_state.launching.hardware import (
     Accelerators,
     find_accelerators,
@@ -24,6 +25,7 @@ from accel_state.launching.hardware import (
     physical_cores,
 )
 from accel_state.launching.mpi import check_mpi
+from accel_state.launching.numa import cores_of_ranks, gpu_nodes, read_cpu_topology
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.plan import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, World, plan, plan_world
 from accel_state.launching.ports import reserve_port
@@ -31,9 +33,11 @@ from accel_state.launching.processes import RankProcess, start_command
 from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
 from accel_state.launching.tracebacks import fold_frames
+from accel_state.world.topology import detect
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
+    from accel_state.config.sources import Sources
 
 __all__ = ["describe", "launch", "parse_tee", "render_failure", "start_members"]
 
@@ -48,7 +52,13 @@ _AGENT_PATIENCE = 5.0
 
 
 def launch(
-    config: LaunchConfig, target: Target, environ: Mapping[str, str], console: Console | None = None
+    config: LaunchConfig,
+    target: Target,
+    environ: Mapping[str, str],
+    console: Console | None = None,
+    *,
+    joins: bool = False,
+    sources: Sources | None = None,
 ) -> int:
     """Start the ranks of this machine and wait until they have ended.
 
@@ -59,15 +69,18 @@ def launch(
         target: the script, module or program that each rank runs.
         environ: the environment of this process.
         console: destination of the output; by default the standard streams.
+        joins: this process is a rank of a world that a scheduler has started, so it becomes the script.
+        sources: where the values of ``config`` come from, for messages.
 
     Returns:
         The exit code for the shell.
 
     Raises:
-        LaunchError: the target does not exist, a port is in use, or a process cannot be started.
+        TargetError, PortError: the target does not exist, or a port is in use.
+        LaunchError: a process cannot be started.
         ConfigError, DeviceError: see ``accel_state.launching.plan.plan``.
     """
-    host, world = _prepare(config, target, environ)
+    host, world = _prepare(config, target, environ, sources, joins=joins)
     parse_tee(config.tee, range(world.local_size))
     config = _with_log_dir(config)
     console = console or Console()
@@ -77,7 +90,8 @@ def launch(
             sys.stdout.write(describe(first))
             return 0
         if first.style == "direct":
-            return _become(first.processes[0], environ)
+            with _bound(first.processes[0].cpus):
+                return _become(first.processes[0], environ)
         if config.log_dir is not None and not config.quiet:
             console.say(f"accel: logs go to {config.log_dir}")
         if config.resume and first.style == "agent" and not config.quiet:
@@ -104,10 +118,26 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
         monitor_interval=config.monitor_interval,
         quiet=config.quiet,
         patience=_AGENT_PATIENCE if agent else 0.0,
+        signals=_signals(config),
     )
 
 
+def _signals(config: LaunchConfig) -> tuple[str, ...]:
+    names = tuple(name.upper() for name in config.signals_to_handle or ())
+    for name in names:
+        number = getattr(signal, name if name.startswith("SIG") else "", None)
+        if number is None or name in ("SIGKILL", "SIGSTOP", "SIGCHLD"):
+            raise ConfigError(
+                f"--signals_to_handle {','.join(names)} names {name}, which cannot be passed on; expected names such "
+                f"as "
+                "SIGTERM,SIGUSR2"
+            )
+    return names
+
+
 def _who_restarts(config: LaunchConfig) -> str:
+    if uses_deepspeed_launcher(config):
+        return "DeepSpeed's launcher does not restart ranks; run this command again after a preemption or a crash"
     if config.mpirun.hostfile is not None:
         return "mpirun does not restart ranks; run this command again after a preemption or a crash"
     return (
@@ -183,25 +213,45 @@ def start_members(
     logs = [_open_log(spec) for spec in prepared.processes]  # open all of them before anything runs
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
-            process = start_command(
-                spec.rank,
-                spec.argv,
-                spec.environment(environ),
-                capture=not agent,
-                reads_input=index == 0,
-                on_parent_death=death,
-            )
+            with _bound(spec.cpus):
+                process = start_command(
+                    spec.rank,
+                    spec.argv,
+                    spec.environment(environ),
+                    capture=not agent,
+                    reads_input=index == 0,
+                    on_parent_death=death,
+                )
         except OSError as error:
             _end([member.process for member in members])
             raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error
         label = f"rank {spec.rank}"
         if agent:
-            label = "mpirun" if spec.argv[0] == "mpirun" else "the agent of this machine"
+            label = (
+                "DeepSpeed's launcher"
+                if "deepspeed.launcher.runner" in spec.argv
+                else "the agent of this machine"
+            )
+            label = "mpirun" if spec.argv[0] == "mpirun" else label
         streams = _BOTH if logged is None else logged[spec.rank]
         prefix = f"[rank {spec.rank}] " if several else ""
         output = RankOutput(prefix, console, log, streams, spec.rank, hold=hold)
         members.append(SupervisedProcess(process, output, label))
     return members
+
+
+@contextlib.contextmanager
+def _bound(cpus: frozenset[int]) -> Iterator[None]:
+    """Restrict this thread to ``cpus`` while it starts a process, which inherits them."""
+    if not cpus or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
@@ -215,28 +265,70 @@ def _open_log(spec: ProcessSpec) -> IO[bytes] | None:
         ) from error
 
 
-def _prepare(config: LaunchConfig, target: Target, environ: Mapping[str, str]) -> tuple[Host, World]:
+def _prepare(
+    config: LaunchConfig,
+    target: Target,
+    environ: Mapping[str, str],
+    sources: Sources | None,
+    *,
+    joins: bool = False,
+) -> tuple[Host, World]:
     """Check everything that can be checked before a process starts; return the host and the world."""
     check_target(target, environ)
+    _signals(config)
+    if joins and config.virtual_local_rank:
+        raise ConfigError(
+            "--virtual_local_rank: the scheduler has started this rank, so it also chooses the devices that the rank "
+            "sees "
+            "(Slurm: --gpus-per-task=1); leave it out"
+        )
+    if uses_deepspeed_launcher(config):
+        check_deepspeed(config, environ)
     open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
     cores = 1 if config.num_processes == 1 else physical_cores()
     # With --cpu devices are not detected: some drivers are slow to answer.
     accelerators = Accelerators() if config.use_cpu else find_accelerators(environ)
-    if config.num_machines > 1 and config.machine_rank == 0 and config.main_process_port:
+    static = config.rdzv_backend == "static" and not (config.spares or config.min_machines)
+    hosts = config.num_machines > 1 and config.machine_rank == 0 and static and not joins
+    if hosts and config.main_process_port and not config.dry_run:
         with reserve_port(config.main_process_port):
             pass  # otherwise a port in use would be detected only after torch has been imported
-    world = plan_world(config, accelerators)
+    if joins:
+        world = World(1, 1, 1, 0, config.use_cpu or accelerators.count == 0)
+    elif uses_deepspeed_launcher(config):
+        size, machines = deepspeed_size(config)
+        world = World(size, max(1, size // machines), machines, config.machine_rank, config.use_cpu)
+    else:
+        world = plan_world(config, accelerators, sources)
     direct = world.local_size == 1 or peer_to_peer_works(accelerators)
     if not direct and not config.quiet:
         sys.stderr.write(
             "accel: peer-to-peer transfers between RTX 40 series GPUs fail with this driver: "
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
-    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct), world
+    cpus = _numa(config, world, accelerators, environ, joins)
+    return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
+
+
+def _numa(
+    config: LaunchConfig, world: World, accelerators: Accelerators, environ: Mapping[str, str], joins: bool
+) -> tuple[frozenset[int], ...]:
+    """The CPU cores of each rank; where an agent starts the ranks, it also binds them."""
+    if config.numa_binding is None or world.machines > 1:
+        return ()
+    near: tuple[int, ...] = ()
+    if not world.cpu:
+        ids = None if config.gpu_ids in (None, "all") else config.gpu_ids
+        near = gpu_nodes(accelerators.count, ids or environ.get("CUDA_VISIBLE_DEVICES"))
+    if joins:
+        topology = detect(environ)
+        ranks = cores_of_ranks(config.numa_binding, topology.local_world_size, read_cpu_topology(), near)
+        return ranks[topology.local_rank : topology.local_rank + 1]
+    return cores_of_ranks(config.numa_binding, world.local_size, read_cpu_topology(), near)
 
 
 def _port(config: LaunchConfig, world: World) -> contextlib.AbstractContextManager[int | None]:
-    if config.mpirun.hostfile is not None:
+    if config.mpirun.hostfile is not None or uses_deepspeed_launcher(config):
         needed = not config.main_process_port
     else:
         needed = world.size > 1 and world.machines == 1

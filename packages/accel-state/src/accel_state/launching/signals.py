@@ -6,7 +6,7 @@ import contextlib
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 __all__ = ["EXITED", "SignalQueue", "receive_signals"]
@@ -16,6 +16,8 @@ EXITED = 0
 
 # SIGHUP: the terminal was closed. SIGTSTP: Ctrl-Z, which does not reach ranks, because they have their own sessions.
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCHLD")
+_ALWAYS = ("SIGINT", "SIGTERM", "SIGTSTP", "SIGCHLD")
+"""Without these the launcher could neither end nor notice the end of a rank."""
 
 
 class SignalQueue:
@@ -37,11 +39,14 @@ class SignalQueue:
 
 
 @contextlib.contextmanager
-def receive_signals() -> Iterator[SignalQueue]:
+def receive_signals(names: Sequence[str] = ()) -> Iterator[SignalQueue]:
     """Put the launcher's signals into a queue during a ``with`` block, then restore the handlers.
 
     A signal that this process inherited as ignored (``nohup``) stays ignored. Only the main thread can set handlers;
     in another thread the queue stays empty.
+
+    Args:
+        names: the signals that are passed on to ranks, in addition to SIGINT and SIGTERM; empty: the usual ones.
     """
     signals = SignalQueue()
     before: dict[signal.Signals, object] = {}
@@ -50,7 +55,7 @@ def receive_signals() -> Iterator[SignalQueue]:
         signals.put(EXITED if number == getattr(signal, "SIGCHLD", None) else number)
 
     if threading.current_thread() is threading.main_thread():
-        for name in _NAMES:
+        for name in dict.fromkeys((*_ALWAYS, *names)) if names else _NAMES:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, receive)

@@ -50,6 +50,7 @@ class Policy:
             than Ctrl-C) exits with code 75 even if ranks had no time to save.
         monitor_interval: seconds between polls of the ranks on systems that do not report exits.
         quiet: print no progress messages; the traceback of the failing rank is still printed.
+        signals: names of the signals that are passed on to ranks; empty: the usual ones.
         patience: seconds that an agent, which starts ranks itself, has to end them if the launcher dies.
     """
 
@@ -61,6 +62,7 @@ class Policy:
     monitor_interval: float = 0.1
     quiet: bool = False
     patience: float = 0.0
+    signals: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -133,7 +135,7 @@ def supervise(
             has no threads.
     """
     crashes = attempt = 0
-    with receive_signals() as signals, contextlib.closing(Guardian(guarded)) as guardian:
+    with receive_signals(policy.signals) as signals, contextlib.closing(Guardian(guarded)) as guardian:
         while True:
             group = _Group(start(attempt), policy, console, signals, guardian)
             outcome = group.run()
@@ -231,13 +233,10 @@ class _Group:
             return
         self._collect()  # a rank that has ended before this one may have been asked before it
         failed = [member for member in self.members if member.code]
-        # A rank that waits for one that crashes fails at once, and may be heard before the end of the other is known.
-        crashed = [member for member in failed if member.crashed()]
-        causes = crashed or [member for member in failed if not member.waited()]
-        unsure = not causes or any(map(self._failed_before, self._alive()))
-        if not crashed and unsure and self._alive() and now - self.first_exit < _SETTLE:
+        cause, sure = self._cause(failed)
+        if not sure and self._alive() and now - self.first_exit < _SETTLE:
             return
-        self.first_failed = min(causes or failed, key=SupervisedProcess.failed_at)
+        self.first_failed = cause
         if self.stopped_by is not None:
             return
         others = _listed([member.label for member in self._alive()])
@@ -251,6 +250,17 @@ class _Group:
             ending = f"ending {others}"
         if others:
             self._say(f"{self.first_failed.label} {_failed(self.first_failed)}; {ending}")
+
+    def _cause(self, failed: Sequence[SupervisedProcess]) -> tuple[SupervisedProcess, bool]:
+        """The failed rank that made the others fail, and whether one that still runs can be excluded.
+
+        A rank that waits for one that crashes fails at once, and may be heard before the end of the other is known.
+        """
+        crashed = [member for member in failed if member.crashed()]
+        causes = crashed or [member for member in failed if not member.waited()]
+        first = min(causes or failed, key=SupervisedProcess.failed_at)
+        sure = bool(crashed) or (bool(causes) and not any(map(self._failed_before, self._alive())))
+        return first, sure
 
     def _failed_before(self, member: SupervisedProcess) -> bool:
         """Whether the traceback of a rank that still runs precedes those of the ranks that have failed."""
@@ -343,7 +353,7 @@ class _Group:
         failed = [member for member in self.members if member.code]
         if not failed:
             return Outcome(0, stopped_by=self.stopped_by)
-        first = self.first_failed or min(failed, key=SupervisedProcess.failed_at)
+        first = self.first_failed or self._cause(failed)[0]
         assert first.code is not None
         asked_for = {PREEMPTED}
         if self.stopped_by is not None:

@@ -6,6 +6,7 @@ import difflib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from accel_state.errors import LaunchError
+from accel_state.errors import TargetError
 
 __all__ = ["Target", "check_target"]
 
@@ -48,7 +49,7 @@ def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str]
         path: the module search path; by default the current folder and ``sys.path``.
 
     Raises:
-        LaunchError: it does not exist; the message suggests the closest name that does.
+        TargetError: it does not exist; the message suggests the closest name that does.
     """
     if target.kind == "program":
         _check_program(target.name, environ)
@@ -60,11 +61,16 @@ def check_target(target: Target, environ: Mapping[str, str], path: Sequence[str]
 
 def _check_script(name: str) -> None:
     if not name:
-        raise LaunchError("the name of the script is empty; a shell variable may be unset")
+        raise TargetError("the name of the script is empty; a shell variable may be unset")
     script = Path(name)
+    if script.suffix == ".ipynb":
+        raise TargetError(
+            f"{name!r} is a notebook, not a script; start processes inside it with accel_train.notebook_launcher, or "
+            f"make a script of it (jupyter nbconvert --to script {shlex.quote(name)}) and launch that"
+        )
     if script.is_dir():
         if not (script / "__main__.py").exists():
-            raise LaunchError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
+            raise TargetError(f"{name!r} is a folder without a __main__.py; pass the script inside it")
     elif not script.exists():
         hint = _nearest(script.name, _scripts_in(script.parent))
         if hint is not None:
@@ -75,26 +81,32 @@ def _check_script(name: str) -> None:
             advice = f"to run the module {name}, pass --module"
         else:
             advice = _whereabouts()
-        raise LaunchError(f"the script {name!r} does not exist; {advice}")
+        raise TargetError(f"the script {name!r} does not exist; {advice}")
+    elif not os.access(script, os.R_OK):
+        raise TargetError(
+            f"the script {name!r} cannot be read: permission denied; chmod u+r {shlex.quote(name)}"
+        )
 
 
 def _check_program(name: str, environ: Mapping[str, str]) -> None:
     if shutil.which(name, path=environ.get("PATH")) is not None:
         return
     here = Path(name)
+    if here.is_dir():
+        raise TargetError(f"{name!r} is a folder; with --no_python the first word must be a program")
     if here.exists():
-        raise LaunchError(
+        raise TargetError(
             f"{name!r} is not executable; make it executable (chmod +x {name}), "
             "or omit --no_python if it is a Python script"
         )
-    raise LaunchError(
+    raise TargetError(
         f"the program {name!r} was not found; with --no_python the first word must be a program"
     )
 
 
 def _check_module(name: str, path: list[str]) -> None:
     if not _is_dotted_name(name):
-        raise LaunchError(
+        raise TargetError(
             f"{name!r} is not a module name; with --module pass a dotted name such as package.train, "
             "without .py and without slashes"
         )
@@ -107,14 +119,14 @@ def _check_module(name: str, path: list[str]) -> None:
             hint = _nearest(part, _modules_in(places or ()))
             prefix = ".".join([*parts[:depth], ""])
             advice = f"did you mean {prefix + hint!r}?" if hint else _whereabouts()
-            raise LaunchError(f"no module named {name!r}: {part!r} is not in {where}; {advice}")
+            raise TargetError(f"no module named {name!r}: {part!r} is not in {where}; {advice}")
         places = (
             list(spec.submodule_search_locations) if spec.submodule_search_locations is not None else None
         )
         if places is None and depth + 1 < len(parts):
-            raise LaunchError(f"no module named {name!r}: {'.'.join(parts[: depth + 1])} is not a package")
+            raise TargetError(f"no module named {name!r}: {'.'.join(parts[: depth + 1])} is not a package")
     if places is not None and _find([*parts, "__main__"], places) is None:
-        raise LaunchError(f"{name!r} is a package without a __main__ module; name a module inside it")
+        raise TargetError(f"{name!r} is a package without a __main__ module; name a module inside it")
 
 
 def _find(parts: list[str], places: list[str] | None) -> importlib.machinery.ModuleSpec | None:

@@ -28,6 +28,7 @@ from accel_state.host.devices import (
 )
 from accel_state.host.system import set_numa_affinity
 from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
+from accel_state.world.rehearsal import Rehearsal, rehearse
 from accel_state.world.splitting import split_for_rank
 from accel_state.world.topology import Topology, detect
 
@@ -73,6 +74,8 @@ class PartialState:
         channels: one communication channel per process group, used by collectives; None in a world of one.
         participation: which ranks take part in an operation that the main process may call alone; None in a world of
             one.
+        rehearsal: observes this rank, which is alone in a world that is not there (``accel rehearse``); None in a real
+            world.
 
     Raises:
         ConfigError: an environment variable or option is wrong.
@@ -98,6 +101,7 @@ class PartialState:
             "num_processes",
             "participation",
             "process_index",
+            "rehearsal",
             "store",
             "topology",
         }
@@ -117,6 +121,7 @@ class PartialState:
     store: Store | None
     channels: Channels | None
     participation: Participation | None
+    rehearsal: Rehearsal | None
 
     def __init__(self, cpu: bool = False, **process_group_options: Any) -> None:
         self.__dict__ = self._shared_state
@@ -233,12 +238,12 @@ class PartialState:
 
     def connect(self, prefix: str) -> Store | None:
         """A separate connection to ``store`` under ``prefix``, so that waiting on it blocks no other user; None
-        without a process group.
+        without a process group, and in a rehearsal, where no rank would answer.
 
         Raises:
             LaunchError: the store does not answer, because rank 0, which hosts it, has ended.
         """
-        return None if self.store is None else store_client(self.store, prefix)
+        return None if self.store is None or self.rehearsal is not None else store_client(self.store, prefix)
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
         """Destroy ``group``, or the default process group if None.
@@ -412,6 +417,8 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     cpu = cpu or settings.use_cpu
     override = settings.runtime.torch_device
     use_xla = xla.is_selected(environ, settings)
+    if use_xla and settings.tpu.downcast_bf16 and settings.mixed_precision == "bf16":
+        environment.provide(XLA_DOWNCAST_BF16=1)  # before torch_xla starts; a launcher has set it already
 
     def device_for(place: Topology) -> torch.device:
         return choose_device(place, cpu=cpu, override=override, use_xla=use_xla)
@@ -420,19 +427,22 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         device = device_for(topology)
         return device, choose_collectives(device, options.get("backend"))
 
+    rehearsal = None if settings.runtime.rehearsal is None else Rehearsal(settings.runtime.rehearsal)
     member: Membership | None = None
     if dist.is_available() and dist.is_initialized():
         _check_unused(options, dist.get_backend())
         member = adopt(topology, device_for)
+    elif rehearsal is not None and topology.world_size > 1:
+        member = rehearse(rehearsal, topology, choose)
     elif _belongs_to_world(topology, options, fork_launched):
         member = join(topology, choose, options)
     device = device_for(topology) if member is None else member.device
     topology = topology if member is None else member.topology
     if override is None:
         set_current_device(device)
-    if member is not None and device.type == "cpu":
+    if member is not None and device.type == "cpu" and rehearsal is None:
         _share_cores(topology)
-    channels = None if member is None else _channels(topology, device, member, settings)
+    channels = None if member is None else _channels(topology, device, member, settings, rehearsal)
     if device.type == "cuda" and settings.enable_cpu_affinity:
         set_numa_affinity(device.index or 0)
     return {
@@ -452,6 +462,7 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
         "participation": None
         if member is None or channels is None
         else Participation(topology.rank, member.store, device, channels),
+        "rehearsal": rehearsal,
     }
 
 
@@ -462,7 +473,11 @@ def _distributed_type(device: torch.device, *, alone: bool) -> DistributedType:
 
 
 def _channels(
-    topology: Topology, device: torch.device, member: Membership, settings: LaunchConfig
+    topology: Topology,
+    device: torch.device,
+    member: Membership,
+    settings: LaunchConfig,
+    rehearsal: Rehearsal | None,
 ) -> Channels | None:
     if topology.world_size == 1:
         return None
@@ -472,7 +487,12 @@ def _channels(
         REPORT_AFTER if runtime.collective_timeout_report is None else runtime.collective_timeout_report,
     )
     return Channels(
-        rank=topology.rank, size=topology.world_size, device=device, store=member.watch_store, settings=checks
+        rank=topology.rank,
+        size=topology.world_size,
+        device=device,
+        store=member.watch_store if rehearsal is None else None,
+        settings=checks,
+        compared=None if rehearsal is None else rehearsal.compared,
     )
 
 

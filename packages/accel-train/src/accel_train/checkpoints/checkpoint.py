@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect,
 from accel_train.errors import OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
+from accel_train.rehearsal import NotSaved, leaves_out
 
 if TYPE_CHECKING:
     from accel_ckpt.saving.background import SaveHandle, WhenBusy
@@ -62,6 +63,8 @@ def register(registered: list[Registered], objects: tuple[Any, ...], trusted: bo
 
 def save_object(here: Prepared, obj: Any, f: str | Path, safe_serialization: bool) -> None:
     """See `Accelerator.save`."""
+    if leaves_out(here, "save", f):
+        return
     each_node = here.project.save_on_each_node
     accel_ckpt.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
 
@@ -77,6 +80,8 @@ def save_model(
 ) -> None:
     """See `Accelerator.save_model`."""
     strategy, process = here.plan.strategy, here.process
+    if leaves_out(here, "save_model", save_directory, together=strategy.is_divided(model)):
+        return
     each_node = here.project.save_on_each_node
     weights: Any = strategy.plain(model)  # read by the rank that writes
     if strategy.is_divided(model):  # all must call
@@ -134,6 +139,12 @@ def save_state(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
     config = here.project
+    if here.process.rehearsal is not None:
+        divided = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
+        directory = _target(here, output_dir)
+        leaves_out(here, _SAVE, directory, together=divided)
+        config.iteration += 1
+        return cast("SaveHandle", NotSaved(directory)) if asynchronous else directory
     saver = here.saver
     ranks = _saving_ranks(here, asynchronous, when_busy)
     directory = _target(here, output_dir)

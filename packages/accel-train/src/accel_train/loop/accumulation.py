@@ -46,6 +46,16 @@ class _Loader(Protocol):
     def ends_on_any_rank(self) -> bool | None: ...
 
 
+class ObservesSteps(Protocol):
+    """Observes every step of a prepared optimizer, and may end the script instead."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer is about to step."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer has stepped; its gradients are still there."""
+
+
 @dataclass(slots=True)
 class Window:
     """The micro-batches since the last optimizer step of one group of models."""
@@ -99,6 +109,7 @@ class Accumulator:
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_gradients = True
         self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
+        self.rehearsal: ObservesSteps | None = None  # in a rehearsal
         self._strategy = strategy
         # Most strategies need not be told of micro-batches; each call saved is one per micro-batch.
         self._tells_begin = type(strategy).begin_micro_batch is not Strategy.begin_micro_batch

@@ -23,6 +23,7 @@ class _AlwaysSync:
 
     sync_gradients = True
     boundaries = None
+    rehearsal = None
 
     def may_drop_gradients(self) -> bool:
         return True
@@ -124,10 +125,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
+        rehearsal = self._accumulator.rehearsal
+        if rehearsal is not None:
+            rehearsal.before_step(self)
         self._spent = True
         stepped, result = self._strategy.step(self.optimizer, closure)
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
+        if rehearsal is not None:
+            rehearsal.after_step(self)
         boundaries = self._accumulator.boundaries
         if boundaries is not None:
             boundaries.passed += 1

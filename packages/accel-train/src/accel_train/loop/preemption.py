@@ -79,7 +79,8 @@ class Preemption:
 
     def __init__(self, process: PartialState, config: PreemptionConfig) -> None:
         slurm = process.topology.launcher == "slurm" or environment.get("SLURM_JOB_ID") is not None
-        size, self._rank = process.num_processes, process.process_index
+        size = process.num_processes if process.rehearsal is None else 1
+        self._rank = process.process_index
         self.signals = config.numbers(slurm)
         self.boundaries = Boundaries()
         self._consensus = StopConsensus(

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accel_state.config.sections.fsdp import FSDP_SHARDING_STRATEGIES, FsdpSection
+from accel_state.config.sections.fsdp import (
+    FSDP_HYBRID_STRATEGIES,
+    FSDP_RESHARDS,
+    FSDP_SHARDING_STRATEGIES,
+    FsdpSection,
+)
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
 
@@ -23,8 +28,6 @@ __all__ = ["FullyShardedDataParallelPlugin"]
 
 _POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_KEEPS_WHOLE = ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
 _DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
@@ -200,7 +203,7 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
     @property
     def is_hybrid(self) -> bool:
         """Whether each machine keeps a replica of the model (HYBRID_SHARD of version 1)."""
-        return self.sharding_strategy in _HYBRID
+        return self.sharding_strategy in FSDP_HYBRID_STRATEGIES
 
     @property
     def translations(self) -> list[str]:
@@ -261,13 +264,13 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
                 "sharding. Leave the FSDP plugin (or --use_fsdp) out: several processes then train with ddp."
             )
         if given is None:
-            return sharding, sharding not in _KEEPS_WHOLE
+            return sharding, FSDP_RESHARDS[sharding or "FULL_SHARD"]
         if not isinstance(given, bool) and given < 2:
             raise OptionError(
                 f"reshard_after_forward={given} is the size of the groups over which parameters are resharded after "
                 "forward; give at least 2, or True or False."
             )
-        return sharding if sharding in _HYBRID else None, given
+        return sharding if sharding in FSDP_HYBRID_STRATEGIES else None, given
 
     def _read_wrap_policy(self) -> Any:
         policy = self.auto_wrap_policy

@@ -98,6 +98,6 @@ class DeepSpeedLaunchSection(DeepSpeedSection):
     deepspeed_multinode_launcher: str | None = option(
         help="Launcher for several machines.",
         env=(),
-        choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
+        choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm"),
         prompt="Which launcher starts DeepSpeed on the machines?",
     )

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from accel_state.config.option import Section, option
 
-__all__ = ["FSDP_SHARDING_STRATEGIES", "FsdpSection"]
+__all__ = ["FSDP_HYBRID_STRATEGIES", "FSDP_RESHARDS", "FSDP_SHARDING_STRATEGIES", "FsdpSection"]
 
 FSDP_SHARDING_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """In the order of ``torch.distributed.fsdp.ShardingStrategy``, whose values start at 1."""
+
+FSDP_RESHARDS: Mapping[str, bool] = MappingProxyType(
+    {
+        "FULL_SHARD": True,
+        "SHARD_GRAD_OP": False,
+        "NO_SHARD": False,
+        "HYBRID_SHARD": True,
+        "HYBRID_SHARD_ZERO2": False,
+    }
+)
+"""A sharding strategy of version 1, and the ``reshard_after_forward`` of version 2 that it is."""
+
+FSDP_HYBRID_STRATEGIES = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+"""Those with a replica of the model on each machine."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)

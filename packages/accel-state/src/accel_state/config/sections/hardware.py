@@ -59,6 +59,29 @@ class HardwareOptions(CommonOptions):
         flags=("--nproc_per_node",),
         prompt="How many processes in total will you use?",
     )
+    cluster: str = option(
+        "auto",
+        help="Scheduler whose variables describe the machines; auto: any that is found, none: this machine alone.",
+        choices=("auto", "none", "slurm", "torchrun", "skypilot", "lsf", "flux", "mpi", "containers"),
+        ours=True,
+    )
+    min_machines: int | None = option(
+        help="Machines that are enough to start and to go on; up to num_machines may join. Default: num_machines.",
+        low=1,
+        ours=True,
+    )
+    spares: int = option(
+        0,
+        help="Spares beyond the size of the run, which wait until one takes the place of a dead machine.",
+        low=0,
+        ours=True,
+    )
+    connect_timeout: float = option(
+        300.0,
+        help="Seconds within which all machines must have found each other.",
+        low=1,
+        ours=True,
+    )
     machine_rank: int = option(
         0,
         help="Rank of this machine, from 0.",
@@ -91,6 +114,10 @@ class HardwareOptions(CommonOptions):
     )
     rdzv_conf: str | None = option(
         help="Additional settings of the rendezvous: comma-separated key=value pairs.",
+        ours=True,
+    )
+    rdzv_id: str | None = option(
+        help="Name of the run at the rendezvous; by default its address and port.",
         ours=True,
     )
     num_cpu_threads_per_process: int | None = option(

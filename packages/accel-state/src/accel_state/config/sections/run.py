@@ -56,6 +56,28 @@ class RunOptions(Section):
     )
     grace_period: float | None = option(
         help="Seconds that processes have to exit after a signal; by default 30, after Ctrl-C 5.",
+        flags=("--shutdown_timeout",),
         low=0,
         ours=True,
+    )
+    signals_to_handle: tuple[str, ...] | None = option(
+        help="Signals that are passed on to the ranks; by default SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1.",
+        comma_list=True,
+        ours=True,
+    )
+    numa_binding: str | None = option(
+        help="CPU cores of each rank: its device's NUMA node or socket, an exclusive share, or one L3 cache.",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        ours=True,
+    )
+    virtual_local_rank: bool = option(
+        False,
+        help="Each rank sees only its own device, as device 0, and LOCAL_RANK is 0.",
+        toggle=True,
+        ours=True,
+    )
+    submit: str | None = option(
+        help="Scheduler to which the run is submitted as a job; --dry_run prints the script.",
+        choices=("slurm",),
+        in_file=False,
     )

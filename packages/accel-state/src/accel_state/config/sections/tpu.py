@@ -17,13 +17,13 @@ class TpuSection(Section):
 
     downcast_bf16: bool = option(
         False,
-        help="Compute both float and double in bf16; else float in bf16 and double in float32.",
+        help="With mixed_precision bf16: torch_xla makes float bf16 and double float32 (XLA_DOWNCAST_BF16).",
         env=("ACCELERATE_DOWNCAST_BF16",),
         toggle=True,
-        prompt="Should double be computed in bf16 as well (downcast_bf16)?",
+        prompt="Should float be computed in bf16 and double in float32 (downcast_bf16)?",
     )
-    tpu_name: str | None = option(help="Name of the TPU.", prompt="What is the name of your Cloud TPU?")
-    tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of your Cloud TPU?")
+    tpu_name: str | None = option(help="Name of the TPU.", prompt="What is the name of the TPU (none: a list of virtual machines)?")
+    tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of the TPU?")
     tpu_use_cluster: bool = option(
         False,
         help="The TPU is a pod of several machines.",
@@ -33,31 +33,31 @@ class TpuSection(Section):
     )
     tpu_use_sudo: bool = option(
         False,
-        help="Run the commands on the pod's machines with sudo.",
+        help="Run the script on the pod's machines with sudo.",
         toggle=True,
         prompt="To run a python script in a TPU pod, should `sudo` be used?",
     )
     command_file: str | None = option(
-        help="File with commands to run on every machine of the pod before the script.",
-        prompt="Which file has commands to run on every machine of the pod before the script?",
+        help="File with commands that accel tpu-config runs on every machine of the pod.",
+        prompt="Which file has commands for accel tpu-config to run on every machine of the pod?",
     )
     commands: tuple[str, ...] | None = option(
-        help="Commands to run on every machine of the pod before the script.",
+        help="Commands that accel tpu-config runs on every machine of the pod.",
         flags=("--command",),
-        prompt="Which commands run on every machine of the pod before the script, with ; between them?",
+        prompt="Which commands does accel tpu-config run on every machine, with ; between them?",
     )
     tpu_vm: tuple[str, ...] | None = option(
-        help="Names of the machines of the pod; by default all.",
+        help="Names of virtual machines that are the pod, if it has no name of its own; repeated for each.",
         flags=("--vm",),
-        prompt="Which machines of the pod are used, with commas between them (none: all)?",
+        prompt="Which virtual machines are the pod, with commas between them?",
     )
     tpu_env: tuple[str, ...] | None = option(
-        help="Variables, as NAME=value, for the machines of the pod.",
+        help="Variable, as NAME=value, for the machines of the pod; repeated for each.",
         flags=("--env",),
         prompt="Which variables, as NAME=value with commas between them, do the machines get?",
     )
     main_training_function: str = option(
         "main",
-        help="Function of the script that each TPU process calls.",
+        help="Function of the script that each TPU process calls, instead of running the script.",
         prompt="What is the name of the function in your script that each process should run?",
     )

@@ -35,7 +35,8 @@ class Topology:
         num_nodes: number of nodes.
         master_addr: host on which rank 0 listens; None when it is not known.
         master_port: TCP port on which rank 0 listens; None when it is not known.
-        launcher: name of the cluster that started the process: ``torchrun``, ``mpi``, ``slurm`` or ``single``.
+        launcher: name of the cluster that started the process: ``torchrun``, ``flux``, ``lsf``, ``mpi``, ``slurm``,
+            ``sagemaker`` or ``single``.
     """
 
     rank: int = 0

@@ -14,6 +14,7 @@ from accel_state.world.clusters.base import (
     read_port,
     stable_port,
 )
+from accel_state.world.clusters.sagemaker import sagemaker_hosts
 
 __all__ = ["MPI"]
 
@@ -82,6 +83,8 @@ class MPI(Cluster):
                 f"{local_world_size}; it must be between 0 and {local_world_size - 1}"
             )
         addr = environ.get("MASTER_ADDR") or ("127.0.0.1" if local_world_size == world_size else None)
+        if addr is None:  # SageMaker's library for data parallelism starts ranks with mpirun
+            addr = next(iter(sagemaker_hosts(environ)), None)
         node_rank, num_nodes = node_placement(rank, world_size, local_world_size)
         return Topology(
             rank=rank,

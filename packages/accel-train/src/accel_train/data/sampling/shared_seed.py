@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from accel_state.communication import collectives
+from accel_state.world.process import current_state
 from accel_train.ranks import Ranks
 
 __all__ = ["Alone", "FromMain", "Sharing", "sharing_for"]
@@ -88,6 +89,9 @@ def communication_device() -> torch.device:
 
 def sharing_for(ranks: Ranks) -> Sharing:
     """All ranks of the world share draws, those that read the same samples included; without a world, none."""
+    process = current_state()
+    if process is not None and process.rehearsal is not None:
+        return Alone()
     if ranks.world_size > 1 and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return FromMain(communication_device())
     return Alone()

@@ -1,0 +1,145 @@
+"""``accel rehearse``: run one rank of a world that is not there, and say what would fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from accel_cli.colors import colors_for
+from accel_cli.commands.launch import LaunchCommand, target_of
+from accel_cli.dialect import App
+from accel_cli.help_pages import help_page
+from accel_state.config.flags import ParsedFlags, parse_flags
+from accel_state.config.merge import resolve
+from accel_state.environment import snapshot
+from accel_state.errors import ConfigError
+from accel_state.launching.engines import check_available
+from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import plan_world
+from accel_state.launching.target import check_target
+
+__all__ = ["app", "main"]
+
+_OWN = {
+    "config_file": True, "help": False, "-h": False, "rank": True, "ranks": True, "steps": True, "json": False,
+    "show_output": False,
+}  # fmt: skip
+
+_USAGE = "accel rehearse --num_processes N [flags] script.py [the script's own arguments]"
+_ABOUT = """\
+Run configuration, mesh, prepare and one optimizer step of a rank of a world that is not there, in one process on the \
+CPU, and say what would fail: a degree that does not fit, a loader without data for every rank, a shape that cannot be \
+divided, ranks that enter different collectives. Also what the rank would read, and its memory.
+
+  accel rehearse --num_processes 1024 --num_machines 128 train.py --lr 0.1
+  accel rehearse --num_processes 64 --use_fsdp --ranks 0,1,last train.py
+"""
+_ROWS = [
+    ("--num_processes N", "Ranks of the world, over all machines."),
+    ("--num_machines N", "Machines that they are on."),
+    ("--rank R", "The rank to rehearse. Default: 0."),
+    (
+        "--ranks R,R,…",
+        "Several, one after the other, such as 0,1,last or 0-3; their collectives are compared.",
+    ),
+    ("--steps N", "Optimizer steps of each prepared optimizer. Default: 1."),
+    ("--show_output", "Show what the script prints, on standard error."),
+    ("--json", "Print the report as JSON; sizes are in bytes."),
+    ("--config_file FILE", "Configuration file to read."),
+    ("-h, --help", "Show this help."),
+]
+
+
+class RehearseCommand(LaunchCommand):
+    """The flags of ``accel launch``, and those of the rehearsal."""
+
+    def invoke(self, ctx: Any) -> int:
+        """Run ``main``."""
+        return main(ctx.args)
+
+
+app = App()
+
+
+@app.command(cls=RehearseCommand)
+def rehearse_script() -> None:
+    """Run one rank of a world that is not there, and say what would fail."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: flags, then the script and the script's arguments.
+
+    Returns:
+        The exit code: 0 if nothing would fail, else 1.
+
+    Raises:
+        AccelError: the flags, the configuration file or the script are unsuitable.
+    """
+    flags = parse_flags(arguments, _OWN)
+    if not {"help", "-h"}.isdisjoint(flags.others):
+        epilog = "All flags of accel launch apply, and describe the world: accel launch --help-all."
+        sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
+        return 0
+    if not flags.rest:
+        raise ConfigError(
+            "there is no script to rehearse; example: accel rehearse --num_processes 64 train.py --lr 0.1"
+        )
+    from accel_cli.rehearsal.findings import find
+    from accel_cli.rehearsal.run import chosen_ranks, rehearse_rank
+    from accel_cli.rehearsal.show import as_json, as_text, differing, facts
+    from accel_cli.render import show_facts
+
+    environ = snapshot()
+    config = check_available(resolve(flags.others.get("config_file"), environ, flags))
+    if config.no_python or config.use_tpu:
+        refused = "--no_python" if config.no_python else "--tpu"
+        raise ConfigError(
+            f"{refused} cannot be rehearsed: the rank is a Python program on the CPU; leave it out"
+        )
+    if config.num_processes is None:
+        raise ConfigError(
+            "the size of the world is not known: pass --num_processes, such as --num_processes 1024, or a "
+            "--config_file that has it"
+        )
+    config = dataclasses.replace(config, use_cpu=True, gpu_ids=None)
+    target = target_of(config, flags)
+    check_target(target, environ)
+    world = plan_world(config, Accelerators())
+    steps = _steps(flags)
+    show_output = "show_output" in flags.others
+    ranks = [
+        rehearse_rank(config, target, world, rank, environ, steps=steps, show_output=show_output)
+        for rank in chosen_ranks(_ranks(flags), world.size)
+    ]
+    findings = find(ranks, world.size)
+    if "json" in flags.others:
+        print(json.dumps(as_json(findings, ranks, world), indent=2))
+    else:
+        first = facts(ranks[0], world)
+        show_facts(first)
+        for rank in ranks[1:]:
+            print()
+            show_facts(differing(facts(rank, world), first))
+        print()
+        sys.stdout.write(as_text(findings, ranks, colors_for()))
+    return int(any(finding.kind == "error" for finding in findings))
+
+
+def _ranks(flags: ParsedFlags) -> str:
+    given = flags.others
+    if "rank" in given and "ranks" in given:
+        raise ConfigError(f"--rank {given['rank']} and --ranks {given['ranks']} exclude each other; pass one")
+    return str(given.get("rank", given.get("ranks", "0")))
+
+
+def _steps(flags: ParsedFlags) -> int:
+    text = str(flags.others.get("steps", "1"))
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"--steps {text} is not a number of steps; pass a whole number from 1")
+    return int(text)

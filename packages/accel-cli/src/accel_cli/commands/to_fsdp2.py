@@ -1,0 +1,187 @@
+"""``accel to-fsdp2``: convert a configuration file from FSDP version 1 to version 2."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.colors import Colors, colors_for
+from accel_cli.dialect import App
+from accel_cli.yaml_edits import edit_mapping
+from accel_state.config.files import default_path, parse_text, read_layer, read_text, write_text
+from accel_state.config.fsdp_conversion import Change, convert_fsdp_options, converted
+from accel_state.environment import snapshot
+from accel_state.errors import AccelError, ConfigError
+
+__all__ = ["app"]
+
+_SECTION = "fsdp_config"
+_SAID = {
+    "keep": ("kept", "dim"),
+    "set": ("changed", "cyan"),
+    "rename": ("renamed", "cyan"),
+    "drop": ("dropped", "yellow"),
+    "add": ("added", "green"),
+}
+
+app = App()
+
+
+@app.command()
+def to_fsdp2(
+    config_file: Annotated[Path, typer.Option("--config_file", help="The file to convert; YAML or JSON.")],
+    output_file: Annotated[
+        Path | None,
+        typer.Option("--output_file", help="The file to write: JSON if it ends in .json, else YAML."),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Change the file itself, or replace an existing --output_file."),
+    ] = False,
+) -> None:
+    """Convert a configuration file, Accelerate's or ours, from FSDP version 1 to version 2.
+
+    Says of every FSDP option whether it was kept, renamed or dropped, and why, and shows the difference. Everything
+    else in the file, comments included, stays.
+    """
+    source = config_file.expanduser()
+    text = read_text(source)
+    data = parse_text(text, source)
+    changes = convert_fsdp_options(_old_options(data, source), str(source))
+    target = (output_file or source).expanduser()
+    new, notes = _new_text(text, data, changes, source, target)
+    colors = colors_for()
+    typer.echo(_report(changes, notes, colors))
+    typer.echo(_difference(text, new, source, target, colors), nl=False)
+    _refuse_to_replace(source, output_file, target, overwrite)
+    write_text(target, new)
+    typer.echo(f"wrote {target}")
+    _check(target)
+
+
+def _old_options(data: dict[str, Any], source: Path) -> dict[str, Any]:
+    options = data.get(_SECTION)
+    if not options:
+        raise ConfigError(
+            f"{source} has no {_SECTION}, so there is nothing to convert; distributed_type is "
+            f"{data.get('distributed_type', 'not set')}. accel config makes a file that uses FSDP"
+        )
+    if not isinstance(options, dict):
+        raise ConfigError(f"{source}: {_SECTION} is {options!r}; expected a mapping of options to values")
+    version = str(options.get("fsdp_version", options.get("version", 1)))
+    if version == "2":
+        old = [
+            name for name in options if name.removeprefix("fsdp_") in ("sharding_strategy", "use_orig_params")
+        ]
+        hint = f"; {', '.join(old)} are of version 1: set fsdp_version: 1 and run this again" if old else ""
+        raise ConfigError(f"{source} is of FSDP version 2 already; use it as it is{hint}")
+    if version not in ("1", "None"):
+        raise ConfigError(
+            f"{source}: {_SECTION}.fsdp_version is {version}; expected 1 (or 2, after conversion)"
+        )
+    return options
+
+
+def _new_text(
+    text: str, data: dict[str, Any], changes: Sequence[Change], source: Path, target: Path
+) -> tuple[str, list[str]]:
+    """The text to write, and notes about what it does not keep."""
+    new = {**data, _SECTION: converted(list(changes))}
+    if target.suffix == ".json" or _is_json(text):
+        return json.dumps(new, indent=2) + "\n", []
+    if source.suffix != ".json":
+        edited = edit_mapping(text, _SECTION, changes)
+        if edited is not None and parse_text(edited, source) == new:
+            return edited, []
+    import yaml
+
+    note = "comments of the file are not kept, because its fsdp_config is not written one option a line"
+    return yaml.safe_dump(new, sort_keys=False, allow_unicode=True), [note] if "#" in text else []
+
+
+def _is_json(text: str) -> bool:
+    """JSON is YAML too: Accelerate writes it to files that end in .yaml."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError:
+        return False
+    return True
+
+
+def _report(changes: Sequence[Change], notes: Sequence[str], colors: Colors) -> str:
+    lines = []
+    columns = max(60, min(120, shutil.get_terminal_size().columns))
+    width = max(len(what) for what, _ in _SAID.values())
+    for change in changes:
+        said, color = _SAID[change.what]
+        row = f"{colors(color, said.ljust(width))}  {_key_and_value(change)}"
+        style = "yellow" if change.warn else "dim"
+        if change.why and not sys.stdout.isatty():
+            row += f" - {change.why}"
+        for part in textwrap.wrap(change.why, columns - width - 4) if sys.stdout.isatty() else ():
+            row += f"\n{' ' * (width + 4)}{colors(style, part)}"
+        lines.append(row)
+    return "\n".join([*lines, *(colors("yellow", f"note: {note}") for note in notes)])
+
+
+def _key_and_value(change: Change) -> str:
+    before, after = _shown(change.before), _shown(change.value)
+    match change.what:
+        case "add":
+            return f"{change.name}: {after}"
+        case "keep" | "drop":
+            return f"{change.key}: {before}"
+        case "set":
+            return f"{change.key}: {before} -> {after}"
+        case _:
+            return f"{change.key}: {before} -> {change.name}: {after}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return json.dumps(value)
+    return str(value)
+
+
+def _difference(before: str, after: str, source: Path, target: Path, colors: Colors) -> str:
+    codes = {"-": "red", "+": "green", "@": "dim"}
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(source), str(target), n=1, lineterm=""
+    )
+    return "".join(f"{colors(codes[line[0]], line) if line[0] in codes else line}\n" for line in lines)
+
+
+def _refuse_to_replace(source: Path, output_file: Path | None, target: Path, overwrite: bool) -> None:
+    ours = default_path(snapshot())
+    theirs = ours.parent.parent / "accelerate"
+    if target.resolve().parent == theirs.resolve():
+        raise ConfigError(
+            f"nothing is written: {target} belongs to Accelerate and is not changed; pass --output_file {ours}, which "
+            "accel launch reads first"
+        )
+    if overwrite:
+        return
+    if output_file is None:
+        raise ConfigError(
+            f"nothing is written: name a new file with --output_file, or pass --overwrite to change {source} itself"
+        )
+    if target.exists():
+        raise ConfigError(
+            f"nothing is written: {target} exists; name another --output_file, or pass --overwrite to replace it"
+        )
+
+
+def _check(target: Path) -> None:
+    """Say if `accel launch` would refuse the file; that need not be the conversion's fault."""
+    try:
+        read_layer(target)
+    except AccelError as error:
+        typer.echo(f"note: accel launch would refuse the file: {error}", err=True)

@@ -1,0 +1,141 @@
+"""``accel tpu-config``: run commands on all machines of a TPU pod, to set it up."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.dialect import App, Command
+from accel_state.config.merge import resolve
+from accel_state.config.sections.tpu import TpuSection
+from accel_state.environment import snapshot
+from accel_state.errors import ConfigError
+from accel_state.launching.tpu_pod import run_on_pod, ssh_commands
+
+__all__ = ["app"]
+
+_PACKAGE = "accel-cli"
+
+
+class TpuCommand(Command):
+    """``--command`` takes one or more words after it, each a command, as in Accelerate."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat ``--command`` before each word that follows it."""
+        words: list[str] = []
+        several = False
+        for word in args:
+            flag = word.startswith("-")
+            if several and not flag and words[-1] != "--command":
+                words.append("--command")
+            words.append(word)
+            several = word == "--command" or (several and not flag)
+        return super().parse_args(ctx, words)
+
+
+app = App()
+
+
+@app.command(cls=TpuCommand)
+def tpu_config(
+    config_file: Annotated[
+        str | None,
+        typer.Option("--config_file", help="Configuration file; by default the one that accel launch reads."),
+    ] = None,
+    tpu_name: Annotated[str | None, typer.Option("--tpu_name", help="Name of the TPU.")] = None,
+    tpu_zone: Annotated[
+        str | None, typer.Option("--tpu_zone", help="Zone of the TPU; by default gcloud's own.")
+    ] = None,
+    use_alpha: Annotated[bool, typer.Option("--use_alpha", help="Run gcloud alpha.")] = False,
+    command_file: Annotated[
+        Path | None, typer.Option("--command_file", help="File with shell commands to run.")
+    ] = None,
+    command: Annotated[
+        list[str] | None,
+        typer.Option("--command", help="Shell command to run, after those of the file; may be repeated."),
+    ] = None,
+    install_accel: Annotated[
+        bool,
+        typer.Option(
+            "--install_accel", "--install_accelerate", help=f"Install {_PACKAGE} before the commands."
+        ),
+    ] = False,
+    accel_version: Annotated[
+        str,
+        typer.Option("--accel_version", "--accelerate_version", help="Version to install, or latest."),
+    ] = "latest",
+    debug: Annotated[
+        bool, typer.Option("--debug", "--dry_run", help="Print the command; run nothing.")
+    ] = False,
+) -> int:
+    """Run shell commands on every machine of a TPU pod, in /usr/share, by gcloud's ssh.
+
+    Flags take precedence over tpu_name, tpu_zone, command_file and commands of the configuration file. The first
+    command that fails on a machine ends the commands there (add || true to one that may fail), and the exit code is
+    gcloud's.
+    """
+    environ = snapshot()
+    tpu = resolve(config_file, environ).local().tpu
+    changed: dict[str, Any] = {"tpu_vm": None}
+    if tpu_name is not None:
+        changed["tpu_name"] = tpu_name
+    if tpu_zone is not None:
+        changed["tpu_zone"] = tpu_zone
+    if command_file is not None or command:
+        changed |= {"command_file": command_file, "commands": tuple(command or ())}
+    tpu = dataclasses.replace(tpu, **changed)
+    (words,) = ssh_commands(
+        tpu, [_script(tpu, _installed(accel_version) if install_accel else None)], alpha=use_alpha
+    )
+    if debug:
+        typer.echo(f"Running {shlex.join(words)}")
+        return 0
+    code = run_on_pod([words], environ)
+    if code == 0:
+        typer.echo(f"{tpu.tpu_name} is set up")
+    return code
+
+
+def _script(tpu: TpuSection, install: str | None) -> str:
+    """The shell script for each machine."""
+    commands = list(tpu.commands or ())
+    if tpu.command_file:
+        try:
+            commands.insert(0, Path(tpu.command_file).expanduser().read_text(encoding="utf-8").strip("\n"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--command_file {tpu.command_file} cannot be read: {error}") from error
+    if not [text for text in commands if text.strip()] and install is None:
+        raise ConfigError(
+            "there is nothing to run; pass --command or --command_file, write commands into the configuration file, or "
+            "pass --install_accel"
+        )
+    # A file may have comments and blocks over several lines, so it is not joined with semicolons.
+    return "\n".join(_joined(["set -e", "cd /usr/share", *([install] if install else []), *commands]))
+
+
+def _joined(commands: list[str]) -> list[str]:
+    """Commands of one line on one line, with semicolons; others as they are."""
+    found: list[str] = []
+    for text in commands:
+        plain = "\n" not in text and "#" not in text
+        if found and plain and not found[-1].endswith("\n"):
+            found[-1] += f"; {text}"
+        else:
+            found.append(text if plain else f"{text}\n")
+    return [text.removesuffix("\n") for text in found]
+
+
+def _installed(version: str) -> str:
+    if version == "latest":
+        return f"pip install -U {_PACKAGE}"
+    if not re.fullmatch(r"[0-9][0-9A-Za-z.!+_-]*", version):
+        raise ConfigError(
+            f"--accel_version is {version!r}; expected latest or a version such as 0.1.0. For another source, pass "
+            '--command "pip install …"'
+        )
+    return f"pip install {_PACKAGE}=={version}"

@@ -1,0 +1,318 @@
+"""Shell completion: commands, flags, choices, topics and files, without Typer where each key press counts.
+
+The scripts that ``accel --install-completion`` writes are Typer's; at every key they call ``accel`` with
+``_ACCEL_COMPLETE`` set. For bash, zsh and fish this module answers, from the schema alone for ``accel launch``; Typer
+answers other shells.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["VARIABLE", "Item", "answer", "complete", "complete_flags"]
+
+VARIABLE = "_ACCEL_COMPLETE"
+"""The variable that Typer's scripts set, to ``complete_SHELL``."""
+
+_LAUNCH_OWN = {
+    "--config_file": "Configuration file to read.",
+    "--help": "Show help; a topic may follow.",
+    "--help-all": "Show all flags.",
+}
+
+
+class Item(NamedTuple):
+    """A word that the one at the cursor can become.
+
+    Attributes:
+        value: the complete word.
+        help: one sentence; empty: none.
+    """
+
+    value: str
+    help: str = ""
+
+
+def answer(environ: Mapping[str, str], application: Callable[[], Any]) -> int | None:
+    """Print what completes the command line that the shell describes in ``environ``.
+
+    Args:
+        environ: the environment of this process.
+        application: makes the command with all subcommands; called only if the words need it.
+
+    Returns:
+        The exit code; None if Typer has to answer: another shell, or the request for a script.
+    """
+    action, _, shell = environ.get(VARIABLE, "").partition("_")
+    if action != "complete" or shell not in ("bash", "zsh", "fish"):
+        return None
+    words, incomplete = _command_line(shell, environ)
+    items = complete(words, incomplete, application)
+    if shell == "fish":
+        if environ.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
+            return 0 if items else 1
+        lines = [f"{item.value}\t{item.help}" if item.help else item.value for item in items or ()]
+    elif shell == "zsh":
+        lines = [_for_zsh(items)]
+    else:
+        # Bash begins a new word at =, so only what follows it is completed.
+        lines = [item.value.partition("=")[2] if "=" in item.value else item.value for item in items or ()]
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return 0
+
+
+def complete(words: Sequence[str], incomplete: str, application: Callable[[], Any]) -> list[Item] | None:
+    """What the word at the cursor can be.
+
+    Args:
+        words: the complete words between ``accel`` and the cursor.
+        incomplete: the word at the cursor.
+        application: as for ``answer``.
+
+    Returns:
+        The possible words; None where a file name belongs.
+    """
+    if words and words[0] == "launch":
+        return complete_flags(words[1:], incomplete, _LAUNCH_OWN)
+    import typer
+
+    command = application()
+    context = typer.Context(command, info_name="accel")
+    if not words and not incomplete.startswith("-"):  # without importing the commands
+        return [Item(found.value, found.help or "") for found in command.shell_complete(context, incomplete)]
+    rest = list(words)
+    while rest and hasattr(command, "get_command"):
+        name = rest.pop(0)
+        if name.startswith("-"):
+            continue
+        command = command.get_command(context, name.replace("_", "-"))
+        if command is None:
+            return None
+        context = typer.Context(command, parent=context, info_name=name)
+    own = getattr(command, "own_flags", None)
+    if own is not None:
+        return complete_flags(rest, incomplete, own)
+    return _complete_typer(command, context, rest, incomplete)
+
+
+def complete_flags(words: Sequence[str], incomplete: str, own: Mapping[str, str]) -> list[Item] | None:
+    """Flags of the schema with their values, until the script; then files.
+
+    Args:
+        words: the complete words after the command's name.
+        incomplete: the word at the cursor; with ``--flag=`` in front if it was typed so.
+        own: flags of the command itself, with their help.
+    """
+    typed = _open_flag(words, own)
+    if typed is None:
+        return None  # the script and its arguments
+    flag, equals, start = incomplete.partition("=")
+    if typed == "--help":
+        from accel_cli.launch_topics import TOPICS
+
+        return _starting([Item(name, text) for name, text in TOPICS.items()], incomplete)
+    if typed and not (_takes_value(typed) == "maybe" and incomplete.startswith("-")):
+        found = _values(typed, incomplete)
+        return None if not found and _takes_value(typed) == "maybe" else found
+    if not incomplete.startswith("-"):
+        return None
+    if equals:
+        values = _values(flag, start)
+        return None if values is None else [Item(f"{flag}={item.value}", item.help) for item in values]
+    return list(_flags(incomplete, own))
+
+
+def _open_flag(words: Sequence[str], own: Mapping[str, str]) -> str | None:
+    """The flag whose value the cursor is at, empty if at none; None if it is after the script."""
+    from accel_state.config.schema import plain_flag
+
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word == "--" or not word.startswith("-") or word == "-":
+            return None
+        flag, equals, _ = word.partition("=")
+        if at < len(words) and words[at] == "=":  # bash's own words
+            equals, at = "=", at + 1
+            if at == len(words):
+                return flag
+            at += 1
+            continue
+        if equals:
+            continue
+        if plain_flag(flag) in ("help", "-h") and "--help-all" in own:
+            if at == len(words):
+                return "--help"
+            continue
+        takes = _takes_value(flag)
+        if takes and at == len(words):
+            return flag
+        if takes == "always" or (takes and _is_truth(words[at])):
+            at += 1
+    return ""
+
+
+def _takes_value(flag: str) -> Literal["", "always", "maybe"]:
+    """Whether a value follows; ``maybe``: it can be left out."""
+    from accel_state.config.option_types import Bool, BoolOrName
+    from accel_state.config.schema import plain_flag
+
+    if plain_flag(flag) == "config_file":
+        return "always"
+    bound = _option(flag)
+    if bound is None or (isinstance(bound.option_type, Bool) and bound.about.toggle):
+        return ""
+    return "maybe" if isinstance(bound.option_type, Bool | BoolOrName) else "always"
+
+
+def _is_truth(word: str) -> bool:
+    from accel_state.config.option_types import Bool
+
+    try:
+        Bool().parse(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _option(flag: str) -> Any:
+    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.schema import plain_flag, schema_of
+
+    name = plain_flag(flag)
+    found = schema_of(LaunchConfig).by_flag.get(name)
+    if found is None and name not in schema_of(LaunchConfig).switches:
+        from accel_state.config.sagemaker import SageMakerConfig
+
+        found = schema_of(SageMakerConfig).by_flag.get(name)
+    return found
+
+
+def _values(flag: str, start: str) -> list[Item] | None:
+    """The choices of a flag; None if it takes any text, such as a file."""
+    from accel_state.config.option_types import Bool, BoolOrName
+
+    bound = _option(flag)
+    if bound is None:
+        return None
+    words = list(bound.about.choices)
+    if isinstance(bound.option_type, Bool | BoolOrName):
+        words = ["true", "false", *words]
+    return _starting([Item(word) for word in words], start) if words else None
+
+
+def _flags(incomplete: str, own: Mapping[str, str]) -> Iterator[Item]:
+    """Flags that begin so, in the spelling that the user began; after ``--no-`` also the denials."""
+    from accel_state.config.option_types import Bool, BoolOrName
+
+    denies = incomplete[:5] in ("--no-", "--no_")
+    for name, text in _known_flags(own):
+        shown = _spelled(name, incomplete[2:])
+        if shown.startswith(incomplete):
+            yield Item(shown, text)
+        if denies and name not in own and name.startswith("--"):
+            bound = _option(name)
+            denied = incomplete[:5] + _spelled(name, incomplete[5:])[2:]
+            if denied.startswith(incomplete) and (
+                bound is None or isinstance(bound.option_type, Bool | BoolOrName)
+            ):
+                yield Item(denied, f"Turn {name} off.")
+
+
+def _spelled(flag: str, like: str) -> str:
+    return f"--{flag[2:].replace('_', '-')}" if "-" in like and flag.startswith("--") else flag
+
+
+def _known_flags(own: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.sagemaker import SageMakerConfig
+    from accel_state.config.schema import schema_of
+
+    yield from own.items()
+    local = schema_of(LaunchConfig)
+    for bound in local.options:
+        for flag in bound.flags:
+            yield flag, bound.about.help
+        for switch, (value, _) in bound.about.switches.items():
+            yield switch, f"The same as {bound.flags[0]} {value}."
+    for bound in schema_of(SageMakerConfig).options:
+        for flag in bound.flags:
+            if flag[2:] not in local.by_flag:
+                yield flag, bound.about.help
+
+
+def _starting(items: list[Item], start: str) -> list[Item]:
+    return [item for item in items if item.value.lower().startswith(start.lower())]
+
+
+def _complete_typer(command: Any, context: Any, words: Sequence[str], incomplete: str) -> list[Item] | None:
+    """Subcommands, flags and choices of a command made of Typer's parameters."""
+    options = [param for param in command.get_params(context) if param.param_type_name == "option"]
+    if incomplete.startswith("-"):
+        flags = [
+            Item(flag, param.help or "")
+            for param in options
+            for flag in (*param.opts, *param.secondary_opts)
+            if flag.startswith("--") or len(incomplete) == 1
+        ]
+        spelled = [Item(_spelled(item.value, incomplete[2:]), item.help) for item in flags]
+        return [item for item in spelled if item.value.startswith(incomplete)]
+    last = words[-1].replace("-", "_") if words else ""
+    for param in options:
+        takes = not param.is_flag and any(flag.replace("-", "_") == last for flag in param.opts)
+        if takes:
+            choices = getattr(param.type, "choices", None)
+            return _starting([Item(str(choice)) for choice in choices], incomplete) if choices else None
+    if not hasattr(command, "get_command"):
+        return None
+    names = [name for name in command.list_commands(context) if name.startswith(incomplete)]
+    return [Item(name, command.get_command(context, name).get_short_help_str(200)) for name in names]
+
+
+def _command_line(shell: str, environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """The words between ``accel`` and the cursor, and the word at the cursor."""
+    if shell != "bash":
+        text = environ.get("_TYPER_COMPLETE_ARGS", "")
+        words = _split(text)[1:]
+        if words and not text[-1:].isspace():
+            return words[:-1], words[-1]
+        return words, ""
+    text, at = environ.get("COMP_WORDS", ""), int(environ.get("COMP_CWORD") or 0)
+    words = [word.strip("'\"") for word in text.split("\n")] if "\n" in text else _split(text)
+    words, incomplete = words[1:at], words[at] if at < len(words) else ""
+    return (words, "") if incomplete == "=" and not words else _joined(words, incomplete)
+
+
+def _joined(words: list[str], incomplete: str) -> tuple[list[str], str]:
+    """Bash's words ``--flag``, ``=`` and ``value`` as the one word that was typed."""
+    if incomplete == "=" and words:
+        return words[:-1], f"{words[-1]}="
+    if len(words) >= 2 and words[-1] == "=":
+        return words[:-2], f"{words[-2]}={incomplete}"
+    return words, incomplete
+
+
+def _split(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True)
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    words: list[str] = []
+    try:
+        words.extend(lexer)
+    except ValueError:  # the last word has no closing quote yet
+        words.append(lexer.token)
+    return words
+
+
+def _for_zsh(items: list[Item] | None) -> str:
+    """A command for zsh, which runs the answer."""
+    if items is None:
+        return "_files"
+    described = " ".join(
+        shlex.quote(item.value.replace(":", r"\:") + (f":{item.help}" if item.help else "")) for item in items
+    )
+    return f"local -a found; found=({described}); _describe accel found"

@@ -1,0 +1,241 @@
+"""``accel config show`` and ``validate``: what is in effect, where it comes from, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from accel_cli.colors import Colors, colors_for
+from accel_cli.dialect import App
+from accel_cli.help_pages import help_page
+from accel_cli.schema_command import SchemaCommand
+from accel_state.config.checks import find_contradictions
+from accel_state.config.files import FileLayer, default_path, find_default, find_mistakes
+from accel_state.config.flags import parse_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.merge import Resolved, resolve
+from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
+from accel_state.config.sources import Origin, Source
+from accel_state.environment import snapshot
+from accel_state.errors import AccelError, ConfigNotFoundError
+
+__all__ = ["add_commands", "effective_options", "mistakes_of"]
+
+_OWN = {"config_file": True, "origin": False, "json": False, "help": False, "-h": False}
+
+
+class ShowCommand(SchemaCommand):
+    """The command of ``accel config show``."""
+
+    own_flags = {
+        "--origin": "Show where each value comes from.",
+        "--json": "Print JSON.",
+        "--config_file": "Configuration file to read.",
+        "--help": "Show help.",
+    }
+
+
+class EffectiveOption(NamedTuple):
+    """An option with the value that it has.
+
+    Attributes:
+        bound: the option.
+        name: its key in a file, or its path if files cannot have it.
+        value: its value as data; secrets are hidden.
+        source: where the value comes from.
+    """
+
+    bound: BoundOption
+    name: str
+    value: Any
+    source: Source
+
+
+def add_commands(app: App) -> None:
+    """Add ``show`` and ``validate`` to ``accel config``."""
+    app.command("show", cls=ShowCommand)(show)
+    app.command("validate")(validate)
+
+
+def show(context: typer.Context) -> int:
+    """Show the configuration that a launch with these flags would use."""
+    flags = parse_flags(context.args, _OWN)
+    if not {"help", "-h"}.isdisjoint(flags.others):
+        sys.stdout.write(_show_help())
+        return 0
+    environ = snapshot()
+    resolved = resolve(flags.others.get("config_file"), environ, flags)
+    origins = "origin" in flags.others
+    if "json" in flags.others:
+        print(json.dumps(_as_data(resolved, origins), indent=2))
+        return 0
+    for note in resolved.notes:
+        sys.stderr.write(f"accel: {note}\n")
+    sys.stdout.write(_as_text(resolved, origins, str(default_path(environ)), colors_for()))
+    return 0
+
+
+def validate(
+    file: Annotated[
+        str | None, typer.Argument(help="The file; by default the one that accel launch reads.")
+    ] = None,
+    config_file: Annotated[str | None, typer.Option("--config_file", help="The same as FILE.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> int:
+    """Check a configuration file, and report everything that is wrong with it."""
+    named = file or config_file
+    path = _default_file() if named is None else Path(named)
+    layer, errors = mistakes_of(path)
+    notes = list(layer.notes) if layer is not None else []
+    if layer is not None and not errors:
+        notes += _on_this_machine(path)
+    if as_json:
+        facts = {"file": str(path), "valid": not errors, "errors": errors, "notes": notes}
+        print(json.dumps(facts, indent=2))
+        return 2 if errors else 0
+    if errors:
+        colors = colors_for(sys.stderr)
+        for message in errors:
+            sys.stderr.write(f"accel config validate: {colors('red', 'error')}: {message}\n")
+        count = f"{len(errors)} errors" if len(errors) > 1 else "1 error"
+        sys.stderr.write(f"{path}: {count}\n")
+        return 2
+    assert layer is not None
+    kind = "a local run" if layer.root is LaunchConfig else "a SageMaker job"
+    print(f"{path} is valid: {kind}, {len(layer.values)} options set")
+    for note in notes:
+        print(f"note: {note}")
+    return 0
+
+
+def effective_options(resolved: Resolved) -> Iterator[EffectiveOption]:
+    """The options that have a value, and those that were unset by a flag.
+
+    Defaults of a section are left out unless the run uses the section.
+    """
+    config = resolved.config
+    for bound in schema_of(type(config)).options:
+        value, source = value_of(config, bound), resolved.sources.of(bound.path)
+        quiet = source.origin is Origin.DEFAULT
+        if quiet and (value is None or (bound.section and not config.is_active(bound.section))):
+            continue
+        data: Any = None if value is None else bound.option_type.dump(value)
+        if bound.about.secret and data is not None:
+            data = "***"
+        yield EffectiveOption(bound, bound.file_path if bound.keys else bound.path, data, source)
+
+
+def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:
+    """What a configuration file says, and a message for everything that is wrong with it."""
+    layer, problems = find_mistakes(path)
+    errors = [str(problem) for problem in problems]
+    if layer is None or layer.root is not LaunchConfig:
+        return layer, errors
+    values = flatten(layer.root()) | layer.values
+    sources = {
+        option: Source(Origin.FILE, place.key, str(path), place.line)
+        for option, place in layer.places.items()
+    }
+    errors += [str(problem) for problem in find_contradictions(values, sources)]
+    if not errors:
+        from accel_state.launching.engines import check_available
+
+        try:
+            check_available(resolve(path, {}))
+        except AccelError as error:
+            errors.append(str(error))
+    return layer, errors
+
+
+def _default_file() -> Path:
+    environ = snapshot()
+    found = find_default(environ)
+    if found is None:
+        raise ConfigNotFoundError(
+            f"there is no configuration file {default_path(environ)}; name one, or write it with accel config"
+        )
+    return found.path
+
+
+def _on_this_machine(path: Path) -> list[str]:
+    """What would go wrong with the file on this machine, which need not be the one that it is for."""
+    from accel_state.launching.hardware import find_accelerators
+    from accel_state.launching.plan import plan_world
+
+    resolved = resolve(path, {})
+    if not isinstance(resolved.config, LaunchConfig) or resolved.config.use_cpu:
+        return []
+    try:
+        plan_world(resolved.config, find_accelerators(snapshot()), resolved.sources)
+    except AccelError as error:
+        return [f"this machine cannot run it: {error}"]
+    return []
+
+
+def _as_data(resolved: Resolved, origins: bool) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for option in effective_options(resolved):
+        values[option.name] = option.value
+        if origins:
+            source = option.source
+            where = {"file": source.file or None, "line": source.line, "name": source.name or None}
+            values[option.name] = {
+                "value": option.value,
+                "origin": source.origin.name.lower(),
+                **{name: fact for name, fact in where.items() if fact is not None},
+            }
+    return {
+        "file": None if resolved.file is None else str(resolved.file),
+        "compute_environment": resolved.config.compute_environment,
+        "values": values,
+        "notes": list(resolved.notes),
+    }
+
+
+def _as_text(resolved: Resolved, origins: bool, default: str, colors: Colors) -> str:
+    rows = list(effective_options(resolved))
+    texts = [_text(row) for row in rows]
+    wide, wider = max(len(row.name) for row in rows), min(40, max(map(len, texts)))
+    file = f"# {resolved.file}" if resolved.file is not None else f"# no configuration file ({default})"
+    lines = [colors("dim", file)]
+    for row, text in zip(rows, texts, strict=True):
+        name = colors("cyan", row.name) + " " * (wide - len(row.name))
+        if not origins:
+            lines.append(f"{name}  {text}")
+            continue
+        unset = row.source.origin is Origin.DEFAULT
+        where = colors("dim", str(row.source)) if unset else str(row.source)
+        lines.append(f"{name}  {text:<{wider}}  {where}")
+    return "\n".join(lines) + "\n"
+
+
+def _text(option: EffectiveOption) -> str:
+    if option.value is None:
+        return "(unset)"
+    if isinstance(option.value, bool):
+        return "true" if option.value else "false"
+    return str(option.value) if isinstance(option.value, str | int | float) else json.dumps(option.value)
+
+
+def _show_help() -> str:
+    rows: Sequence[tuple[str, str]] = [
+        ("--config_file FILE", "Configuration file to read; by default the one that accel launch reads."),
+        (
+            "--origin",
+            "Show where each value comes from: a line of the file, a variable, a flag, or the default.",
+        ),
+        ("--json", "Print JSON."),
+        ("-h, --help", "Show this help."),
+    ]
+    return help_page(
+        "accel config show [options] [flags of accel launch]",
+        "Show the configuration that accel launch would use with the same flags: defaults, then the file, then the "
+        "environment, then the flags. A script after the flags is ignored, so launch can be replaced by config show.",
+        [("options", rows)],
+        epilog="accel launch --help-all lists the flags.",
+    )

@@ -1,0 +1,20 @@
+"""The topics of ``accel launch --help TOPIC``."""
+
+__all__ = ["TOPICS"]
+
+TOPICS = {
+    "run": "starting, supervising, restarting, logs",
+    "devices": "processes, machines, devices",
+    "gradient_accumulation": "gradient accumulation",
+    "dynamo": "torch.compile",
+    "fsdp": "fully sharded data parallelism",
+    "deepspeed": "DeepSpeed",
+    "megatron_lm": "Megatron-LM",
+    "parallelism": "tensor, context and sequence parallelism",
+    "fp8": "fp8",
+    "mpirun": "MPI",
+    "submission": "jobs of a scheduler",
+    "tpu": "TPUs",
+    "sagemaker": "Amazon SageMaker",
+}
+"""Names for ``accel launch --help TOPIC``, and what they are about."""

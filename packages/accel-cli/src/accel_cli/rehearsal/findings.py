@@ -1,0 +1,118 @@
+"""From what was seen of the rehearsed ranks: what would fail, and what is odd."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from accel_cli.rehearsal.run import Rehearsed
+
+__all__ = ["Finding", "find", "first_difference"]
+
+
+class Finding(NamedTuple):
+    """One thing to know.
+
+    Attributes:
+        kind: an error would fail or hang in the real world; a warning is odd; a note is about the rehearsal.
+        text: one sentence or more.
+        traceback: of a failed rank.
+    """
+
+    kind: Literal["error", "warning", "note"]
+    text: str
+    traceback: str = ""
+
+
+def find(ranks: Sequence[Rehearsed], size: int) -> list[Finding]:
+    """All findings, errors first, each once.
+
+    Args:
+        ranks: the rehearsed ranks of one world.
+        size: number of ranks of the world.
+    """
+    found: list[Finding] = []
+    for rank in ranks:
+        found += _of_rank(rank, size)
+    for one, other in itertools.pairwise(ranks):
+        difference = first_difference(one, other)
+        if difference is not None:
+            found.append(Finding("error", difference))
+    order = ("error", "warning", "note")
+    return sorted(dict.fromkeys(found), key=lambda finding: order.index(finding.kind))
+
+
+def accelerators(found: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The sections of the report that describe an ``Accelerator``."""
+    sections = found["sections"] or {}
+    return [section for title, section in sections.items() if title.startswith("accelerator")]
+
+
+def _of_rank(rank: Rehearsed, size: int) -> Iterator[Finding]:
+    found = rank.found
+    error = found["error"]
+    if error is not None:
+        kind = f"{error['type']}: " if error["type"] else ""
+        first = next(iter(error["message"].splitlines()), "")
+        text = f"rank {rank.rank} of {size} would fail here: {kind}{first}"
+        yield Finding("error", text, error["traceback"])
+    if found["sections"] is None:
+        if error is None:
+            yield Finding(
+                "error",
+                "the script created no Accelerator or PartialState, so it would run as "
+                f"{size} processes that do not know of each other",
+            )
+        return
+    for section in accelerators(found):
+        for loader in section["loaders"]:
+            for problem in loader["problems"]:
+                yield Finding(problem["kind"], problem["text"])
+        if error is None and section["models"] and not section["optimizer steps taken"]:
+            yield Finding("warning", f"the script of rank {rank.rank} ended before its first optimizer step")
+    for note in found["notes"]:
+        yield Finding("note", note)
+
+
+def first_difference(one: Rehearsed, other: Rehearsed) -> str | None:
+    """Where two ranks do not enter the same collectives of a group that both belong to; None if nowhere.
+
+    Where one of them failed, only the calls before that count.
+    """
+    failed = one.found["error"] is not None or other.found["error"] is not None
+    groups = [*one.found["groups"], *(new for new in other.found["groups"] if new not in one.found["groups"])]
+    for ranks in groups:
+        if one.rank not in ranks or other.rank not in ranks:
+            continue
+        mine, theirs = _calls(one, ranks), _calls(other, ranks)
+        for number, (here, there) in enumerate(itertools.zip_longest(mine, theirs), start=1):
+            if here is not None and there is not None:
+                if here[1] == there[1]:
+                    continue
+            elif failed:
+                break
+            return (
+                f"ranks {one.rank} and {other.rank} would wait for each other in collective {number} of "
+                f"{_named(ranks)}: rank {one.rank} {_shown(here)}, rank {other.rank} {_shown(there)}"
+            )
+    return None
+
+
+def _calls(rank: Rehearsed, ranks: list[int]) -> list[list[Any]]:
+    if ranks not in rank.found["groups"]:
+        return []
+    index = rank.found["groups"].index(ranks)
+    return [call for call in rank.found["entered"] if call[0] == index]
+
+
+def _shown(call: Sequence[Any] | None) -> str:
+    if call is None:
+        return "has entered all of its collectives"
+    return f"enters {call[2]}" + (f" at {call[3]}" if call[3] else "")
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8:
+        return f"the group of ranks {ranks[0]}, {ranks[1]}, … {ranks[-1]}"
+    return f"the group of ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,135 @@
+"""Completion: what can stand at the cursor, in the form that the scripts of bash, zsh and fish expect."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+
+from accel_cli.app import COMMANDS, app
+from accel_cli.completion import answer, complete, complete_flags
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.sagemaker import SageMakerConfig
+from accel_state.config.schema import schema_of
+
+
+def application():
+    return typer.main.get_command(app)
+
+
+def words(*line):
+    items = complete(line[:-1], line[-1], application)
+    return None if items is None else [item.value for item in items]
+
+
+def test_every_flag_of_the_schema_is_offered_with_its_help():
+    offered = {item.value: item.help for item in complete(["launch"], "-", application)}
+    for root in (LaunchConfig, SageMakerConfig):
+        for bound in schema_of(root).options:
+            for flag in (*bound.flags, *bound.about.switches):
+                assert flag in offered
+                assert offered[flag]
+    assert {"--help", "--help-all", "--config_file", "-m", "-q"} <= set(offered)
+    assert all(flag.startswith("-") for flag in offered)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (("la",), ["launch"]),
+        (("",), list(COMMANDS)),
+        (("config", "s"), ["show"]),
+        (("config", "validate", "--j"), ["--json"]),
+        (("config", "default", "--mixed-"), ["--mixed-precision"]),
+        (("config", "show", "--or"), ["--origin"]),
+        (("config", "show", "--mixed_precision", "b"), ["bf16"]),
+        (("launch", "--num_p"), ["--num_processes"]),
+        (("launch", "--num-p"), ["--num-processes"]),
+        (("launch", "--mixed-precision", ""), ["no", "fp16", "bf16", "fp8"]),
+        (("launch", "--mixed_precision", "BF"), ["bf16"]),
+        (("launch", "--mixed_precision=f"), ["--mixed_precision=fp16", "--mixed_precision=fp8"]),
+        (("launch", "--fsdp_offload_params", "t"), ["true"]),
+        (("launch", "--fsdp_offload_params", "tra"), None),
+        (("launch", "--fsdp_offload_params", "--num_proc"), ["--num_processes"]),
+        (("launch", "--fsdp_offload_params", "false", "--num_proc"), ["--num_processes"]),
+        (("launch", "--fsdp_reshard_after_forward", "s"), ["SHARD_GRAD_OP"]),
+        (("launch", "--no-use_f"), ["--no-use_fsdp"]),
+        (("launch", "--no-num"), []),
+        (("launch", "--cpu", "--debug", "--num_proc"), ["--num_processes"]),
+        (("launch", "--num_processes", "2", "--num_proc"), ["--num_processes"]),
+        (("launch", "--help", "fs"), ["fsdp"]),
+        (("launch", "-h", "me"), ["megatron_lm"]),
+        (("launch", "--config_file", "f"), None),
+        (("launch", "--log_dir", "f"), None),
+        (("launch", "--cpu", "tr"), None),
+        (("launch", "--cpu", "train.py", "--nu"), None),
+        (("launch", "--", "--nu"), None),
+        (("config", "validate", "f"), None),
+    ],
+)  # fmt: skip
+def test_what_can_follow(line, expected):
+    assert words(*line) == expected
+
+
+def test_only_flags_that_can_be_denied_are_offered_with_no():
+    for item in complete_flags([], "--no-", {}):
+        if item.value == "--no-python":
+            continue  # a flag whose own name begins so
+        name = item.value.removeprefix("--no-").replace("-", "_")
+        known = schema_of(LaunchConfig)
+        assert name in known.switches or "Bool" in type(known.by_flag[name].option_type).__name__
+
+
+@pytest.mark.parametrize(
+    ("shell", "environ", "printed"),
+    [
+        ("bash", {"COMP_WORDS": "accel\nlaunch\n--num_p", "COMP_CWORD": "2"}, "--num_processes\n"),
+        ("bash", {"COMP_WORDS": "accel launch --num_p", "COMP_CWORD": "2"}, "--num_processes\n"),
+        ("bash", {"COMP_WORDS": "accel\nlaunch\n--mixed_precision\n=\nb", "COMP_CWORD": "4"}, "bf16\n"),
+        ("bash", {"COMP_WORDS": "accel\nlaunch\n--mixed_precision\n=", "COMP_CWORD": "3"},
+         "no\nfp16\nbf16\nfp8\n"),
+        ("bash", {"COMP_WORDS": "accel\nlaunch\n", "COMP_CWORD": "2"}, ""),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "accel conf", "_TYPER_COMPLETE_FISH_ACTION": "get-args"},
+         f"config\t{COMMANDS['config'].summary}\n"),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "accel launch --mixed_precision b"},
+         "local -a found; found=(bf16); _describe accel found\n"),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "accel launch 'my scr"}, "_files\n"),
+    ],
+)  # fmt: skip
+def test_answers_are_in_the_form_of_the_shell(shell, environ, printed, capsys):
+    assert answer({"_ACCEL_COMPLETE": f"complete_{shell}", **environ}, application) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(("line", "code"), [("accel conf", 0), ("accel launch x.", 1)])
+def test_fish_is_told_whether_there_are_words(line, code):
+    environ = {"_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "is-args"}
+    assert answer({"_ACCEL_COMPLETE": "complete_fish", **environ}, application) == code
+
+
+def test_other_requests_are_for_typer():
+    assert answer({"_ACCEL_COMPLETE": "source_bash"}, application) is None
+    assert answer({"_ACCEL_COMPLETE": "complete_powershell"}, application) is None
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "_ACCEL_COMPLETE": "complete_powershell"}
+    environ |= {"_TYPER_COMPLETE_ARGS": "accel launch --num_p", "_TYPER_COMPLETE_WORD_TO_COMPLETE": "--num_p"}
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli"], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("--num_processes:::"), done.stderr
+
+
+def test_flags_are_completed_without_typer_rich_or_torch():
+    code = (
+        "import sys; from accel_cli.completion import answer\n"
+        "answer({'_ACCEL_COMPLETE': 'complete_bash', 'COMP_WORDS': 'accel launch --nu', 'COMP_CWORD': '2'}, None)\n"
+        "print([name for name in ('typer', 'rich', 'torch', 'yaml', 'pydantic') if name in sys.modules])"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert "--num_processes" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"

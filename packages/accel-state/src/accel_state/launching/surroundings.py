@@ -1,0 +1,202 @@
+"""The world that a scheduler describes, as values of the configuration.
+
+Precedence: defaults < file < scheduler < environment < flags. A file describes a machine in general, the scheduler the
+machines of this job, so the scheduler's numbers replace the file's. A variable of the schema or a flag that says
+something else than the scheduler about the number of machines is a mistake, and an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.merge import Origin, Resolved
+from accel_state.config.schema import build, flatten, schema_of
+from accel_state.config.sources import Source
+from accel_state.errors import ConfigError
+from accel_state.world.allocations import Allocation, Described, find_allocation
+from accel_state.world.clusters.base import read_first, read_int
+
+__all__ = ["Surroundings", "find_surroundings"]
+
+_WAY_OUT = "remove it, or pass --cluster none to ignore the scheduler"
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """A configuration with what the scheduler says.
+
+    Attributes:
+        resolved: the configuration; options from the scheduler have the origin ``SCHEDULER``.
+        allocation: what the scheduler says; None: nothing.
+        joins: the launcher is itself a rank of the scheduler's world: it becomes the script.
+        notes: what was found, for the user.
+    """
+
+    resolved: Resolved
+    allocation: Allocation | None = None
+    joins: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def find_surroundings(resolved: Resolved, environ: Mapping[str, str]) -> Surroundings:
+    """Add what the scheduler that started this launcher says about the machines of the run.
+
+    Nothing is added if another program places the ranks (mpirun, DeepSpeed's launcher, a submitted job, a pod).
+
+    Raises:
+        ConfigError: a variable is missing or wrong, or contradicts a flag or a variable of the schema; the message
+            names both.
+    """
+    config = resolved.config
+    if not isinstance(config, LaunchConfig) or _placed_by_others(config):
+        return Surroundings(resolved)
+    found = find_allocation(environ, config.cluster)
+    if found is None:
+        return Surroundings(resolved, notes=_alone(config, environ))
+    if found.role == "rank":
+        _check_ranks(found, resolved, config)
+        notes = (found.summary(),) if found.index == 0 else ()
+        return Surroundings(resolved, found, joins=True, notes=notes)
+    merged, notes_of_file = _merged(found, resolved, config)
+    changed = merged.local()
+    joins = found.joins and _is_one_rank_of(changed, merged)
+    told = () if joins and found.index != 0 else (found.summary(), *notes_of_file)
+    return Surroundings(merged, found, joins=joins, notes=told)
+
+
+def _alone(config: LaunchConfig, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Notes about machines that variables mention although they do not describe a world to this launcher.
+
+    Raises:
+        ConfigError: this is a machine with a rank above 0, and nothing says how many machines there are.
+    """
+    if config.num_machines > 1 or config.cluster == "none" or "LOCAL_RANK" in environ:
+        return ()
+    rank = read_int(environ, "NODE_RANK")
+    if rank:
+        raise ConfigError(
+            f"environment variable NODE_RANK is {rank}, but nothing says how many machines there are; set NNODES (and "
+            "MASTER_ADDR, MASTER_PORT), or pass --num_machines, or unset it"
+        )
+    machines = read_first(environ, ("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), minimum=1) or 1
+    if machines > 1 and "SLURM_STEP_ID" not in environ:
+        return (
+            f"this Slurm job has {machines} machines, but only this one is used: start the launcher with srun to use "
+            "all",
+        )
+    return ()
+
+
+def _placed_by_others(config: LaunchConfig) -> bool:
+    deepspeed = config.use_deepspeed and config.deepspeed.deepspeed_multinode_launcher not in (
+        None,
+        "standard",
+    )
+    return (
+        config.mpirun.hostfile is not None
+        or deepspeed
+        or config.submit is not None
+        or config.tpu.tpu_use_cluster
+    )
+
+
+def _check_ranks(found: Allocation, resolved: Resolved, config: LaunchConfig) -> None:
+    for path, described in found.options.items():
+        _check(found, resolved, path, described)
+    if config.num_machines > 1 and resolved.origin("num_machines") > Origin.SCHEDULER:
+        per = f"{found.scheduler} starts every rank itself ({found.options['num_processes'].source})"
+        raise ConfigError(
+            f"{_shown(resolved, 'num_machines')}, but {per}, so this launcher starts one process; start one task per "
+            f"machine (--ntasks-per-node=1), or {_WAY_OUT}"
+        )
+    restarts = [
+        label
+        for label, value in (("--max_restarts", config.max_restarts), ("--spares", config.spares))
+        if value
+    ]
+    if restarts:
+        raise ConfigError(
+            f"{restarts[0]} cannot restart a world whose ranks {found.scheduler} has started one by one; start one "
+            f"task "
+            "per machine (--ntasks-per-node=1), so that this launcher starts the ranks"
+        )
+
+
+def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tuple[Resolved, list[str]]:
+    values: dict[str, Any] = flatten(config)
+    origins = dict(resolved.origins)
+    sources = dict(resolved.sources.by_path)
+    notes = []
+    options = dict(found.options)
+    if config.spares and "num_machines" in options:
+        # The spare machines are in the job too; the rendezvous decides which machines are spare, and their ranks.
+        total = options["num_machines"]
+        options["num_machines"] = Described(max(1, total.value - config.spares), total.source, total.firm)
+        options.pop("machine_rank", None)
+    per = _per_machine(found, resolved, config)
+    machines = options["num_machines"].value if "num_machines" in options else config.num_machines
+    if per is not None:
+        options["num_processes"] = Described(per.value * machines, per.source, per.firm)
+    for path, described in options.items():
+        _check(found, resolved, path, described)
+        origin = resolved.origin(path)
+        if origin > Origin.SCHEDULER or (origin == Origin.FILE and not described.firm):
+            continue
+        if origin == Origin.FILE and values[path] != described.value:
+            notes.append(f"{_shown(resolved, path)} is overridden by {described.source}")
+        values[path], origins[path] = described.value, Origin.SCHEDULER
+        sources[path] = Source(Origin.SCHEDULER, described.source)
+    merged = dataclasses.replace(
+        resolved,
+        config=build(LaunchConfig, values),
+        origins=MappingProxyType(origins),
+        sources=dataclasses.replace(resolved.sources, by_path=sources),
+    )
+    return merged, notes
+
+
+def _per_machine(found: Allocation, resolved: Resolved, config: LaunchConfig) -> Described | None:
+    """Processes of each machine: the scheduler's, or those of a file, which may be for another number of machines."""
+    if found.processes_per_machine is not None:
+        cpu = (
+            config.use_cpu and not found.processes_per_machine.firm
+        )  # a count of GPUs says nothing about the CPU
+        return None if cpu else found.processes_per_machine
+    if resolved.origin("num_processes") == Origin.FILE and config.num_processes is not None:
+        per = max(1, config.num_processes // config.num_machines)
+        return Described(per, f"{per} processes on each machine")
+    return None
+
+
+def _check(found: Allocation, resolved: Resolved, path: str, described: Described) -> None:
+    given = flatten(resolved.local())[path]
+    if described.firm and resolved.origin(path) > Origin.SCHEDULER and given != described.value:
+        raise ConfigError(
+            f"{_shown(resolved, path)}, but {found.scheduler} says {described.value} ({described.source}); {_WAY_OUT}"
+        )
+
+
+def _shown(resolved: Resolved, path: str) -> str:
+    bound = schema_of(LaunchConfig).by_path[path]
+    value = flatten(resolved.local())[path]
+    match resolved.origin(path):
+        case Origin.FILE:
+            return f"{bound.file_path}: {value} in {resolved.file}"
+        case Origin.ENVIRONMENT:
+            return f"{bound.variables[0]}={value} in the environment"
+        case _:
+            return f"{bound.label} {value}"
+
+
+def _is_one_rank_of(config: LaunchConfig, resolved: Resolved) -> bool:
+    """Whether this machine has one process that needs no supervision, and the script finds the same world by itself."""
+    given = (resolved.origin(path) > Origin.SCHEDULER for path in ("main_process_ip", "main_process_port"))
+    supervised = config.max_restarts or config.spares or config.min_machines or config.log_dir is not None
+    several = config.num_processes is not None and config.num_processes > config.num_machines
+    elastic = config.rdzv_backend != "static" or config.tee not in (None, "", "0")
+    return not (any(given) or supervised or several or elastic or config.resume)

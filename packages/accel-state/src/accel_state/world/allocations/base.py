@@ -1,0 +1,79 @@
+"""What a scheduler or an operator says to a launcher: the machines of a job, and which one this is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+__all__ = ["Allocation", "Described", "Scheduler"]
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A value of the configuration, and the variable that it comes from.
+
+    Attributes:
+        value: the value.
+        source: the variable with its text, such as ``SLURM_NNODES=4``.
+        firm: the scheduler has decided it, so another value elsewhere is a mistake; otherwise it is only a default.
+    """
+
+    value: Any
+    source: str
+    firm: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The world that a scheduler describes to a launcher which it has started.
+
+    Attributes:
+        scheduler: what people call the scheduler.
+        role: what was started: a launcher for a whole ``machine``, or one process for every ``rank``.
+        index: index of this machine or rank, from 0; None if a rendezvous assigns it.
+        total: number of machines or ranks.
+        options: values of the configuration by path.
+        processes_per_machine: what the scheduler says about it; None: nothing.
+        joins: a script that starts without a launcher finds the same world by the scheduler's variables.
+    """
+
+    scheduler: str
+    role: Literal["machine", "rank"]
+    index: int | None
+    total: int
+    options: Mapping[str, Described] = field(default_factory=dict)
+    processes_per_machine: Described | None = None
+    joins: bool = False
+
+    def summary(self) -> str:
+        """One line about it, with machines counted from 1 as people count them."""
+        things = "machines" if self.role == "machine" else "ranks"
+        if self.index is None:
+            return f"{self.total} {things} from {self.scheduler}; the rendezvous numbers them"
+        this = f"machine {self.index + 1}" if self.role == "machine" else f"rank {self.index}"
+        return f"{self.total} {things} from {self.scheduler}, this is {this}"
+
+
+class Scheduler(ABC):
+    """A scheduler or an operator, recognised by the variables that it sets for what it starts.
+
+    Attributes:
+        key: its value of the option ``cluster``.
+        name: what people call it.
+        hint: what a job must do so that it is recognised.
+    """
+
+    key: ClassVar[str]
+    name: ClassVar[str]
+    hint: ClassVar[str]
+
+    @abstractmethod
+    def allocation(self, environ: Mapping[str, str]) -> Allocation | None:
+        """The world that ``environ`` describes, or None if this scheduler did not start the process, or only one
+        process.
+
+        Raises:
+            ConfigError: it did, but a variable is missing or wrong; the message names it and its value.
+        """

@@ -1,0 +1,123 @@
+"""A rehearsal: this process is one rank of a world of which no other rank exists.
+
+``accel rehearse`` starts such a process. It has the environment that the rank would have, and ACCELERATE_REHEARSAL, by
+which ``PartialState`` makes the process groups of ``accel_state.communication.mirrored`` in place of real ones. Nothing
+waits for another rank: there is no rendezvous, no watchdog and no consensus about stopping.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state.communication import mirrored
+from accel_state.communication.watchdog import call_site
+from accel_state.world.process_group import Membership
+from accel_state.world.topology import Topology
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["Entered", "Rehearsal", "rehearse"]
+
+_OURS = "accel_state.communication."
+_TORCH = ("torch", "typing_extensions", "contextlib", "functools")
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """A collective that the rehearsed rank entered.
+
+    Attributes:
+        ranks: global ranks of the group.
+        call: what all ranks of the group have to do alike, as text that can be compared.
+        shown: the call for people.
+        site: ``file:line`` of the call in the script.
+    """
+
+    ranks: tuple[int, ...]
+    call: str
+    shown: str
+    site: str | None
+
+
+class Rehearsal:
+    """What is observed of the rehearsed rank.
+
+    Args:
+        steps: optimizer steps after which the rehearsal ends.
+
+    Attributes:
+        entered: the collectives, in order.
+        bytes_given: what this rank gave to collectives of each kind, in bytes.
+        notes: what the rehearsal leaves out or cannot know, each once.
+        sections: by title, what gives a part of the report as plain data; packages above this one add theirs.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.entered: list[Entered] = []
+        self.bytes_given: dict[str, int] = {}
+        self.notes: list[str] = []
+        self.sections: dict[str, Callable[[], Any]] = {}
+
+    def note(self, text: str) -> None:
+        """Remember something for the report, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def record(self, ranks: Sequence[int], call: mirrored.Call) -> None:
+        """Remember a collective of torch's."""
+        self.bytes_given[call.operation] = self.bytes_given.get(call.operation, 0) + call.bytes
+        frame = _beyond_torch(sys._getframe(1))
+        if frame is not None and frame.f_globals["__name__"].startswith(_OURS):
+            return  # part of an operation that `compared` has; its messages may have other sizes on other ranks
+        shown = f"{call.operation}({call.shapes})"
+        if call.operation in ("send", "recv"):
+            return  # between two ranks, each of which does something else
+        # Sizes of pickled objects and of what ranks exchange in pairs may differ.
+        same = call.operation if call.operation == "all_to_all" or "uint8" in call.shapes else shown
+        self.entered.append(Entered(tuple(ranks), same, shown, call_site(frame)))
+
+    def compared(self, ranks: Sequence[int], operation: str, fingerprint: int, description: str) -> None:
+        """Remember a collective of this project's, which ranks compare by its fingerprint."""
+        call = f"{operation}#{fingerprint:x}"
+        site = call_site(sys._getframe(1))
+        self.entered.append(Entered(tuple(ranks), call, f"{operation}({description})", site))
+
+    def report(self) -> dict[str, Any]:
+        """All sections."""
+        return {title: describe() for title, describe in self.sections.items()}
+
+
+def rehearse(
+    rehearsal: Rehearsal, topology: Topology, choose: Callable[[], tuple[torch.device, str]]
+) -> Membership:
+    """Be one rank of a world that is not there.
+
+    Args:
+        rehearsal: what observes this rank.
+        topology: ranks and nodes, as the environment describes them.
+        choose: gives the device, and the backend that real ranks would choose.
+    """
+    device, backend = choose()
+    mirrored.register(rehearsal.record)
+    store: Store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(mirrored.BACKEND, store=store, rank=topology.rank, world_size=topology.world_size)
+    return Membership(topology, device, backend, store, store)
+
+
+def _beyond_torch(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that belongs neither to torch nor to the process group."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != mirrored.__name__ and module.partition(".")[0] not in _TORCH:
+            return frame
+        frame = frame.f_back
+    return None

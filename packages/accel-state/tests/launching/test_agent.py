@@ -1,0 +1,64 @@
+"""The agent of a machine, alone: what it says when the others do not come, and its health probe."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from accel_state.launching.health import find_faults
+from accel_state.launching.ports import reserve_port
+
+torch = pytest.importorskip("torch")
+
+
+def agent(*own, words):
+    command = [sys.executable, "-m", "accel_state.launching.agent", *own, "--", *words, "script.py"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("place", ["--master-addr=127.0.0.1 --master-port={} --nnodes=2 --node-rank=1"])
+def test_a_machine_that_does_not_answer_is_named(place):
+    with reserve_port() as port:
+        done = agent("--connect-timeout=1", words=place.format(port).split())
+    assert done.returncode == 1
+    assert f"127.0.0.1:{port} did not answer within 1 s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_name_without_an_address_is_named():
+    place = "--master-addr=no.such.host.invalid --master-port=1 --nnodes=2 --node-rank=1"
+    done = agent("--connect-timeout=1", words=place.split())
+    assert done.returncode == 1
+    assert "no.such.host.invalid" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.full
+def test_those_that_came_are_named():
+    with reserve_port() as port:
+        pass
+    place = f"--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{port} --rdzv-id=x --nnodes=2"
+    done = agent("--connect-timeout=2", words=place.split())
+    assert done.returncode == 1
+    assert (
+        f"not all machines came to 127.0.0.1:{port} within 2 s (1 of 2 came: {socket.gethostname()})"
+        in done.stderr
+    )
+
+
+def test_a_healthy_machine_has_no_faults():
+    assert list(find_faults(1, cpu=True)) == []
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has accelerators")
+def test_missing_accelerators_are_a_fault():
+    assert [fault for fault in find_faults(2, cpu=False) if "2 accelerators" in fault]
+
+
+def test_a_wrong_product_is_a_fault(monkeypatch):
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda size, value, **about: full(size, value * 1.5, **about))
+    assert any("computes wrongly" in fault for fault in find_faults(1, cpu=True))
