@@ -166,6 +166,9 @@ def next_steps(config: Config, path: Path, default: Path) -> list[str]:
     start = f"accel launch {flag}"
     if isinstance(config, SageMakerConfig):
         return ["To start the job:", f"  {start}train.py"]
+    if config.use_tpu and (config.tpu.commands or config.tpu.command_file):
+        setup = ["To set up the machines of the pod:", f"  accel tpu-config {flag}".rstrip()]
+        return [*setup, "To start a script:", f"  {start}train.py"]
     if config.num_machines == 1:
         return ["To start a script:", f"  {start}train.py"]
     launcher = config.deepspeed.deepspeed_multinode_launcher if config.use_deepspeed else None

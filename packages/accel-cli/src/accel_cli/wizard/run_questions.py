@@ -11,6 +11,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Option, Section
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of
+from accel_state.errors import ConfigError
 
 __all__ = ["EXTRAS", "RUN_QUESTIONS", "TPU_QUESTIONS", "compile_questions", "fp8_questions"]
 
@@ -37,7 +38,7 @@ _COMPILED = contains("extras", "dynamo.backend")
 def _extras(answers: Answers) -> Sequence[Choice]:
     by_path = schema_of(LaunchConfig).by_path
     return [
-        Choice(path, by_path[path].about.help.rstrip("."))
+        Choice(path, by_path[path].about.help.partition(". ")[0].rstrip("."))
         for path, condition in EXTRAS.items()
         if condition(answers)
     ]
@@ -82,6 +83,12 @@ def _threads_before(answers: Answers) -> int:
     return int(answers.before("num_cpu_threads_per_process", max(1, share)))
 
 
+def _check_variables(answers: Answers, items: Sequence[str]) -> None:
+    wrong = [item for item in items if not item.partition("=")[0].isidentifier() or "=" not in item]
+    if wrong:
+        raise ConfigError(f"the answer has {wrong[0]!r}; expected NAME=value")
+
+
 TPU_QUESTIONS = (
     Question(path="tpu.main_training_function", when=(_TPU,), required=True),
     Question(path="tpu.tpu_use_cluster", when=(_TPU, offered("tpu.tpu_use_cluster"))),
@@ -91,7 +98,7 @@ TPU_QUESTIONS = (
     Question(path="tpu.tpu_use_sudo", when=(_POD,)),
     Question(path="tpu.command_file", when=(_POD,), file=True),
     Question(path="tpu.commands", when=(_POD, equals("tpu.command_file", None)), separator=";"),
-    Question(path="tpu.tpu_env", when=(_POD,), separator=","),
+    Question(path="tpu.tpu_env", when=(_POD,), separator=",", check=_check_variables),
 )
 """The questions of TPUs."""
 

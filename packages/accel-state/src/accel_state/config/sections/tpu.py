@@ -22,20 +22,22 @@ class TpuSection(Section):
         toggle=True,
         prompt="Should float be computed in bf16 and double in float32 (downcast_bf16)?",
     )
-    tpu_name: str | None = option(help="Name of the TPU.", prompt="What is the name of the TPU (none: a list of virtual machines)?")
+    tpu_name: str | None = option(
+        help="Name of the TPU.", prompt="What is the name of the TPU (none: a list of virtual machines)?"
+    )
     tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of the TPU?")
     tpu_use_cluster: bool = option(
         False,
         help="The TPU is a pod of several machines.",
         flags=("--tpu_cluster",),
         toggle=True,
-        prompt="Are you using a TPU cluster?",
+        prompt="Is the TPU a pod of several machines?",
     )
     tpu_use_sudo: bool = option(
         False,
         help="Run the script on the pod's machines with sudo.",
         toggle=True,
-        prompt="To run a python script in a TPU pod, should `sudo` be used?",
+        prompt="Do the commands on the machines of the pod need sudo?",
     )
     command_file: str | None = option(
         help="File with commands that accel tpu-config runs on every machine of the pod.",
@@ -59,5 +61,5 @@ class TpuSection(Section):
     main_training_function: str = option(
         "main",
         help="Function of the script that each TPU process calls, instead of running the script.",
-        prompt="What is the name of the function in your script that each process should run?",
+        prompt="Which function of the script does each process call (main: the script runs as it is)?",
     )
