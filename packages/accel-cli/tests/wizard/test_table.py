@@ -5,6 +5,7 @@ import random
 import pytest
 import yaml
 
+from accel_cli.app import main
 from accel_cli.wizard import outcome
 from accel_cli.wizard.answers import Answers, Situation
 from accel_cli.wizard.interview import Interview
@@ -36,6 +37,13 @@ def interview(branch, known, asked):
     return Interview(QUESTIONS, known, ask).run()
 
 
+def launched_here(branch):
+    """Whether this machine can plan the run: no devices, no job, no files or tools that it may not have."""
+    here = not branch.devices and branch.answers.get("place", "here") in ("here", "several")
+    files = ("mpirun.hostfile", "deepspeed.deepspeed_hostfile", "deepspeed.hf_ds_config")
+    return here and not branch.needs and not any(name in branch.answers for name in files)
+
+
 def entry(data, key):
     for part in key.split("."):
         data = data[part]
@@ -54,6 +62,17 @@ def test_a_branch_asks_its_questions_and_writes_its_file(branch, tmp_path):
     data = yaml.safe_load(file.read_text())
     assert {key: entry(data, key) for key in branch.file} == branch.file
     assert resolve(file, environ={}).config.compute_environment == data["compute_environment"]
+
+
+@pytest.mark.parametrize(
+    "branch", [branch for branch in BRANCHES if launched_here(branch)], ids=lambda branch: branch.name
+)
+def test_accel_launch_takes_the_file(branch, tmp_path, capsys):
+    (tmp_path / "train.py").write_text("")
+    answers = interview(branch, situation(0, outcome.offers), [])
+    file = save(outcome.configuration(answers), tmp_path / "config.yaml")
+    assert main(["launch", "--config_file", str(file), "--dry-run", str(tmp_path / "train.py")]) == 0
+    assert "train.py" in capsys.readouterr().out
 
 
 def test_every_question_is_in_a_branch():
@@ -87,6 +106,7 @@ TYPED = {
     "sagemaker.iam_role_name": "role",
     "sagemaker.ec2_instance_type": "ml.p3",
     "gpu_ids": "0,1",
+    "tpu.tpu_env": "A=1, B=2",
 }
 
 

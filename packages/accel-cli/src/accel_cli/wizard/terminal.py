@@ -9,6 +9,7 @@ import questionary
 from prompt_toolkit.application import get_app, run_in_terminal
 from prompt_toolkit.filters import Condition
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent, merge_key_bindings
+from prompt_toolkit.output import ColorDepth
 from questionary.prompts.common import InquirerControl
 
 from accel_cli.colors import colors_for
@@ -50,7 +51,7 @@ def _select(asked: Asked) -> Any:
         instruction=_NO_INSTRUCTION,
         use_shortcuts=True,
         use_jk_keys=False,
-        style=_STYLE,
+        **_looks(),
     )
     chosen = _run(question, asked)
     return BACK if chosen == -1 else values[chosen]
@@ -69,7 +70,7 @@ def _select_several(asked: Asked) -> Any:
         ],
         instruction="(space selects, Enter accepts)",
         use_jk_keys=False,
-        style=_STYLE,
+        **_looks(),
     )
     chosen = _run(question, asked)
     return BACK if -1 in chosen else tuple(values[at] for at in chosen)
@@ -79,7 +80,7 @@ def _type(asked: Asked) -> Any:
     # The default is shown, not filled in: typing "2" after a filled-in "1" would mean twelve.
     message = _wrapped(f"{asked.message} [{asked.hint}]" if asked.hint else asked.message)
     while True:
-        question = (questionary.path if asked.file else questionary.text)(message, style=_STYLE)
+        question = (questionary.path if asked.file else questionary.text)(message, **_looks())
         text = _run(question, asked).strip()
         if text == "<":
             return BACK
@@ -87,6 +88,11 @@ def _type(asked: Asked) -> Any:
             return asked.parse(text)
         except AccelError as error:
             print(colors_for()("red", _indented(str(error))))
+
+
+def _looks() -> dict[str, Any]:
+    """Style and colours, by the rules of all commands; old versions of prompt_toolkit do not know NO_COLOR."""
+    return {"style": _STYLE, "color_depth": None if colors_for().enabled else ColorDepth.DEPTH_1_BIT}
 
 
 def _columns() -> int:
