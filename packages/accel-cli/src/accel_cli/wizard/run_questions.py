@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from accel_cli.wizard.answers import Answers, Condition, contains, equals, negated, offered, only_if
@@ -38,7 +39,7 @@ _COMPILED = contains("extras", "dynamo.backend")
 def _extras(answers: Answers) -> Sequence[Choice]:
     by_path = schema_of(LaunchConfig).by_path
     return [
-        Choice(path, by_path[path].about.help.partition(". ")[0].rstrip("."))
+        Choice(path, re.split(r"[.,;] ", by_path[path].about.help)[0].rstrip("."))
         for path, condition in EXTRAS.items()
         if condition(answers)
     ]
