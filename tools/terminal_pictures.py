@@ -103,6 +103,27 @@ CONFIG_KEYS = (
     ("micro-batches", "4\r"),
     ("to run.yaml?", "\r"),
 )
+SHORT = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+data = TensorDataset(torch.randn(1000, 8), torch.randn(1000, 1))
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, drop_last=True))
+for x, y in loader:
+    accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LLAMA = """\
+{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+ "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
+"""
 
 PICTURES = (
     Picture("help", "accel --help"),
@@ -110,6 +131,19 @@ PICTURES = (
     Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
     Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
     Picture("config", "accel config --config_file run.yaml", keys=CONFIG_KEYS),
+    Picture(
+        "rehearse",
+        "accel rehearse --num_processes 256 --num_machines 32 train.py",
+        {"train.py": SHORT},
+        code=1,
+    ),
+    Picture("test", "accel test --cpu --num_processes 2"),
+    Picture(
+        "plan",
+        "accel plan llama --devices 8 --memory 80GB --seq_length 2048",
+        {"llama/config.json": LLAMA},
+        columns=132,
+    ),
 )
 
 
@@ -144,7 +178,9 @@ def show(picture: Picture) -> list[Text]:
     stream = pyte.ByteStream(screen)
     with tempfile.TemporaryDirectory(prefix="accel-picture-") as folder:
         for name, text in picture.files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         code = _run(picture, Path(folder), stream, screen)
     if code != picture.code:
         shown = "\n".join(line.rstrip() for line in screen.display).strip()

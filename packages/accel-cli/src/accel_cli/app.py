@@ -63,6 +63,9 @@ COMMANDS: dict[str, Entry] = {
         "accel_cli.commands.estimate_memory",
         "Estimate the memory to load, train and run a model.",
     ),
+    "test": Entry(
+        "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."
+    ),
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
     ),
@@ -85,6 +88,9 @@ COMMANDS: dict[str, Entry] = {
 """Every command, by its name."""
 
 OTHER_NAMES = {
+    "check": "test",
+    "sanity-check": "test",
+    "selftest": "test",
     "run": "launch",
     "torchrun": "launch",
     "start": "launch",

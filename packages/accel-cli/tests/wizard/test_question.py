@@ -63,6 +63,21 @@ def test_ids_are_checked_as_the_launcher_checks_them(ids, message):
         ask("gpu_ids", {"devices": "accelerators"}, devices=4).parse(ids)
 
 
+def test_a_deepspeed_file_is_looked_at(tmp_path):
+    question = ask("deepspeed.hf_ds_config")
+    (tmp_path / "bad.json").write_text("{'stage': 2}")
+    (tmp_path / "good.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"bad.json cannot be read as JSON: Expecting property name"):
+        question.parse(str(tmp_path / "bad.json"))
+    for name in ("good.json", "later.json"):
+        assert question.parse(str(tmp_path / name)) == str(tmp_path / name)
+
+
+def test_variables_for_a_pod_have_values():
+    with pytest.raises(ConfigError, match="the answer has 'B'; expected NAME=value"):
+        ask("tpu.tpu_env").parse("A=1, B")
+
+
 def test_processes_follow_the_devices():
     given = {"place": "here", "devices": "accelerators", "distributed_type": "MULTI_GPU", "gpu_ids": "0,3"}
     assert ask("num_processes", given, devices=4).default == 2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 from accel_cli.wizard.answers import Answers, Condition, equals, more_than, negated, offered, only_if
 from accel_cli.wizard.place_questions import SEVERAL
@@ -131,6 +133,19 @@ _STAGES = (
     Choice(2, "2: gradients too"),
     Choice(3, "3: parameters too"),
 )
+
+
+def _check_json(answers: Answers, path: str) -> None:
+    """Refuse a file that is there and is no JSON; one that is not there yet is only mentioned at the end."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        return
+    try:
+        json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+
+
 _ANSWERED = only_if(_DEEPSPEED, equals("deepspeed_file", False))
 _STAGE_3: tuple[Condition, ...] = (_ANSWERED, equals("deepspeed.zero_stage", 3))
 
@@ -166,6 +181,7 @@ _DEEPSPEED_QUESTIONS = (
         when=(_DEEPSPEED, equals("deepspeed_file", True)),
         required=True,
         file=True,
+        check=_check_json,
     ),
     Question(
         path="deepspeed.zero_stage",
