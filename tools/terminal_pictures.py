@@ -84,6 +84,25 @@ set_seed(0)
 accelerator = Accelerator()
 """
 
+CONFIG_KEYS = (
+    ("Where will", "1\r"),
+    ("compute on?", "\r"),
+    ("share the work?", "3\r"),
+    ("How many processes", "two\r"),
+    ("expected an integer", "2\r"),
+    ("wrap policy?", "\r"),
+    ("layer classes", "DecoderLayer\r"),
+    ("reshard", "\r"),
+    ("offload", "\r"),
+    ("state dict type?", "\r"),
+    ("first process", "\r"),
+    ("activation checkpointing?", "y\r"),
+    ("checkpointed", "\r"),
+    ("mixed precision?", "3\r"),
+    ("more than that?", " \r"),
+    ("micro-batches", "4\r"),
+    ("to run.yaml?", "\r"),
+)
 SHORT = """\
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -111,6 +130,7 @@ PICTURES = (
     Picture("launch-help", "accel launch --help"),
     Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
     Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
+    Picture("config", "accel config --config_file run.yaml", keys=CONFIG_KEYS),
     Picture(
         "rehearse",
         "accel rehearse --num_processes 256 --num_machines 32 train.py",
@@ -194,6 +214,8 @@ def _run(picture: Picture, folder: Path, stream: pyte.ByteStream, screen: pyte.S
         "COLUMNS": str(picture.columns),
         "HF_HOME": str(folder / ".home"),
         "PS1": _PROMPT,
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+        "ACCEL_DEVICE_COUNT": "0",
     }
     process = subprocess.Popen(
         picture.command, shell=True, cwd=folder, env=environ, stdin=other_end, stdout=other_end, stderr=other_end,

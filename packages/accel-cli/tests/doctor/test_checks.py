@@ -12,7 +12,8 @@ OURS = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli
 GOOD = Machine(
     python=(3, 12), versions={**dict.fromkeys(OURS, "0.1.0"), "torch": "2.13.0"}, torch_cuda="12.8", accelerators=8,
     accelerator_files=8, driver="570.1", shared_memory=64 * GB, open_files=65536, cpus=64, memory=512 * GB,
-    host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9, temporary_free=90 * GB,
+    host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9,
+    temporary_free=90 * GB,
     environ={"ACCELERATE_MIXED_PRECISION": "bf16"},
 )  # fmt: skip
 
