@@ -37,10 +37,11 @@ def train(steps):
 """
 
 
-def execute(*cells, raises=False):
+def execute(*cells, raises=False, **environ):
+    """Run cells in a kernel. Notebooks show colours, so kernels set FORCE_COLOR; here texts are compared."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     client = nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=raises)
-    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    client.execute(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NO_COLOR": "1"} | environ)
     return notebook.cells
 
 
@@ -141,3 +142,8 @@ def test_an_interrupt_ends_the_ranks_and_the_notebook_goes_on():
     error = next(output for output in cells[2].outputs if output["output_type"] == "error")
     assert error["ename"] == "KeyboardInterrupt"
     assert text(cells[3]) == "alive\n"
+
+
+def test_a_notebook_shows_each_rank_in_its_colour():
+    cells = execute(SETUP, "notebook_launcher(lambda: print('x'), num_processes=2)", NO_COLOR="")
+    assert sorted(text(cells[1]).splitlines()) == ["\x1b[35m[rank 1]\x1b[0m x", "\x1b[36m[rank 0]\x1b[0m x"]
