@@ -74,7 +74,8 @@ def test_quotes_arrive_as_they_were_typed(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PATH", gcloud.install(folder, machines=2)["PATH"])
     script = tmp_path / "set_up.sh"
     script.write_text("# one\nfor name in a b; do\n  echo \"$name in $(pwd)\"  # 'twice'\ndone\n")
-    command = "printf '%s|' \"it's\" '$HOME' \"a  b\"; echo"
+    # One write for a line: the machines share an output, and parts of lines would mix.
+    command = "printf '%s|%s|%s|\\n' \"it's\" '$HOME' \"a  b\""
     words = ["tpu-config", "--tpu_name", "p", "--command_file", str(script), "--command", command]
     assert main(words) == 0
     out = capfd.readouterr().out
