@@ -23,6 +23,8 @@ from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
+from accel_state.launching.answers import training_heartbeat
+from accel_state.launching.heartbeat import BACKWARD, OTHER
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
@@ -234,6 +236,7 @@ class Accelerator(ProcessView):
         if rehearsal is not None:
             self._accumulator.rehearsal = rehearsal
             rehearsal.follow(self._prepared)
+        self._accumulator.pulse = ledger.pulse = training_heartbeat()
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None
@@ -601,8 +604,13 @@ class Accelerator(ProcessView):
         """
         if not self._has_begun:
             self._begin_training()
+        pulse = self._accumulator.pulse
+        if pulse is not None:
+            pulse.enter(BACKWARD)
         try:
             self._accumulator.backward(loss, num_items, kwargs)
+            if pulse is not None:
+                pulse.enter(OTHER)
         except (AttributeError, TypeError):
             if not isinstance(loss, Tensor):
                 raise ArgumentTypeError(
@@ -814,17 +822,23 @@ class Accelerator(ProcessView):
             private: whether a repository that is made is private.
             commit_message: of the upload.
         """
-        checkpoint.save_model(
-            self._prepared,
-            model,
-            save_directory,
-            max_shard_size,
-            safe_serialization,
-            push_to_hub,
-            token=token,
-            private=private,
-            commit_message=commit_message,
-        )
+        with self._saving():
+            checkpoint.save_model(
+                self._prepared,
+                model,
+                save_directory,
+                max_shard_size,
+                safe_serialization,
+                push_to_hub,
+                token=token,
+                private=private,
+                commit_message=commit_message,
+            )
+
+    def _saving(self) -> AbstractContextManager[None]:
+        """Tells the launcher, where it asks, that a save is in progress."""
+        pulse = self._accumulator.pulse
+        return contextlib.nullcontext() if pulse is None else pulse.saving()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""
@@ -903,9 +917,10 @@ class Accelerator(ProcessView):
             CollectiveMismatchError: only some processes call, and not the main process alone.
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
-        return checkpoint.save_state(
-            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
-        )
+        with self._saving():
+            return checkpoint.save_state(
+                self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+            )
 
     def load_state(
         self,
