@@ -25,8 +25,8 @@ from accel_state.launching.hardware import (
     peer_to_peer_works,
     physical_cores,
 )
-from accel_state.launching.mpi import check_mpi
 from accel_state.launching.monitor import CAN_WATCH, Limits, Monitor
+from accel_state.launching.mpi import check_mpi
 from accel_state.launching.numa import cores_of_ranks, gpu_nodes, read_cpu_topology
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.plan import (

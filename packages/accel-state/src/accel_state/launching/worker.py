@@ -53,7 +53,8 @@ def wait_for_work(descriptor: int, *, cpu: bool) -> list[str]:
     with socket.socket(fileno=descriptor) as launcher:
         # The device is known, and may be used, only once a rank is replaced.
         fault = next(find_faults(1, cpu=True), "")
-        import_module("accel_state.world.process")  # what ranks load first
+        if not fault:
+            import_module("accel_state.world.process")  # what ranks load first
         launcher.sendall(_answer(fault))
         work = launcher.makefile("rb").readline()
         if not work:  # the launcher has ended
@@ -87,22 +88,23 @@ def become(kind: str, name: str, args: Sequence[str]) -> None:
         args: its arguments.
     """
     sys.argv = [name, *args]
+    path = os.path.abspath(name)  # as the interpreter names it in tracebacks
     sys.excepthook = _show_without_own_frames
     if kind == "module":
         sys.path[0] = os.getcwd()
         runpy.run_module(name, run_name="__main__", alter_sys=True)
     elif os.path.isdir(name):  # with a __main__.py
         del sys.path[0]
-        runpy.run_path(name, run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     else:
         sys.path[0] = os.path.dirname(os.path.realpath(name))
         program = ModuleType("__main__")
-        program.__file__ = name
-        program.__loader__ = SourceFileLoader("__main__", name)
+        program.__file__ = path
+        program.__loader__ = SourceFileLoader("__main__", path)
         program.__dict__["__builtins__"] = __builtins__
         sys.modules["__main__"] = program
-        with open(name, "rb") as file:
-            code = compile(file.read(), name, "exec")
+        with open(path, "rb") as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
         exec(code, program.__dict__)
 
 
