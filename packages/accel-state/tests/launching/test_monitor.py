@@ -46,9 +46,7 @@ def run(launcher, *flags, body):
 
 
 def test_ranks_without_progress_are_shown_and_ended(launcher):
-    done = run(
-        launcher, "--step_timeout", "1.5", body="pulse.joined(); sleeper() if rank == 0 else loop()\n"
-    )
+    done = run(launcher, "--step_timeout", "1.5", body="pulse.joined(); sleeper() if rank == 0 else loop()\n")
     assert done.returncode == 124, done.stderr
     assert "no rank has made progress for 1.5 s (--step_timeout); ending all ranks" in done.stderr
     for rank, name, line in ((0, "sleeper", r"time.sleep\(100\)"), (1, "loop", "(pass|while True:)")):
@@ -64,9 +62,7 @@ def test_progress_of_one_rank_is_progress(launcher):
 
 
 def test_a_rank_that_does_not_join_is_shown_before_it_has_loaded_anything(launcher):
-    done = run(
-        launcher, "--start_timeout", "1", body="pulse.joined() if rank == 0 else None\nsleeper()\n"
-    )
+    done = run(launcher, "--start_timeout", "1", body="pulse.joined() if rank == 0 else None\nsleeper()\n")
     assert done.returncode == 124
     assert "rank 1 has not joined the other ranks within 1 s (--start_timeout)" in done.stderr
     assert "(it has not joined the other ranks)" in done.stderr
@@ -84,7 +80,9 @@ def test_a_save_has_a_time_out_of_its_own(launcher):
 
 
 def test_a_stalled_run_is_restarted(launcher):
-    body = "pulse.joined()\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    sleeper()\nprint('over')\n"
+    body = (
+        "pulse.joined()\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    sleeper()\nprint('over')\n"
+    )
     done = run(launcher, "--step_timeout", "1", "--max_restarts", "1", body=body)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("over") == 2
@@ -180,7 +178,11 @@ def test_a_process_that_is_stopped_does_not_answer(tmp_path):
             "import os, time\nfrom accel_state.launching.answers import attach\n"
             "attach(os.environ).joined()\nprint(1, flush=True)\ntime.sleep(60)"
         )
-        environ = {**os.environ, "ACCEL_RUN_FOLDER": str(monitor.folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+        environ = {
+            **os.environ,
+            "ACCEL_RUN_FOLDER": str(monitor.folder),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
         with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE) as rank:
             rank.stdout.readline()
             assert "rank 0 is in no collective, at <string>:5" in monitor.hang_report([0])

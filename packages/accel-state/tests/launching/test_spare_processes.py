@@ -40,7 +40,9 @@ print(__name__, sys.argv[1:], os.environ["WORLD_SIZE"], sys.stdin.readline())
 
 def test_warm_processes_become_the_ranks_of_a_restart(launcher):
     script = launcher.script(FAILS_ONCE)
-    process = launcher.start("--cpu", "--num_processes", "2", "--spares", "2", script, "a b", stdin=subprocess.PIPE)
+    process = launcher.start(
+        "--cpu", "--num_processes", "2", "--spares", "2", script, "a b", stdin=subprocess.PIPE
+    )
     out, err = process.communicate("hello\n", timeout=60)
     assert process.returncode == 0, err
     assert "spare processes take the places of 2 of 2 ranks" in err
@@ -52,9 +54,7 @@ def test_warm_processes_become_the_ranks_of_a_restart(launcher):
 
 
 def test_spares_end_with_a_killed_launcher(launcher):
-    process = launcher.start(
-        "--num_processes", "2", "--spares", "1", launcher.script("time.sleep(60)")
-    )
+    process = launcher.start("--num_processes", "2", "--spares", "1", launcher.script("time.sleep(60)"))
     end = time.monotonic() + 20
     while not any("--spare" in line for line in launcher.leftovers(0.0)):
         assert time.monotonic() < end

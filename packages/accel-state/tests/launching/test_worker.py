@@ -59,7 +59,7 @@ def test_a_module_sees_its_name_and_arguments(folder):
     plain, watched = both(folder, "module", "inner.script", "1")
     kept = ("name", "file", "argv", "path")
     shown = [json.loads(done.stdout) for done in (plain, watched)]
-    assert [{key: each[key] for key in kept} for each in shown][0] == {key: shown[1][key] for key in kept}
+    assert {key: shown[0][key] for key in kept} == {key: shown[1][key] for key in kept}
 
 
 @pytest.mark.parametrize(

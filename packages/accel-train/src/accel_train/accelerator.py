@@ -24,7 +24,6 @@ from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.launching.answers import training_heartbeat
-from accel_state.launching.heartbeat import BACKWARD, OTHER
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
@@ -604,13 +603,8 @@ class Accelerator(ProcessView):
         """
         if not self._has_begun:
             self._begin_training()
-        pulse = self._accumulator.pulse
-        if pulse is not None:
-            pulse.enter(BACKWARD)
         try:
             self._accumulator.backward(loss, num_items, kwargs)
-            if pulse is not None:
-                pulse.enter(OTHER)
         except (AttributeError, TypeError):
             if not isinstance(loss, Tensor):
                 raise ArgumentTypeError(
@@ -822,23 +816,17 @@ class Accelerator(ProcessView):
             private: whether a repository that is made is private.
             commit_message: of the upload.
         """
-        with self._saving():
-            checkpoint.save_model(
-                self._prepared,
-                model,
-                save_directory,
-                max_shard_size,
-                safe_serialization,
-                push_to_hub,
-                token=token,
-                private=private,
-                commit_message=commit_message,
-            )
-
-    def _saving(self) -> AbstractContextManager[None]:
-        """Tells the launcher, where it asks, that a save is in progress."""
-        pulse = self._accumulator.pulse
-        return contextlib.nullcontext() if pulse is None else pulse.saving()
+        checkpoint.save_model(
+            self._prepared,
+            model,
+            save_directory,
+            max_shard_size,
+            safe_serialization,
+            push_to_hub,
+            token=token,
+            private=private,
+            commit_message=commit_message,
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """A model's full state dict under its own names, whatever wraps it."""
@@ -917,10 +905,9 @@ class Accelerator(ProcessView):
             CollectiveMismatchError: only some processes call, and not the main process alone.
             SaveInProgressError: an earlier save goes on, with `when_busy="refuse"`.
         """
-        with self._saving():
-            return checkpoint.save_state(
-                self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
-            )
+        return checkpoint.save_state(
+            self._prepared, output_dir, safe_serialization, asynchronous, when_busy, **save_model_kwargs
+        )
 
     def load_state(
         self,

@@ -160,7 +160,7 @@ class HeartbeatFile:
 
     @classmethod
     def create(cls, path: Path, ranks: int, *, timed: bool) -> HeartbeatFile:
-        """Make the file anew.
+        """Make the file, without records.
 
         Args:
             path: where; an earlier file is replaced, and ranks that map it keep it.

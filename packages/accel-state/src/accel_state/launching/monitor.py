@@ -97,7 +97,7 @@ class Monitor:
             return None
         now = time.monotonic_ns()
         if now - self._looked > _GAP * 1e9:
-            self._resumed = now  # ranks were stopped as well (Ctrl-Z): their time begins anew
+            self._resumed = now  # ranks were stopped as well (Ctrl-Z): their time begins again
         self._looked = now
         pulses = {rank: self._file.read(rank) for rank in ranks}
         return self._late_start(pulses, now) or self._late_save(pulses, now) or self._late_step(pulses, now)

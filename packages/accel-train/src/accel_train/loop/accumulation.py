@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
-from accel_state.launching.heartbeat import Heartbeat
+from accel_state.launching.heartbeat import BACKWARD, OTHER, Heartbeat
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
@@ -286,6 +286,15 @@ class Accumulator:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
+        pulse = self.pulse
+        if pulse is None:
+            self._backward(loss, num_items, kwargs)
+            return
+        pulse.enter(BACKWARD)
+        self._backward(loss, num_items, kwargs)
+        pulse.enter(OTHER)
+
+    def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         window = self._current
         if window is None:
             manual = self.manual
