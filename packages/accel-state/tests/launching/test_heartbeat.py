@@ -54,9 +54,14 @@ def test_a_save_is_in_progress_until_it_ends_or_fails(files):
     launcher, rank = files
     pulse = rank.claim(0, 1)
     pulse.enter(OTHER)
-    with pytest.raises(OSError, match="full"), pulse.saving():
-        assert (launcher.read(0).phase, launcher.read(0).saving > 0) == (SAVE, True)
-        raise OSError("disk full")
+
+    def save():
+        with pulse.saving():
+            assert (launcher.read(0).phase, launcher.read(0).saving > 0) == (SAVE, True)
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="full"):
+        save()
     assert (launcher.read(0).phase, launcher.read(0).saving) == (OTHER, 0)
 
 

@@ -23,7 +23,6 @@ from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
-from accel_state.launching.answers import training_heartbeat
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
@@ -235,7 +234,6 @@ class Accelerator(ProcessView):
         if rehearsal is not None:
             self._accumulator.rehearsal = rehearsal
             rehearsal.follow(self._prepared)
-        self._accumulator.pulse = ledger.pulse = training_heartbeat()
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
         self.flag_tensor: Tensor | None = None
