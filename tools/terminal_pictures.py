@@ -84,11 +84,67 @@ set_seed(0)
 accelerator = Accelerator()
 """
 
+CONFIG_KEYS = (
+    ("Where will", "1\r"),
+    ("compute on?", "\r"),
+    ("share the work?", "3\r"),
+    ("How many processes", "two\r"),
+    ("expected an integer", "2\r"),
+    ("wrap policy?", "\r"),
+    ("layer classes", "DecoderLayer\r"),
+    ("reshard", "\r"),
+    ("offload", "\r"),
+    ("state dict type?", "\r"),
+    ("first process", "\r"),
+    ("activation checkpointing?", "y\r"),
+    ("checkpointed", "\r"),
+    ("mixed precision?", "3\r"),
+    ("more than that?", " \r"),
+    ("micro-batches", "4\r"),
+    ("to run.yaml?", "\r"),
+)
+SHORT = """\
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+data = TensorDataset(torch.randn(1000, 8), torch.randn(1000, 1))
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=8, drop_last=True))
+for x, y in loader:
+    accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+LLAMA = """\
+{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+ "max_position_embeddings": 8192, "torch_dtype": "bfloat16"}
+"""
+
 PICTURES = (
     Picture("help", "accel --help"),
     Picture("launch-help", "accel launch --help"),
     Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
     Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
+    Picture("config", "accel config --config_file run.yaml", keys=CONFIG_KEYS),
+    Picture(
+        "rehearse",
+        "accel rehearse --num_processes 256 --num_machines 32 train.py",
+        {"train.py": SHORT},
+        code=1,
+    ),
+    Picture("doctor", "accel doctor"),
+    Picture("test", "accel test --cpu --num_processes 2"),
+    Picture(
+        "plan",
+        "accel plan llama --devices 8 --memory 80GB --seq_length 2048",
+        {"llama/config.json": LLAMA},
+        columns=132,
+    ),
 )
 
 
@@ -123,7 +179,9 @@ def show(picture: Picture) -> list[Text]:
     stream = pyte.ByteStream(screen)
     with tempfile.TemporaryDirectory(prefix="accel-picture-") as folder:
         for name, text in picture.files.items():
-            (Path(folder) / name).write_text(text, encoding="utf-8")
+            path = Path(folder) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
         code = _run(picture, Path(folder), stream, screen)
     if code != picture.code:
         shown = "\n".join(line.rstrip() for line in screen.display).strip()
@@ -156,6 +214,8 @@ def _run(picture: Picture, folder: Path, stream: pyte.ByteStream, screen: pyte.S
         "COLUMNS": str(picture.columns),
         "HF_HOME": str(folder / ".home"),
         "PS1": _PROMPT,
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+        "ACCEL_DEVICE_COUNT": "0",
     }
     process = subprocess.Popen(
         picture.command, shell=True, cwd=folder, env=environ, stdin=other_end, stdout=other_end, stderr=other_end,

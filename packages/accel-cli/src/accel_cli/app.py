@@ -45,10 +45,31 @@ COMMANDS: dict[str, Entry] = {
         "Write, show and check the configuration file that launch reads.",
     ),
     "launch": Entry("start", "accel_cli.commands.launch", "Start a script on one or many processes."),
+    "tpu-config": Entry(
+        "start",
+        "accel_cli.commands.tpu_config",
+        "Run commands on all machines of a TPU pod.",
+    ),
     "rehearse": Entry(
-        "look",
+        "plan",
         "accel_cli.commands.rehearse",
         "Run one rank of a world that is not there, and say what would fail.",
+    ),
+    "plan": Entry(
+        "plan", "accel_cli.commands.plan", "Show which strategies fit a model into the memory of devices."
+    ),
+    "estimate-memory": Entry(
+        "plan",
+        "accel_cli.commands.estimate_memory",
+        "Estimate the memory to load, train and run a model.",
+    ),
+    "doctor": Entry(
+        "look",
+        "accel_cli.commands.doctor",
+        "Find what on this machine would stop or slow a training run.",
+    ),
+    "test": Entry(
+        "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."
     ),
     "env": Entry(
         "look", "accel_cli.commands.env", "Show versions, devices and the configuration, for bug reports."
@@ -58,25 +79,25 @@ COMMANDS: dict[str, Entry] = {
         "accel_cli.commands.migrate",
         "Rewrite scripts of Accelerate or plain PyTorch for this library.",
     ),
-    "merge-weights": Entry(
-        "convert",
-        "accel_cli.commands.merge_weights",
-        "Merge a sharded checkpoint into plain files of weights.",
-    ),
     "to-fsdp2": Entry(
         "convert",
         "accel_cli.commands.to_fsdp2",
         "Convert a configuration file from FSDP version 1 to 2.",
     ),
-    "tpu-config": Entry(
-        "start",
-        "accel_cli.commands.tpu_config",
-        "Run commands on all machines of a TPU pod.",
+    "merge-weights": Entry(
+        "convert",
+        "accel_cli.commands.merge_weights",
+        "Merge a sharded checkpoint into plain files of weights.",
     ),
 }
 """Every command, by its name."""
 
 OTHER_NAMES = {
+    "check": "test",
+    "diagnose": "doctor",
+    "ds-report": "doctor",
+    "sanity-check": "test",
+    "selftest": "test",
     "run": "launch",
     "torchrun": "launch",
     "start": "launch",
@@ -92,6 +113,8 @@ OTHER_NAMES = {
     "zero-to-fp32": "merge-weights",
     "fsdp2": "to-fsdp2",
     "tpu": "tpu-config",
+    "estimate": "estimate-memory",
+    "memory": "estimate-memory",
 }
 """Names that other tools have for what a command of ours does."""
 

@@ -1,12 +1,12 @@
-"""Shows facts by topic: with rich on a terminal, otherwise as plain lines."""
+"""Shows facts by topic, and tables: with rich on a terminal, otherwise as plain lines."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["show_facts"]
+__all__ = ["show_facts", "show_table"]
 
 Facts = Mapping[str, Mapping[str, Any]]
 
@@ -45,3 +45,40 @@ def _show_on_terminal(facts: Facts) -> None:
             table.add_row(Text(f"  {name}"), Text(str(value)))
         console.print(Text(f"{title}:", style="bold"))
         console.print(table)
+
+
+def show_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, bold: int | None = None
+) -> None:
+    """Print rows under a header: with rich on a terminal, otherwise as aligned text.
+
+    Args:
+        columns: the header.
+        rows: cells as text, each as many as there are columns.
+        left: number of columns that are aligned to the left; the last one always is if it holds words.
+        bold: index of a row to make stand out on a terminal.
+    """
+    words = [at for at in range(len(columns)) if at < left or any(_is_words(row[at]) for row in rows)]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, header_style="cyan", padding=(0, 2, 0, 0))
+        for at, name in enumerate(columns):
+            table.add_column(Text(name), justify="left" if at in words else "right", no_wrap=at < left)
+        for at, row in enumerate(rows):
+            table.add_row(*map(Text, row), style="bold" if at == bold else None)
+        Console(highlight=False).print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        cells = (
+            cell.ljust(width) if at in words else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
+
+
+def _is_words(cell: str) -> bool:
+    return bool(cell) and not any(character.isdigit() for character in cell) and cell not in ("-", "N/A")

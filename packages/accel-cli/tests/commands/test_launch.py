@@ -199,3 +199,12 @@ def test_a_wrong_tee_leaves_nothing_behind(extra, script, tmp_path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("accel launch: error: --tee is '9'; expected 0, 1, 2 or 3")
     assert not list(tmp_path.glob("accel-logs-*"))
+
+
+def test_debug_says_where_each_value_comes_from(script, tmp_path):
+    (tmp_path / "c.yaml").write_text("num_processes: 2\nuse_cpu: true\n")
+    done = accel("--debug", "--config_file", "c.yaml", "--mixed_precision", "bf16", script, cwd=tmp_path)
+    assert "accel: num_processes is 2, from c.yaml, line 1: num_processes\n" in done.stderr
+    assert "accel: mixed_precision is bf16, from flag --mixed_precision\n" in done.stderr
+    assert "max_restarts" not in done.stderr
+    assert done.returncode == 0

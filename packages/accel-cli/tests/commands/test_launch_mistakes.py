@@ -59,7 +59,7 @@ def place(tmp_path, monkeypatch):
         ("--config_file megatron.yaml train.py", ["in megatron.yaml, line 1", "--no-use_megatron_lm"]),
         ("--mixed-precision fp8 train.py", ["--mixed-precision fp8 needs fp8", "leave --mixed-precision out"]),
         ("--config_file fp8.yaml train.py", ["fp8.yaml, line 1", "pass --mixed_precision no"]),
-        ("--config_file cloud.yaml train.py", ["cloud.yaml describes a SageMaker job"]),
+        ("--config_file cloud.yaml train.py", ["ec2_instance_type"]),
         ("--cpu --multi_gpu train.py", ["--cpu contradicts --multi_gpu"]),
         ("--config_file both.yaml train.py", ["both.yaml, line 1 contradicts", "both.yaml, line 2"]),
         ("--use_fsdp --use_deepspeed train.py", ["--use_fsdp and --use_deepspeed exclude each other"]),

@@ -56,3 +56,8 @@ def test_nvidia_smi_missing_or_failing(smi):
     smi(["x"], "1", code=9)
     with pytest.raises(DeviceError, match="--query-gpu=name failed"):
         nvidia.get_gpu_info()
+
+
+def test_names_and_memory(smi):
+    smi(["NVIDIA H100 80GB HBM3, 81559 MiB", "NVIDIA GB10, [N/A]"], "")
+    assert nvidia.describe_gpus() == [("NVIDIA H100 80GB HBM3", 81559 * 2**20), ("NVIDIA GB10", 0)]

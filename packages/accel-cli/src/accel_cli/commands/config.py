@@ -36,24 +36,23 @@ def ask(context: typer.Context, config_file: _FileOption = None) -> None:
                 f"--config_file {config_file}"
             )
         return
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError(
-            "questions need a terminal, but standard input is not one; accel config default writes a file without "
-            "questions"
-        )
-    from accel_cli.prompts import ask_launch_config, may_replace, questionary_asker
-    from accel_state.launching.hardware import find_accelerators
+    for name, stream in (("input", sys.stdin), ("output", sys.stdout)):
+        if stream is None or not stream.isatty():
+            raise ConfigError(
+                f"questions need a terminal, but standard {name} is not one; accel config default writes a file "
+                "without questions"
+            )
+    from accel_cli.wizard.session import ask_and_write, asker_for
 
     environ = snapshot()
     path = _writable(config_file)
-    replace = may_replace(path)
-    if replace is False:
-        typer.echo(f"{path} is not changed")
-        return
-    config = ask_launch_config(questionary_asker(), find_accelerators(environ).count) if replace else None
-    if config is None:
-        raise KeyboardInterrupt
-    typer.echo(f"wrote {save(config, path)}")
+    try:
+        written = ask_and_write(path, environ, asker_for(environ))
+    except KeyboardInterrupt:
+        typer.echo("\nended; nothing is written", err=True)
+        raise
+    if not written:
+        typer.echo("nothing is written")
 
 
 @app.command()

@@ -13,7 +13,7 @@ from accel_cli.dialect import App
 from accel_cli.schema_command import SchemaCommand
 from accel_state.config.flags import ParsedFlags, parse_flags, without_flags
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.merge import resolve
+from accel_state.config.merge import Resolved, resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.engines import check_available, unused_options
@@ -94,9 +94,20 @@ def main(arguments: Sequence[str]) -> int:
     if not config.quiet:
         for note in (*resolved.notes, *surroundings.notes, *unused_options(resolved), *_idle(config, flags)):
             sys.stderr.write(f"accel: {note}\n")
+    if config.debug:
+        _tell_origins(resolved)
     if config.submit is not None:
         return _submit(config, arguments, target, environ)
     return launch(config, target, environ, joins=surroundings.joins, sources=resolved.sources)
+
+
+def _tell_origins(resolved: Resolved) -> None:
+    """Print each value that is not a default, and where it comes from."""
+    from accel_cli.config_show import effective_options
+
+    for option in effective_options(resolved):
+        if option.source.origin:
+            sys.stderr.write(f"accel: {option.name} is {option.value}, from {option.source}\n")
 
 
 def _submit(

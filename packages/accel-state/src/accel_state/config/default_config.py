@@ -12,9 +12,9 @@ from accel_state.config.schema import schema_of
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigNotFoundError
 
-__all__ = ["default_config_file", "load_config_from_file", "write_basic_config"]
+__all__ = ["DISTRIBUTED_TYPES", "default_config_file", "load_config_from_file", "write_basic_config"]
 
-_KINDS = {
+DISTRIBUTED_TYPES = {
     "cuda": "MULTI_GPU",
     "xpu": "MULTI_XPU",
     "npu": "MULTI_NPU",
@@ -79,5 +79,5 @@ def _for_this_machine() -> LaunchConfig:
     if device is None:
         return LaunchConfig(distributed_type="NO", use_cpu=True, num_processes=1)
     count = torch.accelerator.device_count()
-    kind = _KINDS.get(device.type, "NO") if count > 1 else "NO"
+    kind = DISTRIBUTED_TYPES.get(device.type, "NO") if count > 1 else "NO"
     return LaunchConfig(distributed_type=kind, num_processes=count if kind != "NO" else 1)

@@ -29,23 +29,27 @@ class SageMakerConfig(CommonOptions):
         key="distributed_type",
         env=("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE",),
         choices=tuple(member.value for member in SageMakerDistributedType),
-        prompt="What is the distributed mode?",
+        prompt="How is the job distributed?",
     )
     ec2_instance_type: str | None = option(
         help="Type of the machines, such as ml.p3.2xlarge.",
-        prompt="Which EC2 instance type do you want to use for your training?",
+        prompt="Which type of machines, such as ml.p3.2xlarge, will the job use?",
     )
     iam_role_name: str | None = option(
-        help="Role that the job runs as.", prompt="Enter your IAM role name for SageMaker:"
+        help="Role that the job runs as.", prompt="Which IAM role will the job run as?"
     )
     image_uri: str | None = option(
-        help="Docker image of the job.", prompt="Enter your Docker image URI, if you use a custom one:"
+        help="Docker image of the job.",
+        prompt="Which Docker image will the job use (none: that of SageMaker)?",
     )
-    profile: str | None = option(help="AWS profile to log in with.", prompt="Enter your AWS Profile name:")
+    profile: str | None = option(
+        help="AWS profile to log in with.",
+        prompt="Which AWS profile do you log in with (none: the keys in the environment)?",
+    )
     region: str = option(
         "us-east-1",
         help="AWS region of the job.",
-        prompt="Enter your AWS Region:",
+        prompt="Which AWS region will the job run in?",
     )
     base_job_name: str = option("accelerate-sagemaker-1", help="First part of the name of the job.")
     pytorch_version: str = option("1.10.2", help="Version of PyTorch in the job's image.")
@@ -53,11 +57,11 @@ class SageMakerConfig(CommonOptions):
     py_version: str = option("py38", help="Version of Python in the job's image.")
     sagemaker_inputs_file: str | None = option(
         help="TSV file with the columns channel_name and data_location.",
-        prompt="Enter the path to the SageMaker inputs TSV file:",
+        prompt="Which TSV file has the channels of input data?",
     )
     sagemaker_metrics_file: str | None = option(
         help="TSV file with the columns metric_name and metric_regex.",
-        prompt="Enter the path to the SageMaker metrics TSV file:",
+        prompt="Which TSV file has the metrics to read from the log?",
     )
     additional_args: Mapping[str, Any] | None = option(
         help="More arguments of the SDK's estimator or trainer, as a JSON object on the command line."

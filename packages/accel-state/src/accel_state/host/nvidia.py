@@ -9,7 +9,7 @@ from packaging.version import parse
 
 from accel_state.errors import DeviceError
 
-__all__ = ["check_cuda_p2p_ib_support", "get_driver_version", "get_gpu_info"]
+__all__ = ["check_cuda_p2p_ib_support", "describe_gpus", "get_driver_version", "get_gpu_info"]
 
 # The first driver with which consumer GPUs of the RTX 40 series refuse peer-to-peer transfers instead of losing data.
 _FIXED_DRIVER = "550.40.07"
@@ -23,6 +23,22 @@ def get_gpu_info() -> tuple[list[str], int]:
     """
     names = _query("name")
     return names, len(names)
+
+
+def describe_gpus() -> list[tuple[str, int]]:
+    """Name and memory in bytes of each NVIDIA GPU of this machine, in the order of ``nvidia-smi``.
+
+    Memory that ``nvidia-smi`` does not tell (devices that share the host's memory) is 0.
+
+    Raises:
+        DeviceError: ``nvidia-smi`` is missing or fails.
+    """
+    found = []
+    for line in _query("name,memory.total"):
+        name, _, memory = line.rpartition(",")
+        number = memory.split()[0]  # such as "81559 MiB", or "[N/A]"
+        found.append((name.strip(), int(number) * 2**20 if number.isdecimal() else 0))
+    return found
 
 
 def get_driver_version() -> str:

@@ -22,5 +22,5 @@ class GradientAccumulationSection(Section):
         unset=("auto",),
         low=1,
         ours=True,
-        prompt="How many gradient accumulation steps are you passing in your script?",
+        prompt="How many micro-batches make one optimizer step (gradient accumulation)?",
     )

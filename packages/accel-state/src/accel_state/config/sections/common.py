@@ -32,7 +32,8 @@ class CommonOptions(Section):
     )
     debug: bool = option(
         False,
-        help="Check the arguments of every collective across ranks, also for tensors on a device.",
+        help="Say where each value comes from, show all frames of tracebacks, and check the arguments of every "
+        "collective across ranks, also for tensors on a device.",
         env=("ACCELERATE_DEBUG_MODE",),
         toggle=True,
         prompt="Should distributed operations be checked while they run? This costs time.",

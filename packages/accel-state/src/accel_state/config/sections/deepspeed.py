@@ -24,40 +24,40 @@ class DeepSpeedSection(Section):
         name="deepspeed_config_file",
         env=("ACCELERATE_DEEPSPEED_CONFIG_FILE",),
         unset=("none",),
-        prompt="Please enter the path to the json DeepSpeed config file:",
+        prompt="Where is that file?",
     )
     zero_stage: int | None = option(
         help="ZeRO stage: what is sharded (1 optimizer states, 2 gradients, 3 parameters).",
         low=0,
         high=3,
-        prompt="What should be your DeepSpeed's ZeRO optimization stage?",
+        prompt="Which ZeRO stage will shard the training state?",
     )
     offload_optimizer_device: str | None = option(
         help="Device of optimizer states (stages 2 and 3).",
         choices=_DEVICES,
-        prompt="Where to offload optimizer states?",
+        prompt="Where will optimizer states be offloaded to?",
     )
     offload_param_device: str | None = option(
         help="Device of parameters (stage 3).",
         choices=_DEVICES,
-        prompt="Where to offload parameters?",
+        prompt="Where will parameters be offloaded to?",
     )
     offload_optimizer_nvme_path: str | None = option(
         help="Folder for optimizer states on NVMe.",
         unset=("none",),
-        prompt="NVMe path to offload optimizer states?",
+        prompt="Which folder on NVMe will hold optimizer states?",
     )
     offload_param_nvme_path: str | None = option(
         help="Folder for parameters on NVMe.",
         unset=("none",),
-        prompt="NVMe path to offload parameters?",
+        prompt="Which folder on NVMe will hold parameters?",
     )
     gradient_clipping: float | None = option(
         help="Maximum gradient norm.",
         env=("ACCELERATE_GRADIENT_CLIPPING",),
         unset=("auto", "none"),
         low=0,
-        prompt="What is the gradient clipping value?",
+        prompt="At which norm are gradients clipped (none: not at all)?",
     )
     zero3_init_flag: bool | None = option(
         help="Create models inside deepspeed.zero.Init, sharded at creation (stage 3).",
@@ -72,7 +72,7 @@ class DeepSpeedSection(Section):
         help="Comma-separated classes of mixture-of-experts layers.",
         name="deepspeed_moe_layer_cls_names",
         env=("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",),
-        prompt="Specify the transformer MoE layer class names, with commas between them:",
+        prompt="Which classes are mixture-of-experts layers, with commas between them (none: there are none)?",
     )
 
 
@@ -83,21 +83,21 @@ class DeepSpeedLaunchSection(DeepSpeedSection):
     deepspeed_hostfile: str | None = option(
         help="DeepSpeed hostfile that lists machines and their slots.",
         env=(),
-        prompt="DeepSpeed configures multi-node compute resources with a hostfile. Where is it?",
+        prompt="Where is the hostfile that lists machines and their slots?",
     )
     deepspeed_exclusion_filter: str | None = option(
         help="Machines and devices to exclude, as in DeepSpeed's --exclude.",
         env=(),
-        prompt="DeepSpeed exclusion filter string:",
+        prompt="Which machines and devices are excluded, such as worker-0:1 (none: none)?",
     )
     deepspeed_inclusion_filter: str | None = option(
         help="Machines and devices to use, as in DeepSpeed's --include.",
         env=(),
-        prompt="DeepSpeed inclusion filter string:",
+        prompt="Which machines and devices are used, such as worker-0@worker-1:0,2 (none: all)?",
     )
     deepspeed_multinode_launcher: str | None = option(
         help="Launcher for several machines.",
         env=(),
         choices=("pdsh", "standard", "openmpi", "mvapich", "mpich", "impi", "nossh", "slurm"),
-        prompt="Which type of launcher do you want to use?",
+        prompt="Which launcher starts DeepSpeed on the machines?",
     )

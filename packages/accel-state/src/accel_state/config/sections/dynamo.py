@@ -23,13 +23,13 @@ class DynamoSection(Section):
         help="Backend of torch.compile; no: no compilation.",
         choices=tuple(DynamoBackend.list()),
         synonyms={"torhchxla_trace_once": "TORCHXLA_TRACE_ONCE"},
-        prompt="Which dynamo backend would you like to use?",
+        prompt="Which backend of torch.compile do you want to use?",
     )
     mode: str | None = option(
         help="Mode of torch.compile.",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
         launch_default="default",
-        prompt="Which mode do you want to use?",
+        prompt="Which mode of torch.compile do you want to use?",
     )
     fullgraph: bool | None = option(
         help="Require that each model compiles to a single graph.",
@@ -37,7 +37,7 @@ class DynamoSection(Section):
         env=("ACCELERATE_DYNAMO_USE_FULLGRAPH",),
         toggle=True,
         launch_default=False,
-        prompt="Do you want the fullgraph mode, or is it ok to break the model into several graphs?",
+        prompt="Must each model compile to a single graph (fullgraph)?",
     )
     dynamic: bool | None = option(
         help="Compile with dynamic shapes; unset: torch.compile decides.",

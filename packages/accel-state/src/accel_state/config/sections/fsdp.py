@@ -79,7 +79,7 @@ class FsdpSection(Section):
         keys=("fsdp_transformer_cls_names_to_wrap",),
         env=("FSDP_TRANSFORMER_CLS_TO_WRAP",),
         comma_list=True,
-        prompt="Specify the transformer layer class names to wrap, with commas between them:",
+        prompt="Which layer classes are wrapped, with commas between them (none: those that the model names)?",
     )
     min_num_params: int | None = option(
         help="Minimum number of parameters of a sharded module, for SIZE_BASED_WRAP.",
@@ -127,6 +127,7 @@ class FsdpSection(Section):
     activation_checkpointing_offload: bool | None = option(
         help="Keep checkpointed activations in host memory (version 2).",
         launch_default=False,
+        prompt="Do you want to keep checkpointed activations in host memory?",
     )
     ignored_modules: str | None = option(
         help="Regular expression for names of modules that are not sharded.",

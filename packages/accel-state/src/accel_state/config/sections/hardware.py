@@ -43,7 +43,7 @@ class HardwareOptions(CommonOptions):
             "--use_fsdp": ("FSDP", "ACCELERATE_USE_FSDP"),
             "--use_megatron_lm": ("MEGATRON_LM", "ACCELERATE_USE_MEGATRON_LM"),
         },
-        prompt="Which type of machine are you using?",
+        prompt="How will the processes share the work?",
     )
     use_parallelism_config: bool = option(
         False,
@@ -51,6 +51,7 @@ class HardwareOptions(CommonOptions):
         env=("ACCELERATE_USE_PARALLELISM_CONFIG",),
         toggle=True,
         ours=True,
+        prompt="Do you want to combine several kinds of parallelism in a device mesh?",
     )
     num_processes: int | None = option(
         help="Total number of processes over all machines.",
@@ -91,14 +92,14 @@ class HardwareOptions(CommonOptions):
     main_process_ip: str | None = option(
         help="Address of the machine with rank 0.",
         flags=("--master_addr",),
-        prompt="What is the IP address of the machine that will host the main process?",
+        prompt="What is the address of the machine with rank 0?",
     )
     main_process_port: int | None = option(
         help="Port on that machine; 0, or unset on one machine: a free port.",
         low=0,
         high=65535,
         flags=("--master_port",),
-        prompt="What port will the main process use?",
+        prompt="Which port of that machine will the processes meet at?",
     )
     same_network: bool = option(
         False,
@@ -124,4 +125,5 @@ class HardwareOptions(CommonOptions):
         low=1,
         env=("OMP_NUM_THREADS",),
         ours=True,
+        prompt="How many CPU threads will each process use?",
     )

@@ -19,5 +19,5 @@ class MpirunSection(Section):
 
     hostfile: str | None = option(
         help="Hostfile of mpirun; if set, mpirun starts the processes.",
-        prompt="Please enter the path to the hostfile to use with mpirun",
+        prompt="Where is the hostfile of mpirun?",
     )

@@ -20,44 +20,46 @@ class TpuSection(Section):
         help="With mixed_precision bf16: torch_xla makes float bf16 and double float32 (XLA_DOWNCAST_BF16).",
         env=("ACCELERATE_DOWNCAST_BF16",),
         toggle=True,
-        prompt="Should `torch.float` be cast as `bfloat16` and `torch.double` remain `float32` on TPUs?",
+        prompt="Should float be computed in bf16 and double in float32 (downcast_bf16)?",
     )
-    tpu_name: str | None = option(help="Name of the TPU.", prompt="What is the name of your Cloud TPU?")
-    tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of your Cloud TPU?")
+    tpu_name: str | None = option(
+        help="Name of the TPU.", prompt="What is the name of the TPU (none: a list of virtual machines)?"
+    )
+    tpu_zone: str | None = option(help="Zone of the TPU.", prompt="What is the zone of the TPU?")
     tpu_use_cluster: bool = option(
         False,
         help="The TPU is a pod of several machines.",
         flags=("--tpu_cluster",),
         toggle=True,
-        prompt="Are you using a TPU cluster?",
+        prompt="Is the TPU a pod of several machines?",
     )
     tpu_use_sudo: bool = option(
         False,
         help="Run the script on the pod's machines with sudo.",
         toggle=True,
-        prompt="To run a python script in a TPU pod, should `sudo` be used?",
+        prompt="Do the commands on the machines of the pod need sudo?",
     )
     command_file: str | None = option(
         help="File with commands that accel tpu-config runs on every machine of the pod.",
-        prompt="What is the path to your bash script?",
+        prompt="Which file has commands for accel tpu-config to run on every machine of the pod?",
     )
     commands: tuple[str, ...] | None = option(
         help="Commands that accel tpu-config runs on every machine of the pod.",
         flags=("--command",),
-        prompt="What commands do you wish to run on startup in each pod?",
+        prompt="Which commands does accel tpu-config run on every machine, with ; between them?",
     )
     tpu_vm: tuple[str, ...] | None = option(
         help="Names of virtual machines that are the pod, if it has no name of its own; repeated for each.",
         flags=("--vm",),
-        prompt="If not using an instance group, what are the names of the Compute VM instances to be used?",
+        prompt="Which virtual machines are the pod, with commas between them?",
     )
     tpu_env: tuple[str, ...] | None = option(
         help="Variable, as NAME=value, for the machines of the pod; repeated for each.",
         flags=("--env",),
-        prompt="What environment variables do you wish to set in each pod?",
+        prompt="Which variables, as NAME=value with commas between them, do the machines get?",
     )
     main_training_function: str = option(
         "main",
         help="Function of the script that each TPU process calls, instead of running the script.",
-        prompt="What is the name of the function in your script that each process should run?",
+        prompt="Which function of the script does each process call (main: the script runs as it is)?",
     )

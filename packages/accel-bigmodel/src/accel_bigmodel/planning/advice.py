@@ -1,0 +1,348 @@
+"""Which strategies fit a memory, which one is advised, and what would fit where none does.
+
+Data in, data out; nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from accel_bigmodel.errors import EstimateError
+from accel_bigmodel.planning.shape import ModelShape
+from accel_bigmodel.planning.strategies import Footprint, Setting, Timelines, Workload, footprint
+
+__all__ = ["Cluster", "Plan", "Row", "Suggestion", "make_plan", "settings_for", "suggestions"]
+
+_MOST = 1 << 16
+"""Samples beyond which no larger batch is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What there is to train on.
+
+    Attributes:
+        devices: of all machines together; one rank each.
+        machines: how many.
+        memory: bytes of a device.
+        reserve: bytes of a device that are not for the model: the context of its driver, buffers of communication,
+            fragments of the allocator.
+        host_memory: bytes of a machine; None: not known, and not compared.
+    """
+
+    devices: int
+    machines: int
+    memory: float
+    reserve: float = 0.0
+    host_memory: float | None = None
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a rank may take."""
+        return self.memory - self.reserve
+
+    @property
+    def per_machine(self) -> int:
+        """Devices of a machine."""
+        return self.devices // self.machines
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A strategy in a plan.
+
+    Attributes:
+        setting: the strategy and its options.
+        found: what a rank holds.
+        fits: on the device and in host memory.
+        host: bytes of host memory of a machine.
+        traffic: bytes that a rank sends in a step.
+        extra: what it costs besides traffic, in words; empty: nothing.
+        largest_batch: samples of a micro-batch on a rank that still fit; None: activations are not known.
+        cost: rows are advised in its order.
+    """
+
+    setting: Setting
+    found: Footprint
+    fits: bool
+    host: float
+    traffic: float
+    extra: str
+    largest_batch: int | None
+    cost: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change after which something fits.
+
+    Attributes:
+        change: what to change, in words.
+        row: what then fits best; None: the text says it.
+    """
+
+    change: str
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The result of ``make_plan``.
+
+    Attributes:
+        shape: the model.
+        cluster: the devices.
+        workload: what is trained.
+        rows: strategies, the cheapest first.
+        notes: what a reader must know of the figures.
+    """
+
+    shape: ModelShape
+    cluster: Cluster
+    workload: Workload
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def advised(self) -> Row | None:
+        """The cheapest row that fits."""
+        return next((row for row in self.rows if row.fits), None)
+
+
+def settings_for(
+    shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+) -> list[Setting]:
+    """Every strategy that can run the model on these devices.
+
+    Args:
+        shape: the model.
+        cluster: the devices.
+        workload: what is trained.
+        checkpointing: all strategies recompute their units, because the script does; otherwise ``fsdp2`` is listed
+            without and with.
+    """
+    n = cluster.devices
+    found = [Setting("single", "single", checkpointing=checkpointing)] if n == 1 else []
+    if n > 1:
+        found.append(Setting("ddp", "ddp", n, checkpointing=checkpointing))
+        recomputes = [True] if checkpointing else [False, True]
+        for again in recomputes:
+            words = " + recompute" if again and not checkpointing else ""
+            sharded = Setting("fsdp2" + words, "fsdp2", n, checkpointing=again)
+            found += [
+                sharded,
+                replace(sharded, name="fsdp2, no reshard" + words, reshard=False),
+                replace(sharded, name="fsdp2 + offload" + words, offload=True),
+            ]
+            if cluster.machines > 1 and cluster.per_machine > 1:
+                found.append(replace(sharded, name="hsdp" + words, shards=cluster.per_machine))
+    found += _zero(shape, workload, n, checkpointing)
+    found += _tensor_parallel(shape, cluster, workload, checkpointing)
+    return found
+
+
+def _zero(shape: ModelShape, workload: Workload, n: int, checkpointing: bool) -> Iterator[Setting]:
+    # The bucket is what "auto" in DeepSpeed's configuration becomes; without a hidden size its default.
+    bucket = shape.hidden_size**2 or 500_000_000
+    for stage in (1, 2, 3):
+        base = Setting(
+            f"deepspeed zero {stage}", "deepspeed", n, stage=stage, checkpointing=checkpointing, bucket=bucket
+        )
+        if n > 1:
+            yield base
+        if workload.optimizer == "adamw":  # DeepSpeed steps in host memory with an Adam of its own
+            yield replace(base, name=f"{base.name} + offload", offload_optimizer=True)
+            if stage == 3:
+                yield replace(base, name=f"{base.name} + full offload", offload_optimizer=True, offload=True)
+
+
+def _tensor_parallel(
+    shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
+) -> Iterator[Setting]:
+    n = cluster.per_machine  # its traffic is for the links inside a machine
+    if workload.precision == "fp16" or shape.adapters or n == 1 or not shape.tensor_parallel:
+        return
+    if all(count % n == 0 for count in shape.tensor_parallel):
+        yield Setting("tp", "tp", n, checkpointing=checkpointing)
+
+
+def make_plan(
+    shape: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    timelines: Timelines,
+    *,
+    checkpointing: bool = False,
+    batches: bool = True,
+    notes: Sequence[str] = (),
+) -> Plan:
+    """What each rank holds under every strategy that can run, which of them fit, in the order of their cost.
+
+    The order: what stays on the devices before what is offloaded, what is computed once before what is recomputed, then
+    less traffic, then strategies that need no other package.
+
+    Args:
+        shape: the model.
+        cluster: the devices.
+        workload: what is trained.
+        timelines: of the model's activations.
+        checkpointing: the script recomputes units under every strategy.
+        batches: also look for the largest batch of each.
+        notes: for the reader.
+
+    Raises:
+        EstimateError: the devices cannot be divided among the machines, or a number is below 1.
+    """
+    if cluster.devices < 1 or cluster.machines < 1 or workload.batch_size < 1:
+        raise EstimateError("devices, machines and the batch size are numbers from 1 on")
+    if cluster.devices % cluster.machines:
+        raise EstimateError(
+            f"{cluster.devices} devices cannot be divided among {cluster.machines} machines; give a multiple"
+        )
+    rows = [
+        _row(shape, cluster, workload, timelines, setting, batches)
+        for setting in settings_for(shape, cluster, workload, checkpointing)
+    ]
+    rows.sort(key=lambda row: row.cost)
+    return Plan(shape, cluster, workload, tuple(rows), tuple(notes))
+
+
+def _row(
+    shape: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    timelines: Timelines,
+    setting: Setting,
+    batches: bool,
+) -> Row:
+    found = footprint(shape, setting, workload, timelines)
+    traffic, extra, cost = _cost(shape, setting, cluster, workload)
+    largest = None
+    if batches and found.knows_activations:
+        largest = _largest_batch(shape, cluster, workload, timelines, setting)
+    return Row(
+        setting,
+        found,
+        _fits(found, cluster),
+        found.host * cluster.per_machine,
+        traffic,
+        extra,
+        largest,
+        cost,
+    )
+
+
+def _fits(found: Footprint, cluster: Cluster) -> bool:
+    host = cluster.host_memory
+    return found.peak.total <= cluster.usable and (host is None or found.host * cluster.per_machine <= host)
+
+
+def _largest_batch(
+    shape: ModelShape, cluster: Cluster, workload: Workload, timelines: Timelines, setting: Setting
+) -> int:
+    def fits(batch: int) -> bool:
+        return _fits(footprint(shape, setting, replace(workload, batch_size=batch), timelines), cluster)
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high < _MOST and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _cost(
+    shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload
+) -> tuple[float, str, tuple[float, ...]]:
+    """Bytes that a rank sends in a step, other costs in words, and the place in the order."""
+    n = setting.shards
+    share = (n - 1) / n if n > 1 else 0.0
+    low = 4 if workload.precision == "no" else 2
+    gather, reduce = low * shape.parameters * share, 4 * shape.trainable * share
+    extra: list[str] = []
+    if setting.strategy == "fsdp2":
+        traffic = gather * (2 if setting.reshard else 1) + reduce
+        if n < cluster.devices:  # replicas average their parts between machines
+            traffic += 2 * 4 * shape.trainable / n
+    elif setting.strategy == "deepspeed":
+        reduced = low * shape.trainable * share
+        traffic = 2 * gather + reduced if setting.stage == 3 else gather + reduced
+    elif setting.strategy == "tp":
+        # Two sums of activations in forward and two in backward for every block, which block the computation.
+        traffic = 8 * len(shape.units) * shape.hidden_size * low * workload.batch_size * share
+        extra.append("sums activations in every block")
+    else:
+        traffic = 2 * reduce
+    if setting.checkpointing:
+        extra.append("recomputes the forward")
+    offloads = setting.offload + setting.offload_optimizer
+    if setting.offload:
+        extra.append("fetches weights from host memory")
+    if setting.offload or setting.offload_optimizer:
+        extra.append("steps on the CPU")
+    needs_package = setting.strategy == "deepspeed"
+    cost = (
+        offloads,
+        setting.strategy == "tp",
+        setting.checkpointing,
+        round(traffic / 1e6),
+        needs_package,
+        setting.stage,
+    )
+    return traffic, "; ".join(extra), tuple(map(float, cost))
+
+
+def suggestions(plan: Plan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:
+    """Changes after which something fits, each alone: a smaller batch, more devices.
+
+    Args:
+        plan: one in which nothing fits.
+        timelines: as for ``make_plan``.
+        checkpointing: as for ``make_plan``.
+    """
+    found: list[Suggestion] = []
+    cluster, workload = plan.cluster, plan.workload
+    best = max(plan.rows, key=lambda row: row.largest_batch or 0)
+    if best.largest_batch and best.largest_batch < workload.batch_size:
+        batch = best.largest_batch
+        smaller = make_plan(
+            plan.shape, cluster, replace(workload, batch_size=batch), timelines, checkpointing=checkpointing
+        ).advised
+        if smaller is not None:
+            steps = math.ceil(workload.batch_size / batch)
+            found.append(
+                Suggestion(
+                    f"--batch_size {batch}, with {steps} accumulation steps for the same update", smaller
+                )
+            )
+    devices = cluster.devices
+    while devices < 4096:
+        devices *= 2
+        machines = max(1, math.ceil(devices / max(8, cluster.per_machine)))
+        if devices % machines:
+            continue
+        larger = replace(cluster, devices=devices, machines=machines)
+        plan_of_more = make_plan(
+            plan.shape, larger, workload, timelines, checkpointing=checkpointing, batches=False
+        )
+        if plan_of_more.advised is not None:
+            words = f"--devices {devices}" + (f" --machines {machines}" if machines > 1 else "")
+            found.append(Suggestion(words, plan_of_more.advised))
+            break
+    if cluster.host_memory is not None:
+        unlimited = make_plan(
+            plan.shape,
+            replace(cluster, host_memory=None),
+            workload,
+            timelines,
+            checkpointing=checkpointing,
+            batches=False,
+        ).advised
+        if unlimited is not None:
+            found.append(Suggestion("more host memory", unlimited))
+    return found

@@ -1,0 +1,115 @@
+"""What a rank holds under each strategy, counted by hand."""
+
+import pytest
+
+from accel_bigmodel.planning.shape import Layer, ModelShape, Phase, Timeline
+from accel_bigmodel.planning.strategies import Setting, Workload, footprint, optimizer_bytes
+
+BLOCK = Layer(1000, 1000, 70, largest=600)
+OUTSIDE = Layer(400, 400, 50, largest=400)
+SHAPE = ModelShape("toy", (BLOCK, BLOCK), OUTSIDE, buffers=16, tensors=5)
+TIMELINE = Timeline(
+    (
+        Phase(None, False, 0, 10, 0, 0),
+        Phase(0, False, 0, 100, 0, 0),
+        Phase(1, False, 0, 200, 0, 0),
+        Phase(None, False, 0, 50000, 40000, 0),
+        Phase(None, True, 0, 60000, 55000, 300),
+        Phase(1, True, 0, 300, 0, 1000),
+        Phase(0, True, 0, 200, 0, 1000),
+        Phase(None, True, 0, 50, 0, 100),
+    )
+)
+ON_CPU = Workload(batch_size=2, accelerator=False)
+
+
+def found(setting, workload=ON_CPU):
+    return footprint(SHAPE, setting, workload, lambda numbers, again: TIMELINE)
+
+
+def test_one_process_peaks_where_the_logits_are():
+    peak = found(Setting("single", "single")).peak
+    assert peak.weights == 4 * 2400 + 16
+    assert peak.optimizer == 8 * 2400 + 4 * 5
+    assert (peak.activations, peak.logits, peak.gradients) == (10000, 110000, 0)
+    assert peak.when == "backward of embeddings, head and loss"
+    assert peak.total == 9616 + 19220 + 120000
+
+
+def test_one_process_without_activations_peaks_in_the_step():
+    said = footprint(SHAPE, Setting("single", "single"), ON_CPU, lambda numbers, again: None)
+    assert not said.knows_activations
+    assert said.peak.when == "optimizer step"
+    assert said.peak.total == 9616 + 19220 + 9600 + 2 * 4 * 600
+    on_gpu = footprint(SHAPE, Setting("single", "single"), Workload(), lambda numbers, again: None)
+    assert on_gpu.peak.total == 9616 + 19220 + 9600 + 4 * 2400  # of all tensors together
+
+
+def test_ddp_keeps_its_buckets_between_steps():
+    said = found(Setting("ddp", "ddp", 2))
+    assert said.kept == 9616 + 19220 + 9600
+    assert said.peak.total == said.kept + 120000
+
+
+def test_parts_of_fsdp2_between_steps_and_in_host_memory():
+    assert found(Setting("fsdp2", "fsdp2", 4)).kept == (9600 + 19220) / 4 + 16
+    offloaded = found(Setting("offload", "fsdp2", 4, offload=True))
+    assert offloaded.kept == 16
+    assert offloaded.host == (9600 + 19220 + 9600) / 4
+
+
+def test_what_fsdp2_gathers():
+    timeline = Timeline((Phase(1, False, 0, 1e6, 0, 0), Phase(None, True, 0, 0, 0, 2400)))
+    base = Setting("fsdp2", "fsdp2", 2)
+
+    def gathered(setting, workload):
+        return footprint(SHAPE, setting, workload, lambda numbers, again: timeline).peak.gathered
+
+    low = Workload(precision="bf16", accelerator=False)
+    assert gathered(base, ON_CPU) == 4 * (400 + 1000 + 1000)  # outside, the unit, the copy of the next
+    assert gathered(base, low) == 2 * (400 + 1000 + 1000)
+    assert gathered(Setting("whole", "fsdp2", 2, reshard=False), ON_CPU) == 4 * (2400 + 1000)
+    assert gathered(base, Workload()) == 4 * (400 + 1000 + 2 * 1000)  # accelerators hold a copy longer
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "kept"),
+    [
+        (1, "no", 4 + 12 / 4),
+        (2, "no", 4 + 12 / 4),
+        (3, "no", 20 / 4),
+        (1, "bf16", 2 + 12 / 4),
+        (2, "bf16", 2 + 12 / 4),
+        (3, "bf16", 16 / 4),
+    ],
+)
+def test_what_zero_keeps_between_steps(stage, precision, kept):
+    said = found(Setting("zero", "deepspeed", 4, stage=stage), Workload(precision=precision))
+    assert said.kept == kept * 2400 + 16 + 4 * 5 / 4
+
+
+def test_offload_of_zero_leaves_the_weights():
+    said = found(Setting("zero", "deepspeed", 4, stage=2, offload_optimizer=True), Workload(precision="bf16"))
+    assert said.kept == 2 * 2400 + 16
+    assert said.host == (16 * 2400 + 20) / 4
+    full = Setting("zero", "deepspeed", 4, stage=3, offload_optimizer=True, offload=True)
+    assert found(full, Workload(precision="bf16")).kept == 16
+    assert found(full, Workload(precision="bf16")).host == (18 * 2400 + 20) / 4
+
+
+def test_states_of_optimizers():
+    sizes = {
+        name: optimizer_bytes(SHAPE, Workload(optimizer=name))
+        for name in ("adamw", "sgd", "adafactor", "8bit")
+    }
+    assert sizes == {"adamw": 19220, "sgd": 0, "adafactor": 4 * 190, "8bit": 2 * 2400 * (1 + 4 / 256)}
+    assert optimizer_bytes(SHAPE, Workload(optimizer="adafactor"), flat=True) == 4 * 2400
+
+
+def test_accumulation_keeps_gradients_in_the_forward():
+    plain = found(Setting("single", "single")).peak
+    waiting = found(Setting("single", "single"), Workload(2, accumulates=True, accelerator=False)).peak
+    assert waiting.gradients == 9600
+    assert waiting.total > plain.total
+    # FSDP2 does not reduce within a window: gradients stay whole.
+    assert found(Setting("fsdp2", "fsdp2", 4), Workload(2, accumulates=True)).peak.gradients == 9600

@@ -1,0 +1,281 @@
+"""``accel estimate-memory``: how much memory a model takes to load, to train and to generate with."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.dialect import App, Command
+from accel_cli.render import show_table
+from accel_state.errors import ConfigError
+
+__all__ = ["app"]
+
+_DTYPES = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
+"""By how much less than float32 a dtype takes."""
+
+
+class _Command(Command):
+    """Takes several words after ``--dtypes``, as Accelerate's does."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flag before every further dtype."""
+        words: list[str] = []
+        listing = False
+        for word in args:
+            if listing and word in _DTYPES and words[-1] != "--dtypes":
+                words.append("--dtypes")
+            listing = word == "--dtypes" or (listing and word in _DTYPES)
+            words.append(word)
+        return super().parse_args(ctx, words)
+
+
+app = App()
+
+
+@app.command(cls=_Command)
+def estimate_memory(
+    model_name: Annotated[
+        str,
+        typer.Argument(
+            help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
+        ),
+    ],
+    library_name: Annotated[
+        str | None,
+        typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
+    ] = None,
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtypes", help=f"One or several of {', '.join(_DTYPES)}; all but bfloat16 by default."
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust_remote_code", help="Run the model's own code from its repository."),
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", min=1, help="Samples, for activations and the KV cache.")
+    ] = 1,
+    seq_length: Annotated[
+        int, typer.Option("--seq_length", min=1, help="Tokens of a sample, for activations and the KV cache.")
+    ] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")] = False,
+) -> None:
+    """Estimate the memory that a model takes, without loading it. GB are 10^9 bytes."""
+    names = dtypes or ["float32", "float16", "int8", "int4"]
+    _check(names, library_name)
+    from accel_cli.models import build_model, find_model
+
+    found = find_model(model_name, library_name, trust_remote_code)
+    if found.library is None:
+        facts = _of_tensors(found, names)
+    else:
+        facts = _of_model(build_model(found, trust_remote_code), model_name, names, batch_size, seq_length)
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+        return
+    _show(facts)
+
+
+def _check(names: list[str], library: str | None) -> None:
+    from accel_cli.dialect import did_you_mean
+    from accel_cli.models import LIBRARIES
+
+    for name in names:
+        if name not in _DTYPES:
+            hint = did_you_mean(name, _DTYPES, f"; expected {', '.join(_DTYPES)}")
+            raise ConfigError(f"--dtypes is {name!r}, which is no dtype of this table{hint}")
+    if library is not None and library not in LIBRARIES:
+        hint = did_you_mean(library, LIBRARIES, f"; expected {' or '.join(LIBRARIES)}")
+        raise ConfigError(f"--library_name is {library!r}, which is not supported{hint}")
+
+
+def _loading(total: float, largest: float, names: list[str]) -> list[dict[str, Any]]:
+    """The rows of Accelerate's table, by its rules: int8 and int4 apply to every tensor.
+
+    Training with Adam is the largest of its parts: four times the float32 weights in float32, twice in 16 bits.
+    """
+    return [
+        {
+            "dtype": name,
+            "largest_layer": largest / _DTYPES[name],
+            "total_size": total / _DTYPES[name],
+            "training_with_adam": None if name.startswith("int") else total * (4 if name == "float32" else 2),
+        }
+        for name in names
+    ]
+
+
+def _of_tensors(found: Any, names: list[str]) -> dict[str, Any]:
+    layers: defaultdict[str, int] = defaultdict(int)
+    for tensor, shape in found.shapes.items():
+        layers[tensor.rpartition(".")[0]] += 4 * math.prod(shape)
+    parameters = sum(layers.values()) // 4
+    return {
+        "model": found.name,
+        "class": None,
+        "parameters": parameters,
+        "stored_dtypes": list(found.dtypes),
+        "loading": _loading(4 * parameters, max(layers.values()), names),
+        "training": _training(parameters, parameters, 0),
+        "notes": [
+            "only names and shapes of tensors are known, so activations and the KV cache are not estimated; a "
+            "config.json beside the files, and transformers installed, give them"
+        ],
+    }
+
+
+def _training(parameters: int, factored: int, cast: int) -> list[dict[str, Any]]:
+    states = {"AdamW": 8 * parameters, "AdamW, 8 bits": int(2 * parameters * (1 + 4 / 256)), "SGD": 0}
+    if factored != parameters:
+        states["Adafactor"] = 4 * factored
+    rows = []
+    for name, state in states.items():
+        for precision in ("no", "bf16"):
+            copy = 2 * cast if precision == "bf16" else 0
+            rows.append(
+                {
+                    "optimizer": name,
+                    "mixed_precision": precision,
+                    "weights": 4 * parameters,
+                    "gradients": 4 * parameters,
+                    "optimizer_states": state,
+                    "low_precision_copy": copy,
+                    "total": 8 * parameters + state + copy,
+                }
+            )
+    return rows
+
+
+def _of_model(model: Any, name: str, names: list[str], batch_size: int, length: int) -> dict[str, Any]:
+    from accel_bigmodel import calculate_maximum_sizes, estimate_training
+    from accel_bigmodel.planning.model import shape_of_model
+
+    total, (largest, _) = calculate_maximum_sizes(model)
+    shape = shape_of_model(model)
+    cast = estimate_training(model, mixed_precision="bf16").low_precision_copy // 2
+    facts: dict[str, Any] = {
+        "model": name,
+        "class": type(model).__name__,
+        "parameters": shape.parameters,
+        "loading": _loading(total, largest, names),
+        "training": _training(shape.parameters, shape.factored, cast),
+        "batch_size": batch_size,
+        "seq_length": length,
+        "notes": [],
+    }
+    _add_activations(facts, model, batch_size, length)
+    _add_inference(facts, model, batch_size, length)
+    return facts
+
+
+def _add_activations(facts: dict[str, Any], model: Any, batch_size: int, length: int) -> None:
+    from accel_bigmodel import EstimateError
+    from accel_bigmodel.planning.timelines import text_inputs, timelines_of
+
+    try:
+        timelines: Any = timelines_of(model, text_inputs(model, length))
+        rows = []
+        for precision, numbers in (("no", "float32"), ("bf16", "float32 autocast bfloat16")):
+            peaks = [
+                max(phase.at(batch_size) for phase in timelines(numbers, again).phases)
+                for again in (False, True)
+            ]
+            rows.append(
+                {"mixed_precision": precision, "activations": peaks[0], "with_checkpointing": peaks[1]}
+            )
+        facts["activations"] = rows
+    except EstimateError as error:
+        facts["notes"].append(f"activations are not estimated: {error}")
+
+
+def _add_inference(facts: dict[str, Any], model: Any, batch_size: int, length: int) -> None:
+    from accel_bigmodel import EstimateError, estimate_kv_cache, estimate_weights
+
+    can_generate = getattr(model, "can_generate", None)
+    rows: list[dict[str, Any]] = []
+    for weights in estimate_weights(model, ("float32", "bfloat16", "int8", "int4")):
+        # Quantised layers compute in 16 bits, and so does the cache.
+        numbers = "float32" if weights.dtype == "float32" else "bfloat16"
+        row = {"weights_dtype": weights.dtype, "weights": weights.total}
+        try:
+            if callable(can_generate) and can_generate():
+                row["kv_cache"] = estimate_kv_cache(model.config, batch_size, length, dtype=numbers)
+        except EstimateError as error:
+            if not rows:
+                facts["notes"].append(f"the KV cache is not estimated: {error}")
+        rows.append(row)
+    facts["inference"] = rows
+
+
+def _show(facts: dict[str, Any]) -> None:
+    from accel_ckpt.saving.plan import readable_size as size
+
+    kind = f" ({facts['class']})" if facts["class"] else ""
+    print(f"Memory usage for loading `{facts['model']}`{kind}, {facts['parameters']:,} parameters\n")
+    show_table(
+        ("dtype", "Largest Layer", "Total Size", "Training using Adam"),
+        [
+            (
+                row["dtype"],
+                size(row["largest_layer"]),
+                size(row["total_size"]),
+                "N/A" if row["training_with_adam"] is None else size(row["training_with_adam"]),
+            )
+            for row in facts["loading"]
+        ],
+    )
+    print("\nTraining, without activations\n")
+    show_table(
+        ("optimizer", "precision", "weights", "gradients", "states", "16-bit copy", "total"),
+        [
+            (
+                row["optimizer"],
+                row["mixed_precision"],
+                *(
+                    size(row[key])
+                    for key in ("weights", "gradients", "optimizer_states", "low_precision_copy", "total")
+                ),
+            )
+            for row in facts["training"]
+        ],
+        left=2,
+    )
+    given = f"batch {facts.get('batch_size')}, {facts.get('seq_length')} tokens"
+    if "activations" in facts:
+        print(f"\nActivations and temporaries of a training step at most, {given}\n")
+        show_table(
+            ("precision", "all kept", "with checkpointing"),
+            [
+                (row["mixed_precision"], size(row["activations"]), size(row["with_checkpointing"]))
+                for row in facts["activations"]
+            ],
+        )
+    if "inference" in facts:
+        print(f"\nInference, {given}\n")
+        show_table(
+            ("weights", "size", "KV cache", "together"),
+            [
+                (
+                    row["weights_dtype"],
+                    size(row["weights"]),
+                    size(row["kv_cache"]) if "kv_cache" in row else "-",
+                    size(row["weights"] + row.get("kv_cache", 0)),
+                )
+                for row in facts["inference"]
+            ],
+        )
+    print(
+        "\nGB are 10^9 bytes. In the first table, as in Accelerate's, int8 and int4 apply to all tensors; under"
+    )
+    print(
+        "inference they apply to linear layers, as in quantised models. For a number of devices: accel plan."
+    )
+    for note in facts["notes"]:
+        print(f"note: {note}")

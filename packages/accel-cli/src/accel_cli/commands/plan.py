@@ -1,0 +1,261 @@
+"""``accel plan``: memory per rank under every strategy, which of them fit, and the configuration of the best."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from accel_cli.dialect import App
+from accel_state.errors import ConfigError
+
+__all__ = ["app"]
+
+app = App()
+
+
+class _Optimizer(StrEnum):
+    adamw = "adamw"
+    sgd = "sgd"
+    adafactor = "adafactor"
+    eight_bits = "8bit"
+
+
+class _Precision(StrEnum):
+    no = "no"
+    bf16 = "bf16"
+    fp16 = "fp16"
+
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="Id of a model of the Hub, folder with config.json or safetensors files, or one such file."
+    ),
+]
+_Devices = Annotated[
+    int | None,
+    typer.Option("--devices", min=1, help="Devices of all machines; by default this machine's."),
+]
+_Machines = Annotated[int, typer.Option("--machines", min=1, help="Machines.")]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="Of a device, such as 80GB; by default that of this machine's."),
+]
+_Device = Annotated[
+    str | None,
+    typer.Option("--device", help="Name of the device in place of its memory, such as h100-80gb."),
+]
+_HostMemory = Annotated[
+    str | None, typer.Option("--host_memory", help="Of a machine, such as 1TB; by default not compared.")
+]
+_Reserve = Annotated[
+    str,
+    typer.Option(
+        "--reserve",
+        help="Of a device, for its context, buffers of communication and fragments of the allocator.",
+    ),
+]
+_BatchSize = Annotated[int, typer.Option("--batch_size", min=1, help="Samples of a micro-batch on a rank.")]
+_SeqLength = Annotated[int, typer.Option("--seq_length", min=1, help="Tokens of a sample.")]
+_OptimizerFlag = Annotated[_Optimizer, typer.Option("--optimizer", help="Optimizer.")]
+_PrecisionFlag = Annotated[
+    _Precision, typer.Option("--precision", "--mixed_precision", help="Mixed precision.")
+]
+_GradientAccumulationSteps = Annotated[
+    int, typer.Option("--gradient_accumulation_steps", min=1, help="Micro-batches of a step.")
+]
+_ActivationCheckpointing = Annotated[
+    bool, typer.Option("--activation_checkpointing", help="Blocks are recomputed under every strategy.")
+]
+_Lora = Annotated[
+    int, typer.Option("--lora", min=0, help="Train LoRA adapters of this rank; 0: all weights.")
+]
+_LibraryName = Annotated[
+    str | None,
+    typer.Option("--library_name", help="transformers or timm, where the configuration does not say it."),
+]
+_TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust_remote_code", help="Run the model's own code from its repository.")
+]
+_Write = Annotated[
+    Path | None, typer.Option("--write", help="Write the configuration file of what is advised.")
+]
+_AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; sizes are bytes.")]
+
+
+@app.command()
+def plan(
+    model: _Model,
+    devices: _Devices = None,
+    machines: _Machines = 1,
+    memory: _Memory = None,
+    device: _Device = None,
+    host_memory: _HostMemory = None,
+    reserve: _Reserve = "2GB",
+    batch_size: _BatchSize = 1,
+    seq_length: _SeqLength = 2048,
+    optimizer: _OptimizerFlag = _Optimizer.adamw,
+    precision: _PrecisionFlag = _Precision.bf16,
+    gradient_accumulation_steps: _GradientAccumulationSteps = 1,
+    activation_checkpointing: _ActivationCheckpointing = False,
+    lora: _Lora = 0,
+    library_name: _LibraryName = None,
+    trust_remote_code: _TrustRemoteCode = False,
+    write: _Write = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Show what each rank holds under every strategy, which fit, and which one is advised.
+
+    The exit code is 0 if something fits, and 1 if nothing does.
+    """
+    from accel_bigmodel.planning.advice import make_plan, suggestions
+    from accel_bigmodel.planning.strategies import Workload
+    from accel_cli import plan_report
+
+    if write is not None and write.expanduser().exists():
+        raise ConfigError(f"--write {write} exists and is not changed; remove it, or give another path")
+    cluster, on_cpu = _cluster(devices, machines, memory, device, host_memory, reserve)
+    workload = Workload(
+        batch_size=batch_size,
+        optimizer=optimizer.value,
+        precision=precision.value,
+        accumulates=gradient_accumulation_steps > 1,
+        frozen_bytes=4 if precision is _Precision.no else 2,
+        accelerator=not on_cpu,
+    )
+    source = _Source(model, library_name, trust_remote_code, seq_length, workload)
+    shape, timelines, notes = source.of(lora)
+    found = make_plan(
+        shape, cluster, workload, timelines, checkpointing=activation_checkpointing, notes=notes
+    )
+    suggested = []
+    if found.advised is None:
+        suggested = suggestions(found, timelines, checkpointing=activation_checkpointing)
+        suggested += source.adapted(cluster, activation_checkpointing) if not lora else []
+    if as_json:
+        typer.echo(plan_report.as_json(found, suggested))
+    else:
+        plan_report.show(found, suggested)
+    if write is not None:
+        written = plan_report.write(found, write, on_cpu=on_cpu)
+        print(
+            f"{write} is not written, because nothing fits"
+            if written is None
+            else f"wrote {write}; start it with: accel launch --config_file {write} SCRIPT",
+            file=sys.stderr,
+        )
+    return 0 if found.advised is not None else 1
+
+
+class _Source:
+    """The model, and what a plan needs of it, with and without adapters."""
+
+    def __init__(self, name: str, library: str | None, trust: bool, length: int, workload: Any) -> None:
+        from accel_cli.models import build_model, find_model
+
+        self.found = find_model(name, library, trust)
+        self.model = None if self.found.library is None else build_model(self.found, trust)
+        self.length = length
+        self.workload = workload
+
+    def of(self, rank: int) -> tuple[Any, Any, list[str]]:
+        """The shape, the timelines and the notes for adapters of a rank; 0: all weights are trained."""
+        from accel_bigmodel.errors import EstimateError
+        from accel_bigmodel.planning.shape import shape_of_tensors
+
+        if self.model is None:
+            shape = shape_of_tensors(self.found.name, self.found.shapes, adapters=rank)
+            why = "only names and shapes of tensors are known"
+            return shape, lambda numbers, again: None, [_without(why)]
+        import torch
+
+        from accel_bigmodel.planning.model import shape_of_model, with_adapters
+        from accel_bigmodel.planning.timelines import text_inputs, timelines_of
+
+        model = with_adapters(self.model, rank) if rank else self.model
+        frozen = (
+            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.workload.precision) if rank else None
+        )
+        shape = shape_of_model(model, adapters=rank)
+        try:
+            timelines = timelines_of(model, text_inputs(model, self.length), frozen=frozen)
+            timelines("float32", False)
+        except EstimateError as error:
+            return shape, lambda numbers, again: None, [_without(str(error))]
+        return shape, timelines, []
+
+    def adapted(self, cluster: Any, checkpointing: bool) -> list[Any]:
+        """The suggestion to train adapters, if something then fits."""
+        from accel_bigmodel.planning.advice import Suggestion, make_plan
+
+        shape, timelines, _ = self.of(16)
+        best = make_plan(
+            shape, cluster, self.workload, timelines, checkpointing=checkpointing, batches=False
+        ).advised
+        return [] if best is None else [Suggestion("--lora 16", best)]
+
+
+def _without(why: str) -> str:
+    return f"activations are not in the figures, so leave room for them: {why}"
+
+
+def _cluster(
+    devices: int | None,
+    machines: int,
+    memory: str | None,
+    device: str | None,
+    host_memory: str | None,
+    reserve: str,
+) -> tuple[Any, bool]:
+    """What there is to train on, and whether it is this machine's CPU."""
+    from accel_bigmodel.planning.advice import Cluster
+    from accel_bigmodel.planning.devices import device_memory
+
+    if memory is not None and device is not None:
+        raise ConfigError("--memory and --device both give the memory of a device; leave one of them out")
+    size: float
+    if memory is not None:
+        size = _bytes("--memory", memory)
+    elif device is not None:
+        size = device_memory(device)
+    else:
+        count, size = _detected()
+        devices = count if devices is None else devices
+    if devices is None:
+        raise ConfigError("--devices is missing; give the number of devices of all machines together")
+    kept = _bytes("--reserve", reserve)
+    if kept >= size:
+        raise ConfigError(f"--reserve {reserve} leaves nothing of the {size / 1e9:.1f} GB of a device")
+    host = None if host_memory is None else _bytes("--host_memory", host_memory)
+    return Cluster(devices, machines, size, kept, host), False
+
+
+def _detected() -> tuple[int, int]:
+    """Accelerators of this machine, and the memory of the smallest."""
+    import torch
+
+    from accel_state.host.devices import accelerator_module
+
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if kind is not None else 0
+    if kind is None or not count:
+        raise ConfigError(
+            "this machine has no accelerator whose memory could be read; give --devices, and --memory (80GB) or "
+            "--device (h100-80gb)"
+        )
+    module = accelerator_module(kind.type)
+    sizes = [int(module.get_device_properties(index).total_memory) for index in range(count)]
+    return count, min(sizes)
+
+
+def _bytes(flag: str, text: str) -> int:
+    from accel_ckpt.saving.plan import convert_file_size_to_int
+
+    try:
+        return int(text) if text.isdigit() else convert_file_size_to_int(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from error

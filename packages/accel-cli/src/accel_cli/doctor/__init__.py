@@ -1,0 +1,1 @@
+"""What ``accel doctor`` checks on this machine."""

@@ -1,0 +1,207 @@
+"""The checks of ``accel doctor``: each judges the facts about a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator
+
+from accel_cli.doctor.machine import Machine
+
+__all__ = ["CHECKS", "Finding", "examine"]
+
+_GB = 10**9
+_MODULES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        topic: what it is about.
+        status: ``ok``, ``warning``, or ``problem``.
+        found: what is there.
+        advice: what is expected, and what to do; empty if it is ok.
+    """
+
+    topic: str
+    status: str
+    found: str
+    advice: str = ""
+
+
+def _versions(machine: Machine) -> Iterator[Finding]:
+    series = {
+        name: version.rsplit(".", 1)[0] for name, version in machine.versions.items() if name in _MODULES
+    }
+    text = ", ".join(f"{name} {machine.versions[name]}" for name in _MODULES if name in machine.versions)
+    if len(set(series.values())) > 1:
+        advice = "they belong together in one series; pip install --upgrade accel-cli updates all"
+        yield Finding("packages", "problem", text, advice)
+    else:
+        yield Finding("packages", "ok", text)
+    torch = machine.versions.get("torch", "")
+    if torch and tuple(map(int, torch.split("+")[0].split(".")[:2])) < (2, 8):
+        yield Finding("torch", "problem", torch, "2.8 or newer is needed: pip install --upgrade torch")
+    else:
+        yield Finding(
+            "torch",
+            "ok",
+            f"{torch}, built for {'CUDA ' + machine.torch_cuda if machine.torch_cuda else 'the CPU'}",
+        )
+
+
+def _devices(machine: Machine) -> Iterator[Finding]:
+    there, usable = machine.accelerator_files, machine.accelerators
+    hidden = machine.environ.get("CUDA_VISIBLE_DEVICES")
+    if there and not usable and not machine.torch_cuda:
+        yield Finding(
+            "accelerators", "problem", f"{there} NVIDIA devices, but torch is built for the CPU",
+            "install a build of torch for CUDA: https://pytorch.org/get-started",
+        )  # fmt: skip
+    elif there and not usable:
+        reason = (
+            f"CUDA_VISIBLE_DEVICES={hidden!r} hides them"
+            if hidden is not None
+            else f"driver {machine.driver or 'unknown'}"
+        )
+        yield Finding(
+            "accelerators", "problem", f"{there} NVIDIA devices, and torch can use none ({reason})",
+            f"the driver must support CUDA {machine.torch_cuda}; nvidia-smi shows the newest that it supports",
+        )  # fmt: skip
+    elif usable and usable < there:
+        yield Finding("accelerators", "ok", f"{usable} of {there}, by CUDA_VISIBLE_DEVICES={hidden}")
+    else:
+        yield Finding("accelerators", "ok", f"{usable}" if usable else "none; processes compute on the CPU")
+
+
+def _processors(machine: Machine) -> Iterator[Finding]:
+    quota = machine.cpu_quota
+    text = f"{machine.cpus} usable" + (
+        f", {quota:g} by the limit of the container" if quota is not None else ""
+    )
+    threads = machine.environ.get("OMP_NUM_THREADS", "")
+    if quota is not None and quota < machine.cpus:
+        yield Finding(
+            "CPUs", "warning", text,
+            f"libraries start {machine.cpus} threads, which share {quota:g} CPUs: set "
+            f"OMP_NUM_THREADS={max(1, int(quota))}, or pass --num_cpu_threads_per_process",
+        )  # fmt: skip
+    elif threads.isdecimal() and int(threads) > machine.cpus:
+        yield Finding("CPUs", "warning", text, f"OMP_NUM_THREADS={threads} is more than that; unset it")
+    else:
+        yield Finding("CPUs", "ok", text)
+    limit = machine.memory_limit
+    found = f"{machine.memory / _GB:.1f} GB"
+    if limit is not None and limit < machine.memory:
+        found += f", {limit / _GB:.1f} GB by the limit of the container: a process that exceeds it is killed"
+    yield Finding("memory", "ok", found)
+
+
+def _limits(machine: Machine) -> Iterator[Finding]:
+    shared = machine.shared_memory
+    if shared is not None and shared < _GB:
+        yield Finding(
+            "shared memory", "problem", f"/dev/shm has {shared / 10**6:.0f} MB",
+            "workers of loaders pass batches through it: start the container with --shm-size=8g or --ipc=host, or use "
+            "num_workers=0",
+        )  # fmt: skip
+    elif shared is not None:
+        yield Finding("shared memory", "ok", f"/dev/shm has {shared / _GB:.1f} GB")
+    files = machine.open_files
+    if files is not None and 0 <= files < 4096:
+        yield Finding(
+            "open files", "warning", f"at most {files}",
+            "workers and connections of many processes need more: ulimit -n 65536",
+        )  # fmt: skip
+    elif files is not None:
+        yield Finding("open files", "ok", f"at most {files}" if files >= 0 else "no limit")
+
+
+def _network(machine: Machine) -> Iterator[Finding]:
+    name, addresses = machine.host, machine.addresses
+    outside = [address for address in addresses if not address.startswith(("127.", "::1"))]
+    if not addresses:
+        yield Finding(
+            "host name", "problem", f"{name} has no address",
+            "processes of several machines find each other by it, and each start waits for the name server: add it to "
+            "/etc/hosts",
+        )  # fmt: skip
+    elif not outside:
+        yield Finding(
+            "host name", "warning", f"{name} is {', '.join(addresses)}",
+            "other machines cannot reach that: for a run over several, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
+            "to the interface of the network, or give the name its address in /etc/hosts",
+        )  # fmt: skip
+    else:
+        yield Finding("host name", "ok", f"{name} is {', '.join(addresses)}")
+    if machine.port_free:
+        yield Finding("port 29500", "ok", "free")
+    else:
+        yield Finding(
+            "port 29500", "warning", "in use",
+            "accel launch chooses a free port on one machine; for several pass another --main_process_port",
+        )  # fmt: skip
+
+
+def _disk(machine: Machine) -> Iterator[Finding]:
+    free = machine.disk_free
+    speed = ""
+    if machine.disk_write is not None and machine.disk_read is not None:
+        speed = f", writes {machine.disk_write / 10**6:.0f} MB/s, reads {machine.disk_read / 10**6:.0f} MB/s"
+    text = f"{machine.folder}: {free / _GB:.1f} GB free{speed}"
+    if free < 5 * _GB:
+        yield Finding(
+            "disk", "problem", text, "a checkpoint of a model and its optimizer takes 12 bytes per parameter"
+        )
+    elif machine.disk_write is not None and machine.disk_write < 50 * 10**6:
+        yield Finding(
+            "disk", "warning", text,
+            f"a checkpoint of 1 billion parameters takes {12 * _GB / machine.disk_write:.0f} s there; save "
+            "asynchronously (async_save), or to a local disk",
+        )  # fmt: skip
+    else:
+        yield Finding("disk", "ok", text)
+    if machine.temporary_free < _GB:
+        yield Finding(
+            "temporary files",
+            "warning",
+            f"{machine.temporary_free / 10**6:.0f} MB free",
+            "set TMPDIR to a larger folder",
+        )
+
+
+def _variables(machine: Machine) -> Iterator[Finding]:
+    from accel_state.config.external_variables import OTHER_VARIABLES
+    from accel_state.config.launch import LaunchConfig
+    from accel_state.config.schema import schema_of, variables_of
+
+    known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)} | set(
+        OTHER_VARIABLES
+    )
+    wrong = [
+        name
+        for name in sorted(machine.environ)
+        if name.startswith(("ACCELERATE_", "FSDP_", "ACCEL_"))
+        and name not in known
+        and not name.startswith("ACCEL_TEST")
+    ]
+    for name in wrong:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "nothing reads it; unset it"
+        yield Finding("variables", "warning", f"{name}={machine.environ[name]}", hint)
+    given = [name for name in sorted(machine.environ) if name in known and name.startswith("ACCELERATE_")]
+    if not wrong:
+        yield Finding("variables", "ok", ", ".join(given) or "none of this library is set")
+
+
+CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
+    _versions, _devices, _processors, _limits, _network, _disk, _variables,
+)  # fmt: skip
+"""The checks, in the order in which they are shown."""
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """All findings about a machine."""
+    return [finding for check in CHECKS for finding in check(machine)]

@@ -1,0 +1,219 @@
+"""What ``accel plan`` prints and writes: the table, the advice, JSON, and the configuration file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from accel_bigmodel.planning.advice import Plan, Row, Suggestion
+from accel_cli.render import show_table
+from accel_state.config.files import save_config
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.schema import build
+from accel_state.errors import ConfigError
+
+__all__ = ["as_json", "configuration", "show", "write"]
+
+_PARTS = ("weights", "masters", "gradients", "optimizer", "gathered", "activations", "logits")
+_HEADERS = ("weights", "masters", "grads", "optim", "gathered", "activ", "logits")
+
+
+def gigabytes(size: float) -> str:
+    """A size as a number of GB, 10^9 bytes."""
+    if size < 5e5:
+        return "-" if size else "0"
+    return f"{size / 1e9:.1f}" if size >= 1e8 else f"{size / 1e9:.3f}"
+
+
+def show(plan: Plan, suggested: list[Suggestion]) -> None:
+    """Print the plan."""
+    shape, cluster, workload = plan.shape, plan.cluster, plan.workload
+    machines = f" on {cluster.machines} machines" if cluster.machines > 1 else ""
+    adapters = f", adapters of rank {shape.adapters}: {shape.trainable:,} trained" if shape.adapters else ""
+    print(f"{shape.name}: {shape.parameters:,} parameters in {len(shape.units)} blocks{adapters}")
+    print(
+        f"{cluster.devices} x {gigabytes(cluster.memory)} GB{machines}, of which {gigabytes(cluster.reserve)} GB each "
+        f"are reserved; micro-batch {workload.batch_size}, {workload.optimizer}, mixed precision {workload.precision}"
+    )
+    print("\nGB (10^9 bytes) on a rank at the peak of a step:\n")
+    columns = ("strategy", "fits", "peak", *_HEADERS, "host", "traffic", "batch")
+    best = plan.advised
+    bold = plan.rows.index(best) if best is not None else None
+    show_table(columns, [_cells(row) for row in plan.rows], left=2, bold=bold)
+    print(
+        "\noptim: optimizer states; gathered: whole weights while they compute, buffers, and what the step computes;\n"
+        "host: GB of host memory of a machine; traffic: GB that a rank sends in a step; batch: the largest batch\n"
+        "that fits"
+    )
+    for note in plan.notes:
+        print(f"note: {note}")
+    print()
+    _show_advice(plan, suggested)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    peak = row.found.peak
+    parts = [gigabytes(getattr(peak, part)) if getattr(peak, part) else "-" for part in _PARTS]
+    return (
+        row.setting.name,
+        "yes" if row.fits else "no",
+        gigabytes(peak.total),
+        *parts,
+        gigabytes(row.host) if row.host else "-",
+        gigabytes(row.traffic),
+        "-" if row.largest_batch is None else str(row.largest_batch),
+    )
+
+
+def _show_advice(plan: Plan, suggested: list[Suggestion]) -> None:
+    best = plan.advised
+    if best is not None:
+        room = plan.cluster.usable - best.found.peak.total
+        peak = best.found.peak
+        print(
+            f"Advised: {best.setting.name}. It peaks at {gigabytes(peak.total)} GB ({peak.when}), with "
+            f"{gigabytes(room)} GB to spare.\nWhy: {_why(plan, best)}."
+        )
+        if best.extra:
+            print(f"Its price: it {best.extra}.")
+        if best.setting.checkpointing and best.setting.strategy != "fsdp2":
+            print(
+                "The script has to turn activation checkpointing on, as model.gradient_checkpointing_enable() does."
+            )
+        return
+    least = min(plan.rows, key=lambda row: row.found.peak.total)
+    peak = least.found.peak
+    over = max(0.0, peak.total - plan.cluster.usable)
+    print(
+        f"Nothing fits: {least.setting.name} takes least, {gigabytes(peak.total)} GB ({peak.when}), "
+        f"{gigabytes(over)} GB more than the {gigabytes(plan.cluster.usable)} GB that there are."
+        if over
+        else f"Nothing fits: {least.setting.name} needs {gigabytes(least.host)} GB of host memory on each machine."
+    )
+    for each in suggested:
+        found = each.row
+        host = f", and {gigabytes(found.host)} GB of host memory" if found.host else ""
+        print(
+            f"- with {each.change}, {found.setting.name} fits: {gigabytes(found.found.peak.total)} GB{host}"
+        )
+    if not suggested:
+        print(
+            "- no number of devices up to 4,096 helps; shorten the sequences (--seq_length), or train fewer weights"
+        )
+
+
+def _why(plan: Plan, best: Row) -> str:
+    others = [row for row in plan.rows if row.fits and row is not best]
+    if not others:
+        return "nothing else fits"
+    if best.setting.offload or best.setting.offload_optimizer:
+        return "nothing fits without offload"
+    if best.setting.checkpointing and not all(row.setting.checkpointing for row in plan.rows):
+        return "nothing fits that neither recomputes nor offloads"
+    return f"of what fits without recomputing it sends least, {gigabytes(best.traffic)} GB per rank and step"
+
+
+def as_json(plan: Plan, suggested: list[Suggestion]) -> str:
+    """The plan as JSON; sizes are bytes."""
+    best = plan.advised
+
+    def row_of(row: Row) -> dict[str, Any]:
+        peak = asdict(row.found.peak)
+        return {
+            "name": row.setting.name,
+            "fits": row.fits,
+            "peak": row.found.peak.total,
+            "parts": peak,
+            "between_steps": row.found.kept,
+            "host_memory": row.host,
+            "traffic": row.traffic,
+            "costs": row.extra,
+            "largest_batch": row.largest_batch,
+            "setting": asdict(row.setting),
+        }
+
+    return json.dumps(
+        {
+            "model": plan.shape.name,
+            "parameters": plan.shape.parameters,
+            "trainable": plan.shape.trainable,
+            "blocks": len(plan.shape.units),
+            "devices": asdict(plan.cluster),
+            "workload": asdict(plan.workload),
+            "strategies": [row_of(row) for row in plan.rows],
+            "advised": best.setting.name if best is not None else None,
+            "suggestions": [{"change": each.change, **row_of(each.row)} for each in suggested],
+            "notes": list(plan.notes),
+        },
+        indent=2,
+    )
+
+
+def configuration(plan: Plan, row: Row, *, on_cpu: bool = False) -> LaunchConfig:
+    """The configuration that ``accel launch`` reads for a row of a plan.
+
+    Raises:
+        ConfigError: the strategy is selected in the script alone.
+    """
+    setting, cluster = row.setting, plan.cluster
+    if setting.strategy == "tp":
+        raise ConfigError(
+            "tp is selected in the script (torch_tp_plugin=, and a model loaded with tp_plan='auto'), so there is no "
+            "configuration file for it; leave out --write"
+        )
+    kinds = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED", "single": "NO"}
+    several = "MULTI_CPU" if on_cpu else "MULTI_GPU"
+    values: dict[str, Any] = {
+        "distributed_type": kinds.get(setting.strategy, several),
+        "num_processes": cluster.devices,
+        "num_machines": cluster.machines,
+        "machine_rank": 0,
+        "mixed_precision": plan.workload.precision,
+    }
+    if on_cpu:
+        values["use_cpu"] = True
+    if setting.strategy == "fsdp2":
+        hybrid = setting.shards < cluster.devices
+        values |= {
+            "fsdp.fsdp_version": 2,
+            "fsdp.reshard_after_forward": "HYBRID_SHARD" if hybrid else setting.reshard,
+            "fsdp.cpu_offload": setting.offload,
+            "fsdp.activation_checkpointing": setting.checkpointing,
+            "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        }
+    if setting.strategy == "deepspeed":
+        values["deepspeed.hf_ds_config"] = json.dumps(_deepspeed(row))
+        if setting.stage == 3:
+            values["deepspeed.zero3_init_flag"] = True
+    config: LaunchConfig = build(LaunchConfig, values)
+    return config
+
+
+def _deepspeed(row: Row) -> dict[str, Any]:
+    setting = row.setting
+    zero: dict[str, Any] = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
+    if setting.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    if setting.offload:
+        zero["offload_param"] = {"device": "cpu"}
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "zero_optimization": zero,
+    }
+
+
+def write(plan: Plan, path: Path, *, on_cpu: bool = False) -> Path | None:
+    """Write the configuration file of what is advised; None: nothing fits, and nothing is written.
+
+    Raises:
+        ConfigError: the file exists, cannot be written, or the strategy has no configuration.
+    """
+    best = plan.advised
+    if best is None:
+        return None
+    if path.expanduser().exists():
+        raise ConfigError(f"--write {path} exists and is not changed; remove it, or give another path")
+    return save_config(configuration(plan, best, on_cpu=on_cpu), path)

@@ -1,0 +1,1 @@
+"""What ``accel test`` checks in the configured world."""

@@ -1,0 +1,202 @@
+"""Where the run takes place: machines, devices, strategy, number of processes, rendezvous."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from accel_cli.wizard.answers import Answers, equals, known, more_than, negated
+from accel_cli.wizard.machine import describe_accelerators
+from accel_cli.wizard.question import Choice, Question
+from accel_state.config.default_config import DISTRIBUTED_TYPES
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.option import Option
+from accel_state.launching.plan import plan_world
+
+__all__ = ["MACHINE_QUESTIONS", "RENDEZVOUS_QUESTIONS", "accelerator_type"]
+
+HERE, SEVERAL, TPU, SAGEMAKER = "here", "several", "tpu", "sagemaker"
+CPU, ACCELERATORS = "cpu", "accelerators"
+_STARTED_BY_HAND = (None, "standard", "nossh")
+"""Launchers of DeepSpeed, and none, with which every machine runs the command itself."""
+
+
+def accelerator_type(answers: Answers) -> str:
+    """The distributed type of several accelerators of this machine's kind; GPUs if it has none."""
+    return DISTRIBUTED_TYPES.get(answers.situation.machine.accelerators.kind, "MULTI_GPU")
+
+
+def _place_before(answers: Answers) -> str:
+    if any(name.startswith("sagemaker.") for name in answers.situation.existing):
+        return SAGEMAKER
+    if answers.before("distributed_type") == "XLA":
+        return TPU
+    return SEVERAL if answers.before("num_machines", 1) > 1 else HERE
+
+
+def _places(answers: Answers) -> Sequence[Choice]:
+    return (
+        Choice(HERE, "on one machine"),
+        Choice(SEVERAL, "on several machines"),
+        Choice(TPU, "on a TPU"),
+        Choice(SAGEMAKER, "as a job on Amazon SageMaker"),
+    )
+
+
+def _devices(answers: Answers) -> Sequence[Choice]:
+    machine = dataclasses.replace(answers.situation.machine, unknown="")
+    found = describe_accelerators(machine) if machine.accelerators.present else "GPUs (this machine has none)"
+    cpu = Choice(CPU, f"CPU ({machine.cores} core{'s' if machine.cores > 1 else ''})")
+    both = (Choice(ACCELERATORS, found), cpu)
+    return both if machine.accelerators.count else both[::-1]
+
+
+def _device_before(answers: Answers) -> str | None:
+    before = answers.before("use_cpu")
+    if before is None:
+        kind = answers.before("distributed_type", "NO")
+        if kind == "MULTI_CPU":
+            return CPU
+        return ACCELERATORS if kind != "NO" or answers.situation.machine.accelerators.count else CPU
+    return CPU if before else ACCELERATORS
+
+
+def _strategies(answers: Answers) -> Sequence[Choice]:
+    cpu = answers.get("devices") == CPU
+    replicas = "MULTI_CPU" if cpu else accelerator_type(answers)
+    engines = answers.situation.machine.engines
+    absent = "" if "DeepSpeed" in engines else "; not installed here"
+    found = [
+        Choice("NO", "one process"),
+        Choice(replicas, "DDP: a replica of the model on each process"),
+        Choice("FSDP", "FSDP2: the training state sharded over the processes"),
+        Choice("DEEPSPEED", f"DeepSpeed: ZeRO stages, offloading{absent}"),
+        Choice("MEGATRON_LM", "Megatron-LM: tensor and pipeline parallelism"),
+    ]
+    unfit = {"NO"} if answers.get("place") == SEVERAL else set()
+    unfit |= {"MEGATRON_LM"} if cpu else set()
+    if not cpu and answers.situation.machine.accelerators.kind == "mps":
+        unfit |= {replicas, "FSDP", "DEEPSPEED", "MEGATRON_LM"}  # PyTorch has no collectives between them
+    return [
+        choice
+        for choice in found
+        if choice.value not in unfit and answers.situation.offers("distributed_type", choice.value)
+    ]
+
+
+def _strategy_before(answers: Answers) -> str:
+    before = answers.before("distributed_type")
+    if before is not None and not before.startswith("MULTI_"):
+        return str(before)
+    count = answers.situation.machine.accelerators.count
+    several = answers.get("place") == SEVERAL or (answers.get("devices") == ACCELERATORS and count > 1)
+    if before is None and not several:
+        return "NO"
+    return "MULTI_CPU" if answers.get("devices") == CPU else accelerator_type(answers)
+
+
+def _ids(answers: Answers) -> int:
+    """Accelerators to use on this machine; 0 if they are unknown, or the CPU computes."""
+    if answers.get("devices") != ACCELERATORS:
+        return 0
+    ids = answers.get("gpu_ids", "all")
+    found = answers.situation.machine.accelerators.count
+    return found if ids.strip().lower() == "all" else len(ids.split(","))
+
+
+def _check_ids(answers: Answers, ids: str) -> None:
+    config = LaunchConfig(distributed_type="NO", num_processes=1, gpu_ids=ids)
+    plan_world(config, answers.situation.machine.accelerators)
+
+
+def _processes(answers: Answers) -> dict[str, Any]:
+    one = answers.get("place") != SEVERAL
+    replicas = answers.get("distributed_type", "").startswith("MULTI_")
+    narrow: dict[str, Any] = {"low": 2 if one and replicas else 1, "high": _ids(answers) or None}
+    if narrow["high"] is not None:
+        narrow["high"] = max(narrow["high"], narrow["low"])
+    if not one:
+        narrow["prompt"] = "How many processes will run on each machine?"
+    return narrow
+
+
+def _processes_before(answers: Answers) -> int:
+    before = answers.before("num_processes")
+    if before is not None:
+        return max(1, int(before) // int(answers.before("num_machines", 1)))
+    return _ids(answers) or 1
+
+
+def _machines_before(answers: Answers) -> int:
+    return max(2, int(answers.before("num_machines", 2)))
+
+
+_OWN_PLACE = Option(
+    help="Decides which of the other questions are asked.",
+    prompt="Where will the script run?",
+)
+_OWN_DEVICES = Option(
+    help="All machines of a run are alike. Sets use_cpu, and with the strategy distributed_type.",
+    prompt="What will the processes compute on?",
+)
+_LOCAL = equals("place", HERE, SEVERAL)
+_MACHINES = equals("place", SEVERAL)
+
+MACHINE_QUESTIONS = (
+    Question(path="place", own=_OWN_PLACE, choices=_places, default=_place_before),
+    Question(
+        path="num_machines",
+        when=(_MACHINES,),
+        narrow=lambda answers: {"low": 2},
+        default=_machines_before,
+        required=True,
+    ),
+    Question(path="devices", own=_OWN_DEVICES, when=(_LOCAL,), choices=_devices, default=_device_before),
+    Question(path="distributed_type", when=(_LOCAL,), choices=_strategies, default=_strategy_before),
+    Question(
+        path="gpu_ids",
+        when=(equals("devices", ACCELERATORS), known(lambda machine: machine.accelerators.count > 1)),
+        default=lambda answers: answers.before("gpu_ids", "all"),
+        check=_check_ids,
+        required=True,
+    ),
+    Question(
+        path="num_processes",
+        when=(equals("place", HERE, SEVERAL, TPU), negated(equals("distributed_type", "NO"))),
+        narrow=_processes,
+        default=_processes_before,
+        required=True,
+    ),
+)
+"""Machines, devices, strategy and number of processes."""
+
+_BY_HAND = equals("deepspeed.deepspeed_multinode_launcher", *_STARTED_BY_HAND)
+
+RENDEZVOUS_QUESTIONS = (
+    Question(
+        path="machine_rank",
+        when=(_MACHINES, _BY_HAND),
+        narrow=lambda answers: {"high": answers.get("num_machines", 2) - 1},
+        required=True,
+    ),
+    Question(path="main_process_ip", when=(_MACHINES,), required=True),
+    Question(
+        path="main_process_port",
+        when=(_MACHINES,),
+        narrow=lambda answers: {"low": 1},
+        default=lambda answers: answers.before("main_process_port", 29500),
+        required=True,
+    ),
+    Question(
+        path="same_network",
+        when=(_MACHINES, _BY_HAND),
+        default=lambda answers: answers.before("same_network", True),
+    ),
+    Question(
+        path="rdzv_backend",
+        when=(more_than("num_machines", 1), _BY_HAND, equals("same_network", False)),
+        required=True,
+    ),
+)
+"""How several machines find each other."""

@@ -1,0 +1,52 @@
+"""``accel doctor``: its lines, its JSON and its exit codes."""
+
+import json
+
+import pytest
+
+from accel_cli.app import main
+from accel_cli.doctor import machine as machines
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+def test_every_check_has_a_line(home, capsys):
+    code = main(["doctor", "--checkpoint_dir", str(home)])
+    out = capsys.readouterr().out
+    for topic in (
+        "packages",
+        "torch",
+        "accelerators",
+        "CPUs",
+        "memory",
+        "host name",
+        "disk",
+        "variables",
+        "configuration",
+    ):
+        assert f"  {topic} " in out
+    assert "problems: " in out.splitlines()[-1]
+    assert code == int("PROBLEM" in out)
+
+
+def test_a_problem_is_exit_code_1(home, monkeypatch, capsys):
+    monkeypatch.setattr(machines, "_addresses", lambda name: ())
+    assert main(["doctor", "--json", "--checkpoint_dir", str(home)]) == 1
+    found = {finding["topic"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["host name"]["status"] == "problem"
+    assert "/etc/hosts" in found["host name"]["advice"]
+
+
+def test_a_wrong_configuration_is_a_problem(home, capsys):
+    (home / "c.yaml").write_text("num_proceses: 2\n")
+    assert main(["doctor", "--config_file", str(home / "c.yaml"), "--checkpoint_dir", str(home)]) == 1
+    assert "did you mean num_processes" in capsys.readouterr().out
+
+
+def test_a_folder_that_does_not_exist(home, capsys):
+    assert main(["doctor", "--checkpoint_dir", str(home / "gone")]) == 2
+    assert "gone is not a folder; make it, or name another" in capsys.readouterr().err

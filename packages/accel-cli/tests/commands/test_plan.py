@@ -1,0 +1,121 @@
+"""``accel plan``."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accel_cli.app import main
+from accel_state.config.files import load_config
+from accel_train.plugins import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+SETTINGS = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 640, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 4,
+}  # fmt: skip
+SMALL = ("--seq_length", "32", "--reserve", "0")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    return str(tmp_path)
+
+
+def planned(capsys, *words):
+    code = main(["plan", *words, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_the_table_and_the_advice(capsys, folder):
+    assert main(["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL]) == 0
+    out = capsys.readouterr().out
+    for word in ("LlamaForCausalLM", "fsdp2 + offload", "deepspeed zero 3", "logits", "Advised: "):
+        assert word in out
+
+
+def test_nothing_fits_and_what_would(capsys, folder):
+    assert main(["plan", folder, "--devices", "1", "--memory", "2MB", "--batch_size", "16", *SMALL]) == 1
+    out = capsys.readouterr().out
+    assert "Nothing fits: " in out
+    assert "- with --" in out
+
+
+def test_adapters_take_less(capsys, folder):
+    _, whole = planned(capsys, folder, "--devices", "1", "--memory", "1GB", *SMALL)
+    _, few = planned(capsys, folder, "--devices", "1", "--memory", "1GB", "--lora", "2", *SMALL)
+    assert few["trainable"] == 8 * 2 * (4 * 128 + 3 * 192)
+    assert few["strategies"][0]["peak"] < 0.6 * whole["strategies"][0]["peak"]
+
+
+def test_files_without_a_configuration(capsys, tmp_path):
+    tensors = {f"layers.{n}.weight": torch.zeros(10, 10) for n in range(3)} | {"head.weight": torch.zeros(5)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    code, facts = planned(capsys, str(tmp_path), "--devices", "2", "--device", "H100")
+    assert (code, facts["parameters"], facts["blocks"]) == (0, 305, 3)
+    assert "leave room for them" in facts["notes"][0]
+    assert facts["devices"]["memory"] == 80e9
+
+
+def test_the_files_that_launch_reads(capsys, folder, tmp_path):
+    """What is written builds the plugin with the options of the row."""
+    from accel_bigmodel.planning.advice import Cluster, make_plan
+    from accel_bigmodel.planning.shape import Layer, ModelShape
+    from accel_bigmodel.planning.strategies import Workload
+    from accel_cli.plan_report import configuration
+    from accel_state.config.files import save_config
+
+    shape = ModelShape("m", (Layer(100, 100, 20),) * 4, Layer(10, 10, 10), hidden_size=32)
+    plan = make_plan(shape, Cluster(8, 2, 1e9), Workload(precision="bf16"), lambda *_: None)
+    assert len(plan.rows) > 12
+    for number, row in enumerate(plan.rows):
+        path = save_config(configuration(plan, row), tmp_path / f"{number}.yaml")
+        config = load_config(path)
+        setting = row.setting
+        assert (config.num_processes, config.num_machines, config.mixed_precision) == (8, 2, "bf16")
+        if setting.strategy == "fsdp2":
+            plugin = FullyShardedDataParallelPlugin.from_section(config.fsdp)
+            assert (plugin.is_hybrid, plugin.cpu_offload is not None and bool(plugin.cpu_offload)) == (
+                setting.name.startswith("hsdp"), setting.offload,
+            )  # fmt: skip
+            assert plugin.reshard_after_forward == setting.reshard
+            assert bool(plugin.activation_checkpointing) == setting.checkpointing
+        elif setting.strategy == "deepspeed":
+            plugin = DeepSpeedPlugin.from_section(config.deepspeed)
+            assert plugin.zero_stage == setting.stage
+            assert (plugin.offload_optimizer_device == "cpu") == setting.offload_optimizer
+            assert (plugin.offload_param_device == "cpu") == setting.offload
+        else:
+            assert config.distributed_type == "MULTI_GPU"
+
+
+def test_writing(capsys, folder, tmp_path):
+    file = tmp_path / "run.yaml"
+    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL, "--write", str(file)]
+    assert main(words) == 0
+    assert "accel launch --config_file" in capsys.readouterr().err
+    assert load_config(file).num_processes == 4
+    assert main(words) == 2
+    assert "exists and is not changed" in capsys.readouterr().err
+    none = tmp_path / "none.yaml"
+    assert main(["plan", folder, "--devices", "1", "--memory", "1MB", *SMALL, "--write", str(none)]) == 1
+    assert not none.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--devices", "2", "--memory", "80GG"], 2, "--memory: '80GG' is not a size"),
+        (["--devices", "2", "--memory", "1GB", "--device", "h100"], 2, "leave one of them out"),
+        (["--devices", "2", "--device", "h100-81gb"], 1, "did you mean"),
+        (["--memory", "80GB"], 2, "--devices is missing"),
+        (["--devices", "2", "--memory", "1GB"], 2, "--reserve 2GB leaves nothing"),
+        (["--devices", "3", "--machines", "2", "--memory", "80GB"], 1, "3 devices cannot be divided"),
+        (["--optimizer", "adam", "--devices", "2"], 2, "--optimizer is 'adam'"),
+    ],
+)
+def test_wrong_words(capsys, folder, words, code, message):
+    assert main(["plan", folder, "--seq_length", "8", *words]) == code
+    assert message in capsys.readouterr().err

@@ -1,0 +1,183 @@
+"""What a rank takes at most in a training step, against what ``accel plan`` says, on CPU ranks.
+
+Measured are bytes of live tensors before each call, and resident memory inside it, which a process gives back at once
+here. `hatch run engines:deepspeed` runs the cases of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import init_empty_weights
+from accel_bigmodel.planning.model import shape_of_model
+from accel_bigmodel.planning.strategies import Setting, Workload, footprint
+from accel_bigmodel.planning.timelines import text_inputs, timelines_of
+from testkit import worlds
+from testkit.memory import freed_at_once, growth, tensor_bytes
+
+TOLERANCE = 0.15
+BLOCKS = 12
+LENGTH = 256
+BUCKET = 2_000_000
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Toy(nn.Module):
+    def __init__(self, width=640):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(width) for _ in range(BLOCKS)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    setting: Setting
+    precision: str = "no"
+    batch_size: int = 2
+
+    @property
+    def name(self):
+        precision = "" if self.precision == "no" else f"-{self.precision}"
+        return f"{self.model}-{self.setting.name}-{self.setting.shards}{precision}"
+
+
+def build(name):
+    if name == "toy":
+        return Toy()
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=8000, hidden_size=512, num_hidden_layers=8, intermediate_size=1536, num_attention_heads=8,
+        num_key_value_heads=4, use_cache=False,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def inputs_of(name, model):
+    if name == "toy":
+        return lambda samples: {"x": torch.empty(64 * samples, 640, device="meta")}
+    return text_inputs(model, LENGTH)
+
+
+def planned(case):
+    with init_empty_weights(include_buffers=False):
+        model = build(case.model)
+    workload = Workload(case.batch_size, precision=case.precision, accelerator=False)
+    timelines = timelines_of(model, inputs_of(case.model, model))
+    return footprint(shape_of_model(model), case.setting, workload, timelines)
+
+
+def accelerator_of(case):
+    from accel_train import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
+
+    options = {"cpu": True, "mixed_precision": case.precision}
+    setting = case.setting
+    if setting.strategy == "fsdp2":
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            reshard_after_forward=setting.reshard, activation_checkpointing=setting.checkpointing
+        )
+    if setting.strategy == "deepspeed":
+        zero = {"stage": setting.stage, "reduce_bucket_size": setting.bucket}
+        options["deepspeed_plugin"] = DeepSpeedPlugin(
+            hf_ds_config={"zero_optimization": zero, "train_micro_batch_size_per_gpu": "auto"}
+        )
+    return Accelerator(**options)
+
+
+def measure(case):
+    """The most that this rank takes in its third step, and what it holds before."""
+    freed_at_once()
+    accelerator = accelerator_of(case)
+    before = tensor_bytes()
+    torch.manual_seed(0)
+    model = build(case.model)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    found = {}
+    for _ in range(3):  # DDP arranges its buckets anew in the second step
+        if case.model == "toy":
+            batch = {"x": torch.randn(64 * case.batch_size, 640)}
+        else:
+            ids = torch.randint(0, 8000, (case.batch_size, LENGTH))
+            batch = {"input_ids": ids, "labels": ids}
+        found = {"kept": tensor_bytes() - before}
+        with growth() as forward:
+            output = model(**batch)
+            loss = output.square().mean() if case.model == "toy" else output.loss
+        full = tensor_bytes() - before
+        with growth() as backward:
+            accelerator.backward(loss)
+            del loss, output
+        ended = tensor_bytes() - before
+        with growth() as step:
+            optimizer.step()
+        found |= {
+            "forward": found["kept"] + forward.peak,
+            "backward": found["kept"] + forward.end + backward.peak,
+            "step": ended + step.peak,
+            "full": full,
+            "ended": ended,
+        }
+        optimizer.zero_grad()
+    return found
+
+
+def zero(stage):
+    return Setting(f"zero{stage}", "deepspeed", 2, stage=stage, bucket=BUCKET)
+
+
+full = pytest.mark.full
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="hatch run engines:deepspeed installs it"
+)
+SETTINGS = [
+    Setting("single", "single"),
+    Setting("ddp", "ddp", 2),
+    Setting("fsdp2", "fsdp2", 2),
+    Setting("gathered", "fsdp2", 2, reshard=False),
+    Setting("recomputed", "fsdp2", 2, checkpointing=True),
+    *map(zero, (1, 2, 3)),
+]
+CASES = [Case(model, setting) for model in ("llama", "toy") for setting in SETTINGS]
+CASES += [Case("llama", setting, "bf16") for setting in SETTINGS]
+
+
+def marks(case):
+    found = [needs_deepspeed] if case.setting.strategy == "deepspeed" else []
+    quick = (
+        case.model == "llama" and case.setting.name in ("single", "ddp", "fsdp2") and case.precision == "no"
+    )
+    return found if quick or found else [full]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=case.name) for case in CASES])
+def test_the_peak_of_a_step(case):
+    pytest.importorskip("transformers")
+    said = planned(case)
+    for found in worlds.run(measure, case.setting.shards, case, timeout=400):
+        most = max(found["forward"], found["backward"], found["step"])
+        deviation = said.peak.total / most - 1
+        parts = {key: value >> 20 for key, value in found.items()}
+        print(json.dumps({"case": case.name, "planned": said.peak.total / 2**20, "when": said.peak.when,
+                          "deviation": round(deviation, 3), **parts}))  # fmt: skip
+        assert abs(deviation) < TOLERANCE
+        assert abs(said.kept / found["kept"] - 1) < TOLERANCE
