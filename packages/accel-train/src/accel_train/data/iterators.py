@@ -12,7 +12,7 @@ from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.errors import DataError
 
-__all__ = ["AheadIterator", "LoaderIterator", "early_end", "timed"]
+__all__ = ["AheadIterator", "LoaderIterator", "TimedIterator", "early_end"]
 
 
 class LoaderIterator:
@@ -161,12 +161,7 @@ class AheadIterator(LoaderIterator):
         return batch
 
 
-def timed(iterator: LoaderIterator, pulse: Heartbeat | None) -> LoaderIterator | _Timed:
-    """The iterator, which tells the launcher how long it is waited for where that is asked."""
-    return iterator if pulse is None else _Timed(iterator, pulse)
-
-
-class _Timed:
+class TimedIterator:
     """An iterator that reports when a batch is waited for."""
 
     __slots__ = ("_iterator", "_pulse")
@@ -175,7 +170,7 @@ class _Timed:
         self._iterator = iterator
         self._pulse = pulse
 
-    def __iter__(self) -> _Timed:
+    def __iter__(self) -> TimedIterator:
         return self
 
     def __next__(self) -> Any:
