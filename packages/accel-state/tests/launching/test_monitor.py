@@ -185,7 +185,7 @@ def test_a_process_that_is_stopped_does_not_answer(tmp_path):
         }
         with subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE) as rank:
             rank.stdout.readline()
-            assert "rank 0 is in no collective, at <string>:5" in monitor.hang_report([0])
+            assert re.search(r"rank 0 is in no collective, at <string>:[45]", monitor.hang_report([0]))
             rank.send_signal(signal.SIGSTOP)
             assert "rank 0 does not answer" in monitor.hang_report([0])
             rank.kill()
