@@ -22,6 +22,7 @@ __all__ = [
     "PROFILE_PATTERN_NAME",
     "RANK_PREFIXED",
     "RNG_STATE_NAME",
+    "RUN_FOLDER",
     "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
     "SAFE_WEIGHTS_NAME",
@@ -29,6 +30,7 @@ __all__ = [
     "SAMPLER_NAME",
     "SCALER_NAME",
     "SCHEDULER_NAME",
+    "STALLED",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",
@@ -40,6 +42,12 @@ __all__ = [
 
 RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
 """Variable of ranks whose launcher prefixes each line of output with the rank."""
+
+RUN_FOLDER = "ACCEL_RUN_FOLDER"
+"""Variable of ranks: the folder through which they and their launcher on the same machine exchange what they do."""
+
+STALLED = 124
+"""Exit code of a launcher that ended ranks which made no progress (that of the command ``timeout``)."""
 
 PREEMPTED = 75
 """Exit code of a rank that received a stop signal and has saved its state (``EX_TEMPFAIL`` of sysexits.h)."""

@@ -34,6 +34,7 @@ __all__ = [
     "provide",
     "publish",
     "purge_accelerate_environment",
+    "replace",
     "snapshot",
     "str_to_bool",
 ]
@@ -143,6 +144,12 @@ def provide(**kwargs: object) -> None:
     """
     for name, value in kwargs.items():
         os.environ.setdefault(name.upper(), str(value))
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Make ``variables`` the whole environment, for the rest of the process, before anything has read it."""
+    os.environ.clear()
+    os.environ.update(variables)
 
 
 @contextmanager

@@ -23,10 +23,11 @@ from accel_state.config.schema import plain_flag
 SURFACE = json.loads((Path(__file__).parents[1] / "data" / "accelerate_surface.json").read_text())
 COMMAND_FLAGS = {"help", "-h", "config_file"}  # belong to the command, not to the run
 OUR_FLAGS = {
-    "command", "command_file", "commands", "distributed_type", "dry_run",
+    "checkpoint_timeout", "command", "command_file", "commands", "distributed_type", "dry_run",
     "fp8_use_mxfp8_block_scaling", "fsdp_backward_prefetch_policy", "fsdp_ignored_modules",
     "cluster", "connect_timeout", "grace_period", "master_addr", "master_port", "min_machines", "nnodes", "node_rank",
-    "nproc_per_node", "numa_binding", "rdzv_id", "resume", "shutdown_timeout", "signals_to_handle", "spares", "submit",
+    "nproc_per_node", "numa_binding", "rdzv_id", "resume", "shutdown_timeout", "signals_to_handle", "spares",
+    "start_timeout", "step_timeout", "straggler_report", "submit",
     "submit_account", "submit_args", "submit_cpus_per_task", "submit_gpus_per_machine", "submit_job_name",
     "submit_output", "submit_partition", "submit_setup", "submit_signal_time", "submit_time", "tpu_env", "tpu_name",
     "tpu_use_cluster", "tpu_vm", "tpu_zone", "use_cpu", "virtual_local_rank",
@@ -35,6 +36,7 @@ OUR_KEYS = {
     "LOCAL_MACHINE": {
         "use_parallelism_config", "num_cpu_threads_per_process", "rdzv_conf", "tee", "log_dir",
         "role", "max_restarts", "monitor_interval", "grace_period", "gradient_accumulation_steps",
+        "start_timeout", "step_timeout", "checkpoint_timeout", "straggler_report",
         "cluster", "connect_timeout", "min_machines", "numa_binding", "rdzv_id", "signals_to_handle", "spares",
         "submit_config", "virtual_local_rank",
     },
@@ -131,7 +133,8 @@ def test_launcher_only_fields_are_frozen():
         "deepspeed.deepspeed_inclusion_filter", "deepspeed.deepspeed_multinode_launcher",
         "mpirun.hostfile", "tpu.tpu_name", "tpu.tpu_zone", "tpu.tpu_use_cluster",
         "tpu.tpu_use_sudo", "tpu.command_file", "tpu.commands", "tpu.tpu_vm", "tpu.tpu_env",
-        "tpu.main_training_function", "cluster", "connect_timeout", "min_machines", "numa_binding", "rdzv_id",
+        "tpu.main_training_function", "start_timeout", "step_timeout", "checkpoint_timeout", "straggler_report",
+        "cluster", "connect_timeout", "min_machines", "numa_binding", "rdzv_id",
         "signals_to_handle", "spares", "virtual_local_rank", "submit", "submission.job_name", "submission.partition",
         "submission.account", "submission.time", "submission.gpus_per_machine", "submission.cpus_per_task",
         "submission.signal_time", "submission.output", "submission.setup", "submission.args",

@@ -43,6 +43,12 @@ def first(*flags, **about):
     return planned(*flags, **about).processes[0]
 
 
+def watched(*flags):
+    """Whether the flags make the launcher start the ranks so that it can watch them; heard in test_monitor."""
+    made = planned(*flags)
+    return made.style == "ranks" and made.processes[0].argv[1:3] == ("-m", "accel_state.launching.worker")
+
+
 def test_one_process_gets_nothing_that_the_script_does_not_need():
     made = planned(environ={"HOME": "/root"})
     assert made.style == "direct"
@@ -270,6 +276,10 @@ REACHES = {
     "spares": lambda: "--spares=1" in first(*ELASTIC, "--spares", "1").argv,
     "connect_timeout": lambda: "--connect-timeout=9" in first(*ELASTIC, "--connect_timeout", "9").argv,
     "rdzv_id": lambda: "--rdzv-id=x" in first(*ELASTIC, "--rdzv_backend", "c10d", "--rdzv_id", "x").argv,
+    "start_timeout": lambda: watched("--start_timeout", "5"),
+    "step_timeout": lambda: watched("--step_timeout", "5"),
+    "checkpoint_timeout": lambda: watched("--checkpoint_timeout", "5"),
+    "straggler_report": lambda: watched("--straggler_report"),
     "signals_to_handle": lambda: (
         policy_of(configured("--signals_to_handle", "SIGUSR2")).signals == ("SIGUSR2",)
     ),

@@ -62,6 +62,7 @@ class Windows:
         self.sync_gradients = complete
         self.may_drop = may_drop
         self.boundaries = None
+        self.pulse = None
         self.rehearsal = None
 
     def may_drop_gradients(self):

@@ -470,6 +470,16 @@ class Channels:
     def _reach(self) -> Mapping[str, tuple[int, int]]:
         return {name: channel.reach() for name, channel in list(self._by_name.items())}
 
+    def in_progress(self) -> list[str]:
+        """The collectives that this process is in, one line for each group, with the call in user code."""
+        found = []
+        for channel in list(self._by_name.values()):
+            number, operation, thread = channel.position()
+            if operation is not None:
+                site = call_site(_frame(thread)) or "an unknown line"
+                found.append(f"{operation} (#{number}) at {site}")
+        return found
+
     @property
     def watchdog(self) -> Watchdog | None:
         """Answers where the other ranks are; None if it is off."""

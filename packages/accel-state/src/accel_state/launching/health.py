@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-__all__ = ["find_faults", "main"]
+__all__ = ["find_device_faults", "find_faults", "main"]
 
 _SHARED = Path("/dev/shm")
 _ROOM = 64 * 2**20
@@ -33,7 +33,7 @@ def find_faults(processes: int, cpu: bool) -> Iterator[str]:
     import torch
 
     if cpu:
-        yield from _compute("cpu")
+        yield from find_device_faults("cpu")
         return
     kind = torch.accelerator.current_accelerator()
     count = torch.accelerator.device_count()
@@ -41,12 +41,20 @@ def find_faults(processes: int, cpu: bool) -> Iterator[str]:
         yield f"{processes} processes need {processes} accelerators, but {count} can be used; look at the driver"
         return
     for index in range(processes):
-        yield from _compute(f"{kind.type}:{index}")
+        yield from find_device_faults(f"{kind.type}:{index}")
 
 
-def _compute(device: str) -> Iterator[str]:
-    """Multiply two matrices whose product is known."""
+def find_device_faults(device: str | int) -> Iterator[str]:
+    """What is wrong with one device, which multiplies two matrices whose product is known.
+
+    Args:
+        device: its name, or its index among this machine's accelerators.
+    """
     import torch
+
+    if isinstance(device, int):
+        kind = torch.accelerator.current_accelerator()
+        device = f"{'cpu' if kind is None else kind.type}:{device}"
 
     try:
         product = torch.full((_SIZE, _SIZE), 2.0, device=device) @ torch.full(

@@ -16,7 +16,7 @@ from typing import Literal
 from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.sources import Sources
-from accel_state.constants import RANK_PREFIXED
+from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.launching.deepspeed import deepspeed_argv, uses_deepspeed_launcher
 from accel_state.launching.elastic import elastic_argv
@@ -24,7 +24,17 @@ from accel_state.launching.hardware import Accelerators
 from accel_state.launching.mpi import mpi_argv
 from accel_state.launching.target import Target
 
-__all__ = ["NCCL_DIRECT_OFF", "Host", "LaunchPlan", "ProcessSpec", "World", "plan", "plan_rank", "plan_world"]
+__all__ = [
+    "NCCL_DIRECT_OFF",
+    "Host",
+    "LaunchPlan",
+    "ProcessSpec",
+    "World",
+    "plan",
+    "plan_rank",
+    "plan_world",
+    "watches",
+]
 
 NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """Variables set for NCCL on GPUs whose peer-to-peer transfers fail."""
@@ -32,7 +42,7 @@ NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 _LOOPBACK = "127.0.0.1"
 _PLACES = frozenset(
     f"{prefix}{name}" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
-) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", RANK_PREFIXED}
+) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", RANK_PREFIXED, RUN_FOLDER}
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +223,8 @@ def plan(
     changes |= _devices(config, host.accelerators) | _threads(config, world, environ, host)
     if not host.peer_to_peer:
         changes |= {name: "1" for name in NCCL_DIRECT_OFF if name not in environ}
-    python_target = target.argv(host.python)
+    watched = watches(config) and world.machines == 1
+    python_target = target.watched_argv(host.python) if watched else target.argv(host.python)
     if uses_deepspeed_launcher(config):
         argv = deepspeed_argv(config, target, host.python, changes, port)
         return _agent(argv, changes, drop, world)
@@ -289,7 +300,13 @@ def _for_ranks(config: LaunchConfig) -> LaunchConfig:
 
 def _needs_no_supervisor(config: LaunchConfig) -> bool:
     logged = config.log_dir is not None or config.tee not in (None, "", "0")
-    return not (logged or config.max_restarts or config.resume)
+    return not (logged or watches(config) or config.spares or config.max_restarts or config.resume)
+
+
+def watches(config: LaunchConfig) -> bool:
+    """Whether ranks tell this launcher about every step."""
+    limits = (config.start_timeout, config.step_timeout, config.checkpoint_timeout)
+    return config.straggler_report or any(limit is not None for limit in limits)
 
 
 def _log_path(config: LaunchConfig, rank: int) -> Path | None:

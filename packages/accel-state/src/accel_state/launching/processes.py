@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def start_command(
     capture: bool,
     reads_input: bool,
     on_parent_death: int,
+    keep_open: tuple[int, ...] = (),
 ) -> CommandProcess:
     """Start one rank.
 
@@ -111,6 +113,7 @@ def start_command(
         capture: connect its streams to the launcher by pipes; otherwise it inherits them.
         reads_input: inherit standard input; at most one rank does, the others get an empty input.
         on_parent_death: the signal that the kernel sends to it if the launcher dies (Linux only).
+        keep_open: file descriptors that it inherits.
 
     Raises:
         OSError: the command could not be executed.
@@ -126,6 +129,7 @@ def start_command(
         stdout=pipe,
         stderr=pipe,
         start_new_session=HAS_SESSIONS,
+        pass_fds=keep_open,
         creationflags=flags,
         preexec_fn=die_with_parent(on_parent_death),
     )
@@ -218,6 +222,10 @@ class Guardian:
         """Stop watching ``group``, which has ended; its id may be reused by another process."""
         self._send(f"-{group}\n")
 
+    def remove(self, folder: str) -> None:
+        """Remove ``folder`` and the files in it if the launcher dies."""
+        self._send(f"~{folder}\n")
+
     def close(self) -> None:
         """End the guardian. It kills the groups that are still watched."""
         if self._pipe is not None:
@@ -245,10 +253,14 @@ def _guard(pipe: int) -> None:
             os.dup2(null, descriptor)
         os.closerange(4, 1 << 16)
         groups: dict[int, float] = {}
+        folders: list[bytes] = []
         rest = b""
         while data := os.read(3, 4096):
             *messages, rest = (rest + data).split(b"\n")
             for message in messages:
+                if message.startswith(b"~"):
+                    folders.append(message[1:])
+                    continue
                 group_text, _, patience_text = message[1:].partition(b" ")
                 if message.startswith(b"+"):
                     groups[int(group_text)] = float(patience_text)
@@ -259,5 +271,8 @@ def _guard(pipe: int) -> None:
             while time.monotonic() - started < patience and group_is_alive(group):
                 time.sleep(0.05)
             end_group(group, signal.SIGKILL)
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError):  # the launcher has removed it
+                shutil.rmtree(folder)
     finally:
         os._exit(0)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
+from accel_state.constants import RUN_FOLDER
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
 from accel_state.launching.deepspeed import check_deepspeed, deepspeed_size, uses_deepspeed_launcher
@@ -24,12 +25,23 @@ from accel_state.launching.hardware import (
     peer_to_peer_works,
     physical_cores,
 )
+from accel_state.launching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.mpi import check_mpi
 from accel_state.launching.numa import cores_of_ranks, gpu_nodes, read_cpu_topology
 from accel_state.launching.output import Console, RankOutput, StreamName, open_log
-from accel_state.launching.plan import NCCL_DIRECT_OFF, Host, LaunchPlan, ProcessSpec, World, plan, plan_world
+from accel_state.launching.plan import (
+    NCCL_DIRECT_OFF,
+    Host,
+    LaunchPlan,
+    ProcessSpec,
+    World,
+    plan,
+    plan_world,
+    watches,
+)
 from accel_state.launching.ports import reserve_port
-from accel_state.launching.processes import RankProcess, start_command
+from accel_state.launching.processes import CommandProcess, RankProcess, start_command
+from accel_state.launching.spare_processes import SparePool
 from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
 from accel_state.launching.tracebacks import fold_frames
@@ -96,7 +108,14 @@ def launch(
             console.say(f"accel: logs go to {config.log_dir}")
         if config.resume and first.style == "agent" and not config.quiet:
             console.say(f"accel: --resume: {_who_restarts(config)}")
-        outcome = supervise(attempts.start, policy_of(config, agent=first.style == "agent"), console)
+        monitor = attempts.watch() if first.style == "ranks" else None
+        policy = policy_of(config, agent=first.style == "agent")
+        outcome = supervise(attempts.start, policy, console, monitor=monitor)
+        if monitor is not None and config.straggler_report and not outcome.stalled:
+            untold = "--straggler_report: no rank has made an optimizer step through Accelerator.prepare()"
+            console.say(f"accel: {monitor.phases() or untold}")
+    if outcome.stalled and not config.quiet:
+        console.say(f"accel: all ranks are ended, with exit code {outcome.code}: {outcome.how}")
     if outcome.failed is not None and first.style == "ranks":
         log = first.processes[outcome.failed].log_path
         colors = console.colors("stderr")
@@ -112,7 +131,7 @@ def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
     return Policy(
         grace_period=30.0 if given is None else given,
         interrupt_grace=5.0 if given is None else given,
-        max_restarts=0 if agent else config.max_restarts,
+        max_restarts=0 if agent else max(config.max_restarts, config.spares),
         restart_preempted=not agent and (config.resume or config.max_restarts > 0),
         resumable=config.resume,
         monitor_interval=config.monitor_interval,
@@ -193,6 +212,7 @@ def start_members(
     logged: Mapping[int, frozenset[StreamName]] | None = None,
     *,
     hold: bool = True,
+    started: Mapping[int, CommandProcess] | None = None,
 ) -> list[SupervisedProcess]:
     """Start every process of a plan; if one cannot be started, kill the others.
 
@@ -202,6 +222,7 @@ def start_members(
         console: destination of the output.
         logged: the streams of each rank that are written to its log file; by default both.
         hold: tracebacks are held back, because the report at the end shows them.
+        started: processes that are already the ranks of the plan, by rank.
 
     Raises:
         LaunchError: a log file cannot be written, or a process could not be started.
@@ -214,7 +235,7 @@ def start_members(
     for index, (spec, log) in enumerate(zip(prepared.processes, logs, strict=True)):
         try:
             with _bound(spec.cpus):
-                process = start_command(
+                process = (started or {}).get(spec.rank) or start_command(
                     spec.rank,
                     spec.argv,
                     spec.environment(environ),
@@ -306,8 +327,36 @@ def _prepare(
             "accel: peer-to-peer transfers between RTX 40 series GPUs fail with this driver: "
             f"{' and '.join(NCCL_DIRECT_OFF)} are set to 1; drivers from 550.40.07 on need neither\n"
         )
+    _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
     return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
+
+
+def _check_supervision(config: LaunchConfig, target: Target, world: World, *, joins: bool) -> None:
+    """Check that this launcher starts the ranks itself, where options need that."""
+    named = {
+        "--start_timeout": config.start_timeout,
+        "--step_timeout": config.step_timeout,
+        "--checkpoint_timeout": config.checkpoint_timeout,
+        "--straggler_report": config.straggler_report or None,
+    }
+    given = [name for name, value in named.items() if value is not None]
+    elsewhere = (
+        joins or world.machines > 1 or config.mpirun.hostfile is not None or uses_deepspeed_launcher(config)
+    )
+    if given and elsewhere:
+        raise ConfigError(
+            f"{', '.join(given)}: another program starts the ranks of this run (a scheduler, torch's agent, mpirun or "
+            "DeepSpeed), so accel launch cannot watch them; leave it out. ACCELERATE_COLLECTIVE_TIMEOUT_REPORT makes "
+            "ranks report collectives that wait"
+        )
+    if given and not CAN_WATCH:
+        raise ConfigError(f"{', '.join(given)} needs Linux; leave it out on {sys.platform}")
+    if config.spares and target.kind == "program" and not elsewhere:
+        raise ConfigError(
+            f"--spares {config.spares}: spare processes are Python interpreters, but --no_python runs {target.name!r}; "
+            "leave --spares out, or launch a Python script"
+        )
 
 
 def _numa(
@@ -414,6 +463,8 @@ class _Attempts:
         self._host = host
         self._console = console
         self._held = contextlib.ExitStack()
+        self._monitor: Monitor | None = None
+        self._pool: SparePool | None = None
         self._planned: dict[int, LaunchPlan] = {}
 
     def plan(self, attempt: int) -> LaunchPlan:
@@ -441,8 +492,53 @@ class _Attempts:
         """Start the processes of an attempt."""
         planned = self.plan(attempt)
         logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])
-        return start_members(planned, self._environ, self._console, logged, hold=not self._config.debug)
+        specs = [self._watched(spec) for spec in planned.processes]
+        spares: dict[int, CommandProcess] = {}
+        if self._pool is not None and attempt:
+            spares = self._pool.take(specs, [spec.environment(self._environ) for spec in specs])
+            self._tell_of_spares(spares)
+        planned = dataclasses.replace(planned, processes=tuple(specs))
+        members = start_members(
+            planned, self._environ, self._console, logged, hold=not self._config.debug, started=spares
+        )
+        if self._config.spares and planned.style == "ranks":
+            self._fill_pool(specs[0])
+        return members
+
+    def watch(self) -> Monitor | None:
+        """What watches the ranks, made once; None on systems where nothing can."""
+        if self._monitor is None and CAN_WATCH:
+            config = self._config
+            limits = Limits(config.start_timeout, config.step_timeout, config.checkpoint_timeout)
+            self._monitor = Monitor(
+                self._world.local_size, limits, timed=watches(config), folded=not config.debug
+            )
+        return self._monitor
 
     def close(self) -> None:
-        """Release the port."""
+        """Release the port, end the spares, and remove the folder."""
         self._held.close()
+        if self._pool is not None:
+            self._pool.close()
+        if self._monitor is not None:
+            self._monitor.close()
+
+    def _watched(self, spec: ProcessSpec) -> ProcessSpec:
+        if self._monitor is None:
+            return spec
+        return dataclasses.replace(spec, env={**spec.env, RUN_FOLDER: str(self._monitor.folder)})
+
+    def _fill_pool(self, spec: ProcessSpec) -> None:
+        if self._pool is None:
+            self._pool = SparePool(self._config.spares, self._host.python, self._target, cpu=self._world.cpu)
+        self._pool.fill(spec.environment(self._environ))
+
+    def _tell_of_spares(self, spares: Mapping[int, object]) -> None:
+        assert self._pool is not None
+        if self._config.quiet:
+            return
+        for fault in self._pool.faults:
+            self._console.say(f"accel: a spare is not used: {fault}")
+        self._pool.faults.clear()
+        count = f"{len(spares)} of {self._world.local_size} ranks"
+        self._console.say(f"accel: spare processes take the places of {count}")

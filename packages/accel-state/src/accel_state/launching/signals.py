@@ -39,7 +39,7 @@ class SignalQueue:
 
 
 @contextlib.contextmanager
-def receive_signals(names: Sequence[str] = ()) -> Iterator[SignalQueue]:
+def receive_signals(names: Sequence[str] = (), *, requests: Sequence[str] = ()) -> Iterator[SignalQueue]:
     """Put the launcher's signals into a queue during a ``with`` block, then restore the handlers.
 
     A signal that this process inherited as ignored (``nohup``) stays ignored. Only the main thread can set handlers;
@@ -47,6 +47,7 @@ def receive_signals(names: Sequence[str] = ()) -> Iterator[SignalQueue]:
 
     Args:
         names: the signals that are passed on to ranks, in addition to SIGINT and SIGTERM; empty: the usual ones.
+        requests: further signals, which are for the launcher itself.
     """
     signals = SignalQueue()
     before: dict[signal.Signals, object] = {}
@@ -55,7 +56,7 @@ def receive_signals(names: Sequence[str] = ()) -> Iterator[SignalQueue]:
         signals.put(EXITED if number == getattr(signal, "SIGCHLD", None) else number)
 
     if threading.current_thread() is threading.main_thread():
-        for name in dict.fromkeys((*_ALWAYS, *names)) if names else _NAMES:
+        for name in dict.fromkeys((*(_ALWAYS if names else _NAMES), *names, *requests)):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
                 before[number] = signal.signal(number, receive)

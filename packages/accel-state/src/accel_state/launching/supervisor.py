@@ -11,11 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from accel_state.constants import PREEMPTED
+from accel_state.constants import PREEMPTED, STALLED
+from accel_state.launching.monitor import Monitor
 from accel_state.launching.output import Console, RankOutput, StreamName
 from accel_state.launching.processes import HAS_SESSIONS, Guardian, RankProcess, end_group, group_is_alive
 from accel_state.launching.signals import EXITED, SignalQueue, receive_signals
-from accel_state.launching.tracebacks import last_line, last_traceback, summarize, waited_for_another
+from accel_state.launching.tracebacks import (
+    last_line,
+    last_traceback,
+    summarize,
+    timed_out,
+    waited_for_another,
+)
 
 __all__ = ["Outcome", "Policy", "SupervisedProcess", "supervise"]
 
@@ -34,6 +41,8 @@ _SWEEP_GRACE = 1.0
 _DRAIN = 1.0
 _KILL_PATIENCE = 10.0
 _SPEAKING = 0.5
+_REPORT = "SIGUSR2"
+"""The signal that asks the launcher where its ranks are, unless it is one of those that are passed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +115,7 @@ class Outcome:
         error: last traceback of that rank, or the end of its standard error.
         others: a line for each way in which other ranks failed.
         stopped_by: the signal that stopped the launcher, if any.
+        stalled: the launcher ended the ranks because they made no progress, and has reported where they were.
     """
 
     code: int
@@ -115,6 +125,7 @@ class Outcome:
     error: str = ""
     others: tuple[str, ...] = ()
     stopped_by: int | None = None
+    stalled: bool = False
 
 
 def supervise(
@@ -123,6 +134,7 @@ def supervise(
     console: Console,
     *,
     guarded: bool = True,
+    monitor: Monitor | None = None,
 ) -> Outcome:
     """Run a group of ranks until it ends, including restarts.
 
@@ -133,11 +145,20 @@ def supervise(
         console: destination of output and messages.
         guarded: fork a guardian that ends the ranks if this process is killed; only safe while this process
             has no threads.
+        monitor: knows the progress of the ranks, and where they are.
     """
+    requests = () if monitor is None or _REPORT in policy.signals else (_REPORT,)
     crashes = attempt = 0
-    with receive_signals(policy.signals) as signals, contextlib.closing(Guardian(guarded)) as guardian:
+    with (
+        receive_signals(policy.signals, requests=requests) as signals,
+        contextlib.closing(Guardian(guarded)) as guardian,
+    ):
+        if monitor is not None:
+            guardian.remove(str(monitor.folder))
         while True:
-            group = _Group(start(attempt), policy, console, signals, guardian)
+            if monitor is not None:
+                monitor.begin()
+            group = _Group(start(attempt), policy, console, signals, guardian, monitor)
             outcome = group.run()
             preempted = outcome.code == PREEMPTED
             # A stopped launcher does not restart: the machine is needed.
@@ -164,6 +185,8 @@ class _Group:
     console: Console
     signals: SignalQueue
     guardian: Guardian
+    monitor: Monitor | None = None
+    stall: str | None = None
     first_exit: float | None = None
     first_failed: SupervisedProcess | None = None
     stopped_by: int | None = None
@@ -184,6 +207,7 @@ class _Group:
                     self._on_signal(event)
                 self._collect()
                 self._on_failure()
+                self._on_stall()
                 self._on_deadline()
         finally:
             self._clean_up()
@@ -237,9 +261,11 @@ class _Group:
         if not sure and self._alive() and now - self.first_exit < _SETTLE:
             return
         self.first_failed = cause
-        if self.stopped_by is not None:
+        if self.stopped_by is not None or self.stall is not None:
             return
         others = _listed([member.label for member in self._alive()])
+        if self.monitor is not None and self._timed_out(self.first_failed):
+            self._report("a collective has timed out")
         if self.first_failed.code == PREEMPTED:
             # It was preempted, and so were the other ranks, which may still be saving.
             self._shorten(now + self.policy.grace_period)
@@ -267,6 +293,31 @@ class _Group:
         written = member.output.traceback_at
         return written is not None and written < min(m.failed_at() for m in self.members if m.code)
 
+    def _timed_out(self, member: SupervisedProcess) -> bool:
+        """Whether the error of a rank is that the others did not enter a collective in time."""
+        return member.output.traceback_at is not None and timed_out(
+            last_line(last_traceback(member.output.tail))
+        )
+
+    def _on_stall(self) -> None:
+        """End all ranks if they make no progress."""
+        if self.monitor is None or self.deadline is not None or self.stall is not None:
+            return
+        self.stall = self.monitor.stalled(member.process.rank for member in self._alive())
+        if self.stall is not None:
+            self._report(self.stall, ending="; ending all ranks")
+            self._send(signal.SIGTERM)
+            self._shorten(time.monotonic() + min(_FAILURE_GRACE, self.policy.grace_period))
+
+    def _report(self, why: str, ending: str = "") -> None:
+        """Print where the ranks are, and how long the phases of their steps take."""
+        assert self.monitor is not None
+        alive = [member.process.rank for member in self._alive()]
+        text = f"accel: {why}{ending}\n{self.monitor.hang_report(alive)}" if alive else f"accel: {why}"
+        if self.monitor.timed:
+            text = f"{text}\n{self.monitor.phases()}".rstrip()
+        _speak(self.console, text)
+
     def _on_deadline(self) -> None:
         if self.deadline is None or self.killed or time.monotonic() < self.deadline:
             return
@@ -279,6 +330,8 @@ class _Group:
         now = time.monotonic()
         if number == getattr(signal, "SIGTSTP", None):
             self._suspend()
+        elif self._is_request(number):
+            self._report(f"{_REPORT} received: this is where the ranks are")
         elif number == signal.SIGINT:
             if self.interrupted:
                 self._say("interrupted again; killing")
@@ -298,6 +351,13 @@ class _Group:
             self._say(f"{_signal_name(number)} received and forwarded; ranks have {seconds} to exit")
             self._send(signal.SIGTERM if number == getattr(signal, "SIGHUP", None) else number)
             self._shorten(now + self.policy.grace_period)
+
+    def _is_request(self, number: int) -> bool:
+        return (
+            self.monitor is not None
+            and _REPORT not in self.policy.signals
+            and number == getattr(signal, _REPORT, None)
+        )
 
     def _suspend(self) -> None:
         for member in self._alive():
@@ -342,7 +402,7 @@ class _Group:
         event = self.signals.get(0.0)
         if event == getattr(signal, "SIGTSTP", None):
             self._suspend()
-        elif event != EXITED:
+        elif event != EXITED and not self._is_request(event):
             self.stopped_by = self.stopped_by or event
         return self.stopped_by is not None
 
@@ -351,6 +411,8 @@ class _Group:
 
     def _outcome(self) -> Outcome:
         failed = [member for member in self.members if member.code]
+        if self.stall is not None and self.stopped_by is None:
+            return Outcome(STALLED, label="the run", how=self.stall, stalled=True)
         if not failed:
             return Outcome(0, stopped_by=self.stopped_by)
         first = self.first_failed or self._cause(failed)[0]
@@ -379,8 +441,12 @@ class _Group:
 def _say(console: Console, policy: Policy, message: str) -> None:
     if policy.quiet:
         return
+    _speak(console, f"accel: {message}")
+
+
+def _speak(console: Console, text: str) -> None:
     # The reader of our output may have paused (a pager); signals and failures must not wait for it.
-    speaker = threading.Thread(target=console.say, args=(f"accel: {message}",), daemon=True)
+    speaker = threading.Thread(target=console.say, args=(text,), daemon=True)
     speaker.start()
     speaker.join(_SPEAKING)
 

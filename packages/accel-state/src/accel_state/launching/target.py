@@ -34,6 +34,12 @@ class Target:
     args: tuple[str, ...] = ()
     kind: Literal["script", "module", "program"] = "script"
 
+    def watched_argv(self, python: str = sys.executable) -> tuple[str, ...]:
+        """The same for a rank that its launcher watches from the first moment; a program cannot be watched so."""
+        if self.kind == "program":
+            return self.argv(python)
+        return (python, "-m", "accel_state.launching.worker", self.kind, self.name, *self.args)
+
     def argv(self, python: str = sys.executable) -> tuple[str, ...]:
         """The command line of one rank."""
         start = {"script": (python, self.name), "module": (python, "-m", self.name), "program": (self.name,)}

@@ -6,7 +6,17 @@ import collections
 import re
 from collections.abc import Iterable, Sequence
 
-__all__ = ["HEADER", "fold_frames", "last_line", "last_traceback", "summarize", "waited_for_another"]
+__all__ = [
+    "HEADER",
+    "fold_frames",
+    "last_line",
+    "last_traceback",
+    "library_of",
+    "listed",
+    "summarize",
+    "timed_out",
+    "waited_for_another",
+]
 
 HEADER = "Traceback (most recent call last):"
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
@@ -21,6 +31,11 @@ _WAITED = re.compile(
     re.IGNORECASE,
 )
 """What a rank reports that waits in a collective for a rank that has ended."""
+_TIMED_OUT = re.compile(
+    r"Timed out waiting|wait timeout|collective operation timeout|operation timed out|Socket Timeout",
+    re.IGNORECASE,
+)
+"""What torch reports, for gloo and NCCL, of a collective that the other ranks did not enter in time."""
 
 
 def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> str:
@@ -38,20 +53,24 @@ def last_traceback(tail: collections.deque[bytes], fallback_lines: int = 20) -> 
     return "\n".join(lines[start:])
 
 
-def fold_frames(text: str) -> str:
+def fold_frames(text: str, *, keep_last: bool = True) -> str:
     """A traceback with one line in place of neighbouring frames of libraries, except the frame that raised.
 
     A traceback without a frame of the user's is not changed.
+
+    Args:
+        text: the traceback.
+        keep_last: the last frame is shown even if it is a library's.
     """
     blocks = _blocks(text.splitlines())
-    if not any(path is not None and not _library(path) for path, _ in blocks):
+    if not any(path is not None and not library_of(path) for path, _ in blocks):
         return text
     lines: list[str] = []
     run: list[tuple[str, list[str]]] = []
     for index, (path, block) in enumerate(blocks):
-        library = _library(path) if path is not None else ""
+        library = library_of(path) if path is not None else ""
         ends = index + 1 == len(blocks) or blocks[index + 1][0] is None
-        if library and not ends:
+        if library and not (ends and keep_last):
             run.append((library, block))
             continue
         lines += _folded(run)
@@ -73,6 +92,11 @@ def waited_for_another(line: str) -> bool:
     return _WAITED.search(line) is not None
 
 
+def timed_out(line: str) -> bool:
+    """Whether an error, given by the last line of its traceback, is the time-out of a collective."""
+    return _TIMED_OUT.search(line) is not None
+
+
 def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
     """One line for each way in which the other ranks ended.
 
@@ -87,9 +111,9 @@ def summarize(ends: Iterable[tuple[str, str]], longest: int = 160) -> list[str]:
             waited.append(label)
         else:
             failed.setdefault(line, []).append(label)
-    lines = [f"{_listed(labels)} failed too: {line[:longest]}" for line, labels in failed.items()]
+    lines = [f"{listed(labels)} failed too: {line[:longest]}" for line, labels in failed.items()]
     if waited:
-        lines.append(f"{_listed(waited)} waited for it, and ended because it was gone")
+        lines.append(f"{listed(waited)} waited for it, and ended because it was gone")
     return lines
 
 
@@ -110,7 +134,7 @@ def _blocks(lines: Sequence[str]) -> list[tuple[str | None, list[str]]]:
     return found
 
 
-def _library(path: str) -> str:
+def library_of(path: str) -> str:
     """The library that a file belongs to; empty: the user's."""
     for pattern in (_INSTALLED, _OURS):
         match = pattern.search(path)
@@ -126,7 +150,8 @@ def _folded(run: Sequence[tuple[str, list[str]]]) -> list[str]:
     return [f"  … {len(run)} frames of {names}"]
 
 
-def _listed(labels: Sequence[str]) -> str:
+def listed(labels: Sequence[str]) -> str:
+    """Labels of ranks in a sentence: ``ranks 0, 2 and 5``."""
     numbers = [label.removeprefix("rank ") for label in labels]
     if len(labels) == 1 or any(not number.isdecimal() for number in numbers):
         return ", ".join(labels)

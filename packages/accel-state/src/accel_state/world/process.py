@@ -27,6 +27,7 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
+from accel_state.launching.answers import attach, explain_by
 from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.rehearsal import Rehearsal, rehearse
 from accel_state.world.splitting import split_for_rank
@@ -411,6 +412,7 @@ def _check_options(cpu: bool, options: dict[str, Any]) -> None:
 def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     """Find this process's topology and device and join its world; returns all attributes of the state."""
     environ = environment.snapshot()
+    pulse = attach(environ)
     topology = detect(environ)
     settings = environment.decode()
     fork_launched = environment.parse_flag_from_env("FORK_LAUNCHED")
@@ -445,6 +447,10 @@ def _set_up(cpu: bool, options: dict[str, Any]) -> dict[str, Any]:
     channels = None if member is None else _channels(topology, device, member, settings, rehearsal)
     if device.type == "cuda" and settings.enable_cpu_affinity:
         set_numa_affinity(device.index or 0)
+    if pulse is not None:
+        pulse.joined()
+        if channels is not None:
+            explain_by(channels.in_progress)
     return {
         "_cpu": cpu,
         "_options": options,

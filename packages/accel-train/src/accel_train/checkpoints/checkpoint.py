@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
@@ -79,6 +80,25 @@ def save_model(
     **upload: Any,
 ) -> None:
     """See `Accelerator.save_model`."""
+    with _told(here):
+        _save_model(here, model, save_directory, max_shard_size, safe_serialization, push_to_hub, **upload)
+
+
+def _told(here: Prepared) -> AbstractContextManager[None]:
+    """Tells the launcher, where it asks, that a save is in progress."""
+    pulse = here.accumulator.pulse
+    return nullcontext() if pulse is None else pulse.saving()
+
+
+def _save_model(
+    here: Prepared,
+    model: nn.Module,
+    save_directory: str | Path,
+    max_shard_size: int | str,
+    safe_serialization: bool,
+    push_to_hub: str | None,
+    **upload: Any,
+) -> None:
     strategy, process = here.plan.strategy, here.process
     if leaves_out(here, "save_model", save_directory, together=strategy.is_divided(model)):
         return
@@ -138,6 +158,17 @@ def save_state(
         raise OptionError(
             f"save_state() got {', '.join(sorted(kwargs))}, which no strategy of this version takes. Leave it out."
         )
+    with _told(here):
+        return _save_state(here, output_dir, safe_serialization, asynchronous, when_busy)
+
+
+def _save_state(
+    here: Prepared,
+    output_dir: str | Path | None,
+    safe_serialization: bool,
+    asynchronous: bool,
+    when_busy: WhenBusy,
+) -> Path | SaveHandle:
     config = here.project
     if here.process.rehearsal is not None:
         divided = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)

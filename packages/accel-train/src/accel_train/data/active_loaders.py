@@ -7,7 +7,10 @@ It holds weak references only, so a loader that its owner forgets is collected, 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_state.launching.heartbeat import Heartbeat
 
 __all__ = ["ActiveLoaders"]
 
@@ -27,7 +30,12 @@ class ActiveLoaders:
 
     A loader is *live* from the call of ``iter()`` until its iterator is exhausted, dropped (``break``), or
     raises.
+
+    Attributes:
+        pulse: tells the launcher when a loader is waited for; None: nobody asks.
     """
+
+    pulse: Heartbeat | None = None
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from accel_state.launching.heartbeat import DATA, FORWARD, OTHER, Heartbeat
 from accel_train.data.epoch_start import begin_epoch
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.errors import DataError
 
-__all__ = ["AheadIterator", "LoaderIterator", "early_end"]
+__all__ = ["AheadIterator", "LoaderIterator", "TimedIterator", "early_end"]
 
 
 class LoaderIterator:
@@ -158,6 +159,33 @@ class AheadIterator(LoaderIterator):
         if not iteration.held and (stream is None or not stream.ends_at(iteration.yielded)):
             iteration.look_ahead()
         return batch
+
+
+class TimedIterator:
+    """An iterator that reports when a batch is waited for."""
+
+    __slots__ = ("_iterator", "_pulse")
+
+    def __init__(self, iterator: LoaderIterator, pulse: Heartbeat) -> None:
+        self._iterator = iterator
+        self._pulse = pulse
+
+    def __iter__(self) -> TimedIterator:
+        return self
+
+    def __next__(self) -> Any:
+        self._pulse.enter(DATA)
+        after = OTHER  # than the last batch
+        try:
+            item = next(self._iterator)
+            after = FORWARD
+        finally:
+            self._pulse.enter(after)
+        return item
+
+    def close(self) -> None:
+        """See ``LoaderIterator``."""
+        self._iterator.close()
 
 
 class _Started:

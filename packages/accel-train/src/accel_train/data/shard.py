@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_train.data.epoch_start import open_own_part
 from accel_train.data.iterable import IterableDatasetShard, valid_rows_of_round
-from accel_train.data.iterators import AheadIterator, LoaderIterator
+from accel_train.data.iterators import AheadIterator, LoaderIterator, TimedIterator
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.batches import (
     ShardedBatchSampler,
@@ -43,8 +43,11 @@ class DataLoaderShard(PreparedLoader):
         # Fetching ahead asks the sampler for indices earlier; only one that is drawn at once does not mind.
         ahead = self.transfer is not None and self.transfer.ahead
         if ahead and (self.indexes is None or plan_of(self._batch_sampler()).source is not None):
-            return AheadIterator(self)
-        return LoaderIterator(self)
+            iterator: LoaderIterator = AheadIterator(self)
+        else:
+            iterator = LoaderIterator(self)
+        pulse = self.ledger.pulse
+        return iterator if pulse is None else TimedIterator(iterator, pulse)
 
     @property
     def batch_rows(self) -> int | None:

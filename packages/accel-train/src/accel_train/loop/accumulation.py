@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
+from accel_state.launching.answers import training_heartbeat
+from accel_state.launching.heartbeat import BACKWARD, OTHER
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
@@ -110,6 +112,7 @@ class Accumulator:
         self.sync_gradients = True
         self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
         self.rehearsal: ObservesSteps | None = None  # in a rehearsal
+        self.pulse = ledger.pulse = training_heartbeat()  # where the launcher asks for the progress of ranks
         self._strategy = strategy
         # Most strategies need not be told of micro-batches; each call saved is one per micro-batch.
         self._tells_begin = type(strategy).begin_micro_batch is not Strategy.begin_micro_batch
@@ -284,6 +287,15 @@ class Accumulator:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
+        pulse = self.pulse
+        if pulse is None:
+            self._backward(loss, num_items, kwargs)
+            return
+        pulse.enter(BACKWARD)
+        self._backward(loss, num_items, kwargs)
+        pulse.enter(OTHER)
+
+    def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         window = self._current
         if window is None:
             manual = self.manual

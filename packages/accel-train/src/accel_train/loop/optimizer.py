@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_state.launching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
@@ -24,6 +25,7 @@ class _AlwaysSync:
     sync_gradients = True
     boundaries = None
     rehearsal = None
+    pulse: Heartbeat | None = None
 
     def may_drop_gradients(self) -> bool:
         return True
@@ -128,6 +130,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         rehearsal = self._accumulator.rehearsal
         if rehearsal is not None:
             rehearsal.before_step(self)
+        pulse = self._accumulator.pulse
+        before = OTHER if pulse is None else pulse.enter(STEP)
         self._spent = True
         stepped, result = self._strategy.step(self.optimizer, closure)
         self._skipped = not stepped
@@ -137,6 +141,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         boundaries = self._accumulator.boundaries
         if boundaries is not None:
             boundaries.passed += 1
+        if pulse is not None:
+            pulse.stepped(OTHER if before == FORWARD else before)
         return result
 
     @property

@@ -72,7 +72,7 @@ class HardwareOptions(CommonOptions):
     )
     spares: int = option(
         0,
-        help="Spares beyond the size of the run, which wait until one takes the place of a dead machine.",
+        help="Spare machines, or on one machine warm processes, that wait to take the place of one that failed.",
         low=0,
         ours=True,
     )

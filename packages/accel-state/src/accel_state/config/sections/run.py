@@ -60,6 +60,27 @@ class RunOptions(Section):
         low=0,
         ours=True,
     )
+    start_timeout: float | None = option(
+        help="Seconds until all ranks must have joined; otherwise their stacks are shown, and they are ended.",
+        low=0,
+        ours=True,
+    )
+    step_timeout: float | None = option(
+        help="Seconds without progress of any rank (batch, backward, step) until stacks are shown and ranks ended.",
+        low=0,
+        ours=True,
+    )
+    checkpoint_timeout: float | None = option(
+        help="Seconds that a save may take until stacks are shown and ranks ended; saves are not steps.",
+        low=0,
+        ours=True,
+    )
+    straggler_report: bool = option(
+        False,
+        help="At the end print the time of each rank in each phase of a step, and name the slowest rank.",
+        toggle=True,
+        ours=True,
+    )
     signals_to_handle: tuple[str, ...] | None = option(
         help="Signals that are passed on to the ranks; by default SIGTERM, SIGINT, SIGHUP, SIGQUIT and SIGUSR1.",
         comma_list=True,

@@ -14,7 +14,7 @@ from accel_train.data.dispatch.wire import Envelope, Kind, receive, send, send_e
 from accel_train.data.epoch import Restored
 from accel_train.data.epoch_start import make_source, open_with_workers, skip_batches, source_to_load
 from accel_train.data.iteration import NOT_COUNTED, Iteration
-from accel_train.data.iterators import LoaderIterator, early_end
+from accel_train.data.iterators import LoaderIterator, TimedIterator, early_end
 from accel_train.data.loader import PreparedLoader
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan
@@ -121,7 +121,8 @@ class DataLoaderDispatcher(PreparedLoader):
         return "base_batches"
 
     def __iter__(self) -> Any:
-        return DispatchIterator(self)
+        iterator, pulse = DispatchIterator(self), self.ledger.pulse
+        return iterator if pulse is None else TimedIterator(iterator, pulse)
 
     def _steps(self) -> int:
         base, each = super()._steps(), self.sampler_batches_per_step
