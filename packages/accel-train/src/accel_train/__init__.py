@@ -208,6 +208,7 @@ __getattr__, __dir__, __all__ = attach(
             "GradScalerKwargs",
             "GradientAccumulationPlugin",
             "HfDeepSpeedConfig",
+            "MegatronLMPlugin",
             "ProfileKwargs",
             "ProjectConfiguration",
             "StrategyPlugin",
@@ -221,6 +222,13 @@ __getattr__, __dir__, __all__ = attach(
             "DummyOptim",
             "DummyScheduler",
             "map_pytorch_optim_to_deepspeed",
+        ),
+        "accel_train.strategies.megatron.engine": ("MegatronEngine",),
+        "accel_train.strategies.megatron.families": ("add_model_config_to_megatron_parser",),
+        "accel_train.strategies.megatron.placeholders": (
+            "MegatronLMDummyDataLoader",
+            "MegatronLMDummyScheduler",
+            "avg_losses_across_data_parallel_group",
         ),
         "accel_train.strategies.base": ("Capabilities", "Strategy", "StrategyOptions"),
         "accel_train.data": (

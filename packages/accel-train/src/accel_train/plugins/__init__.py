@@ -15,6 +15,7 @@ from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 from accel_train.plugins.dynamo import TorchDynamoPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
+from accel_train.plugins.megatron_lm import MegatronLMPlugin
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
 from accel_train.plugins.tensor_parallel import TorchTensorParallelPlugin
@@ -31,6 +32,7 @@ __all__ = [
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "HfDeepSpeedConfig",
+    "MegatronLMPlugin",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",

@@ -7,11 +7,16 @@ from typing import Any
 from accel_state.config.launch import LaunchConfig
 from accel_train.plugins.deepspeed import DeepSpeedPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
+from accel_train.plugins.megatron_lm import MegatronLMPlugin
 
 __all__ = ["launched_plugin", "launched_plugin_type"]
 
 # By the value of `distributed_type` that selects them; each is built from its section.
-_PLUGINS: dict[str, Any] = {"DEEPSPEED": DeepSpeedPlugin, "FSDP": FullyShardedDataParallelPlugin}
+_PLUGINS: dict[str, Any] = {
+    "DEEPSPEED": DeepSpeedPlugin,
+    "FSDP": FullyShardedDataParallelPlugin,
+    "MEGATRON_LM": MegatronLMPlugin,
+}
 
 
 def launched_plugin_type(launched: LaunchConfig) -> Any:

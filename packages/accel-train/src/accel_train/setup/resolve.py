@@ -32,6 +32,9 @@ from accel_train.strategies.registry import STRATEGIES
 
 __all__ = ["Given", "Plan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
 
+_MODULES = {"megatron-core": "megatron"}
+"""Import names that are not those of the packages."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -253,4 +256,5 @@ def _check_device(strategy: type[Strategy], device: torch.device) -> None:
 
 def module_of(requirement: str) -> str:
     """The import name of a requirement such as ``deepspeed>=0.19.4``."""
-    return requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip().replace("-", "_")
+    name = requirement.split("[")[0].split(">")[0].split("=")[0].split("<")[0].strip()
+    return _MODULES.get(name, name.replace("-", "_"))

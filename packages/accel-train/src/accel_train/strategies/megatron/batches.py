@@ -1,0 +1,112 @@
+"""From a batch of the script to what Megatron-core's models take: micro-batches, shifted labels, masks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from accel_train.errors import ArgumentTypeError, DataError
+
+__all__ = ["Batch", "micro_batches", "shifted", "supplied"]
+
+IGNORED = -100
+"""The label of positions that do not count in the loss, as in transformers."""
+
+
+@dataclass
+class Batch:
+    """What a model is called with, and what its loss is computed from.
+
+    Attributes:
+        tokens: of each position.
+        labels: the token that is to follow each position; None: there is no loss.
+        loss_mask: 1 where a position counts in the loss.
+        attention_mask: True where a position must not be attended to; None: only those that follow.
+        positions: numbers of the positions.
+    """
+
+    tokens: Tensor
+    labels: Tensor | None
+    loss_mask: Tensor | None
+    attention_mask: Tensor | None
+    positions: Tensor
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], eod_token: int | None) -> Batch:
+        """From the arguments of a transformers model.
+
+        Args:
+            given: `input_ids`, and perhaps `labels`, `attention_mask` and `position_ids`.
+            eod_token: positions with this token do not count in the loss; None: all with a label do.
+        """
+        tokens = given["input_ids"]
+        positions = given.get("position_ids")
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        labels = given.get("labels")
+        mask = None
+        if labels is not None:
+            labels, mask = shifted(labels)
+            if eod_token is not None:
+                mask = mask * (tokens != eod_token)
+        return cls(tokens, labels, mask, _masked(given.get("attention_mask")), positions)
+
+
+def supplied(function: Callable[..., Any], given: Mapping[str, Any]) -> Batch:
+    """What the script's `custom_get_batch_function` makes of a micro-batch.
+
+    Raises:
+        ArgumentTypeError: it returns something else than five things.
+    """
+    found = function(iter([dict(given)]), False)
+    if not isinstance(found, tuple | list) or len(found) != 5:
+        raise ArgumentTypeError(
+            f"custom_get_batch_function returned {type(found).__name__}; it must return tokens, labels, loss mask, "
+            "attention mask and position ids."
+        )
+    return Batch(*found)
+
+
+def shifted(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The label of the next position at each, and 1 where there is one."""
+    following = torch.full_like(labels, IGNORED)
+    following[:, :-1] = labels[:, 1:]
+    known = following != IGNORED
+    return following.masked_fill(~known, 0), known.float()
+
+
+def _masked(attention_mask: Tensor | None) -> Tensor | None:
+    """Megatron's mask of a batch with padding: what follows, and what is padding."""
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    length = attention_mask.shape[1]
+    follows = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu(1)
+    return follows[None, None] | (attention_mask == 0)[:, None, None, :]
+
+
+def micro_batches(given: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """Cut a batch into pieces of one size: `count`, or for a shorter batch as many as divide it.
+
+    Raises:
+        DataError: its tensors have different numbers of rows.
+    """
+    rows = {name: value.shape[0] for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
+    sizes = set(rows.values())
+    if len(sizes) != 1:
+        raise DataError(f"The tensors of a batch have different numbers of rows: {rows}.")
+    count = math.gcd(count, sizes.pop())
+    return list(_cut(given, count))
+
+
+def _cut(given: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
+    pieces = {
+        name: value.chunk(count) if isinstance(value, Tensor) and value.dim() else [value] * count
+        for name, value in given.items()
+    }
+    for place in range(count):
+        yield {name: found[place] for name, found in pieces.items()}

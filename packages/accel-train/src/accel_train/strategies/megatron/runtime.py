@@ -1,0 +1,81 @@
+"""What Megatron-core needs beside a model: process groups of its own, and random states that ranks share or do not."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state.world.process_group import leave_at_exit
+from accel_train.plugins import MegatronLMPlugin
+
+__all__ = ["Groups", "start"]
+
+
+class Groups:
+    """This rank's place in Megatron's process groups.
+
+    Attributes:
+        tp_rank, tp_size: of tensor parallelism.
+        pp_rank, pp_size: of pipeline parallelism.
+        dp_size: ranks that read different samples.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self.tp_rank: int = state.get_tensor_model_parallel_rank()
+        self.tp_size: int = state.get_tensor_model_parallel_world_size()
+        self.pp_rank: int = state.get_pipeline_model_parallel_rank()
+        self.pp_size: int = state.get_pipeline_model_parallel_world_size()
+        self.dp_size: int = state.get_data_parallel_world_size()
+        self.dp_group: Any = state.get_data_parallel_group()
+        self.pp_group: Any = state.get_pipeline_model_parallel_group()
+        self.last_stage: int = state.get_pipeline_model_parallel_last_rank()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage, with the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage, which computes the loss."""
+        return self.pp_rank == self.pp_size - 1
+
+
+def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
+    """Make Megatron's process groups over those of this process, once; a single process gets a group of its own.
+
+    Args:
+        plugin: has the degrees.
+        device: of this rank.
+    """
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        leave_at_exit(device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are optional, are not installed
+        from megatron.core import parallel_state
+        from megatron.core.optimizer import optimizer as _  # noqa: F401 - warns as well
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it describes each object that it makes
+    wanted = (plugin.tp_degree, plugin.pp_degree)
+    if parallel_state.model_parallel_is_initialized():
+        found = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if found == wanted:
+            return Groups(parallel_state)
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=plugin.tp_degree,
+        pipeline_model_parallel_size=plugin.pp_degree,
+        create_gloo_process_groups=False,
+    )
+    # Ranks of tensor parallelism drop other elements of what they divide, and the same of what they do not.
+    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+    return Groups(parallel_state)

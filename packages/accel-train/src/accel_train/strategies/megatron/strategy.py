@@ -1,0 +1,434 @@
+"""Megatron-core: its engine runs whole micro-batches, forward and backward; the loop stays the script's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt import NamedModel
+from accel_ckpt.modules.names import listed
+from accel_ckpt.parts import shape_of
+from accel_state.enums import DistributedType
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.mesh import Mesh
+from accel_train.plugins import MegatronLMPlugin
+from accel_train.strategies.base import (
+    Capabilities,
+    ModelSteps,
+    Parts,
+    SavedModel,
+    Strategy,
+    StrategyOptions,
+)
+from accel_train.strategies.megatron.build import Built, build, empty_out
+from accel_train.strategies.megatron.engine import MegatronEngine
+from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
+from accel_train.strategies.megatron.options import divide_other, gradient_options, optimizer_options
+from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler, make_scheduler
+from accel_train.strategies.megatron.runtime import Groups, start
+from accel_train.strategies.megatron.state import EngineState
+
+__all__ = ["MegatronStrategy"]
+
+
+@dataclass
+class _Trained:
+    """An engine, and what it was made of; without optimizer it is only evaluated."""
+
+    engine: MegatronEngine
+    model: nn.Module
+    state: EngineState
+    optimizer: torch.optim.Optimizer | None = None
+    gradients: EngineGradients | None = None
+    groups: list[list[Tensor]] | None = None
+
+
+class MegatronStrategy(Strategy):
+    """One model, divided by Megatron-core's layers among tensor and pipeline ranks, with replicas of the whole.
+
+    The given model's weights are converted; the names in checkpoints and exports are those of the given model, so a
+    state can be loaded by every other strategy and by every division.
+    """
+
+    name: ClassVar[str] = "megatron"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        precisions=frozenset({"no", "bf16"}),
+        device_types=frozenset({"cuda"}),
+        hides_gradients=True,
+        saves_windows=False,
+        max_models=1,
+        prepares_together=True,
+        computes_precision=True,
+        requires=("megatron-core>=0.16",),
+    )
+    distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self.plugin: MegatronLMPlugin = options.config or MegatronLMPlugin()
+        self._groups: Groups | None = None
+        self._made: list[_Trained] = []
+        self._factor = 1.0
+
+    @classmethod
+    def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
+        """Ranks of one tensor-parallel or pipeline group read the same samples; the others are data parallel."""
+        plugin: MegatronLMPlugin = config or MegatronLMPlugin()
+        tp, pp = plugin.tp_degree or 1, plugin.pp_degree or 1
+        if world_size % (tp * pp):
+            raise IncompatibleOptionsError(
+                f"tp_degree={tp} times pp_degree={pp} does not divide the {world_size} processes. Start a multiple of "
+                f"{tp * pp} processes, or change a degree."
+            )
+        if tp * pp == 1:
+            return Mesh.of_world(world_size, rank)
+        degrees = {"pp": pp, "dp_replicate": world_size // (tp * pp), "tp": tp}
+        return Mesh(degrees, device.type, world_size, rank)
+
+    # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Make an engine of the model with its optimizer; without one it is only evaluated."""
+        if not parts.models:
+            return parts
+        [model] = parts.models
+        plain = self.plain(model)
+        optimizer = self._optimizer_of(plain, parts.optimizers)
+        self._check_batches(parts.loaders)
+        self._groups = start(self.plugin, self.options.device)
+        compute = self.precision.dtypes.compute
+        built = build(self.plugin, plain, self._groups, self.options.device, compute)
+        prepare_chunks = self.plugin.custom_prepare_model_function
+        if prepare_chunks is not None:
+            [built.module] = prepare_chunks([built.module])
+        made = (
+            self._evaluate_only(plain, built, compute)
+            if optimizer is None
+            else self._train(plain, built, optimizer, compute)
+        )
+        self._made.append(made)
+        schedulers = [self._scheduler_of(made, given) for given in parts.schedulers]
+        return Parts([made.engine], parts.optimizers, schedulers, parts.loaders)
+
+    def _optimizer_of(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        if not optimizers:
+            return None
+        if len(optimizers) > 1:
+            raise PrepareError(
+                f"{type(model).__name__} comes with {len(optimizers)} optimizers, and Megatron's engine has one. Put "
+                "the parameters into groups of one optimizer."
+            )
+        [optimizer] = optimizers
+        own = {id(parameter) for parameter in model.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            raise PrepareError(
+                f"{type(optimizer).__name__} holds parameters that {type(model).__name__} does not have. Build the "
+                "optimizer from this model's parameters(), and pass both to one prepare() call."
+            )
+        return optimizer
+
+    def _check_batches(self, loaders: Sequence[Any]) -> None:
+        count = self.plugin.num_micro_batches or 1
+        for loader in loaders:
+            size = getattr(loader, "batch_size", None)
+            if isinstance(size, int) and size % count:
+                raise IncompatibleOptionsError(
+                    f"num_micro_batches={count} does not divide the batches of {size} samples that a loader yields. "
+                    "Change one of them: each batch of a rank is cut into that many micro-batches."
+                )
+
+    def _wrapped(self, built: Built) -> Any:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
+        options = gradient_options(self.plugin)
+        other = divide_other(self.plugin, self._kinds())["gradients"]
+        module = built.module
+        if self.precision.dtypes.compute is not None:
+            module = Float16Module(built.config, module)
+        return DistributedDataParallel(
+            config=built.config, ddp_config=DistributedDataParallelConfig(**{**options, **other}), module=module
+        )
+
+    def _kinds(self) -> dict[str, type]:
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.optimizer import OptimizerConfig
+        from megatron.core.transformer import TransformerConfig
+
+        return {
+            "transformer": TransformerConfig,
+            "optimizer": OptimizerConfig,
+            "gradients": DistributedDataParallelConfig,
+        }
+
+    def _train(
+        self, model: nn.Module, built: Built, optimizer: torch.optim.Optimizer, compute: torch.dtype | None
+    ) -> _Trained:
+        assert self._groups is not None, "started"
+        options = optimizer_options(self.plugin, optimizer, compute)
+        options |= divide_other(self.plugin, self._kinds())["optimizer"]
+        groups = regrouped(built, model, optimizer)
+        chunk = self._wrapped(built)
+        own = make_optimizer(optimizer, groups, options, chunk)
+        gradients = EngineGradients(chunk, own, self.plugin)
+        state = EngineState(built, self._groups, chunk, own)
+        state.use_groups(groups)
+        engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=True)
+        engine.before_backward, engine.scale = gradients.before_backward, gradients.scale
+        empty_out(model)
+        return _Trained(engine, model, state, optimizer, gradients, [list(group) for group in groups])
+
+    def _evaluate_only(self, model: nn.Module, built: Built, compute: torch.dtype | None) -> _Trained:
+        from megatron.core.transformer.module import Float16Module
+
+        assert self._groups is not None, "started"
+        chunk = built.module if compute is None else Float16Module(built.config, built.module)
+        state = EngineState(built, self._groups, chunk, None)
+        engine = MegatronEngine(chunk, built, self._groups, self.plugin, model, trained=False)
+        empty_out(model)
+        return _Trained(engine, model, state)
+
+    def _scheduler_of(self, made: _Trained, given: Any) -> Any:
+        if not isinstance(given, MegatronLMDummyScheduler):
+            return given
+        if made.optimizer is None or given.optimizer is not made.optimizer:
+            raise PrepareError(
+                "MegatronLMDummyScheduler is of another optimizer than the one that is prepared with it. Build it "
+                "from this optimizer."
+            )
+        return make_scheduler(given, self.plugin)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """The script's model; its values are in the engine, its configuration and names are its own."""
+        return model.given if isinstance(model, MegatronEngine) else model  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        """Forget the engine."""
+        self._made.clear()
+
+    def _of_model(self, model: nn.Module) -> _Trained | None:
+        plain = self.plain(model)
+        return next((item for item in self._made if item.model is plain), None)
+
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> _Trained | None:
+        return next((item for item in self._made if item.optimizer is optimizer), None)
+
+    # One micro-batch
+
+    def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
+        """The engine computes gradients in forward, so it must know the factor before."""
+        for item in self._made:
+            item.engine.loss_factor = loss_factor
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """Compute gradients, or account for those that the model's call has computed.
+
+        Raises:
+            ArgumentTypeError: an argument of `Tensor.backward`.
+            PrepareError: the model was prepared without its optimizer, or the loss does not come from it.
+        """
+        if kwargs:
+            raise ArgumentTypeError(
+                f"backward({sorted(kwargs)[0]}=…) is not known to Megatron's engine, whose schedule runs backward by "
+                "itself. Leave it out."
+            )
+        if not any(item.gradients is not None for item in self._made):
+            raise PrepareError(
+                "backward() was called, and no model was prepared with its optimizer, which Megatron needs to train "
+                "it. Pass both to one call: `accelerator.prepare(model, optimizer)`."
+            )
+        if not loss.requires_grad:
+            raise PrepareError(
+                "The loss depends on no parameter of the prepared model: it was computed in torch.no_grad(), or with "
+                "model.eval(). Call model.train(), and use the loss that the model returns."
+            )
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    # Complete gradients
+
+    def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+        """Multiply what waits."""
+        wanted = {id(parameter) for parameter in parameters}
+        for item in self._made:
+            if item.gradients is not None and item.gradients.waiting and wanted & self._ids(item):
+                item.gradients.scale(factor)
+
+    def _ids(self, item: _Trained) -> set[int]:
+        known = {id(parameter) for parameter in item.engine.parameters()}
+        # The optimizer may hold copies, or parts.
+        assert item.optimizer is not None, "trained"
+        return known | {id(p) for group in item.optimizer.param_groups for p in group["params"]}
+
+    def _clipped(self, parameters: Sequence[Tensor]) -> EngineGradients | None:
+        """The engine of parameters, of which all must be given."""
+        wanted = {id(parameter) for parameter in parameters}
+        for item in self._made:
+            if item.gradients is None or wanted.isdisjoint(self._ids(item)):
+                continue
+            trained = {id(p) for p in item.engine.parameters() if p.requires_grad}
+            missing = len(trained - wanted)
+            if missing and len(wanted) < len(trained):
+                raise OptionError(
+                    f"Clipping was given {len(wanted)} parameters, {missing} fewer than the model trains, and "
+                    "Megatron's optimizer clips all of them together. Pass model.parameters()."
+                )
+            return item.gradients
+        return None
+
+    def clip_grad_norm_(
+        self, parameters: Sequence[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clip the norm of the gradients of all stages and ranks; returns the norm before, a plain 0-d tensor."""
+        found = self._clipped(parameters)
+        if found is None:
+            return torch.zeros((), device=self.options.device)
+        return found.clip(max_norm, norm_type)
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
+        return torch.zeros((), device=self.options.device)
+
+    def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
+        """Clamp every gradient element."""
+        found = self._clipped(parameters)
+        if found is not None:
+            found.limit(clip_value)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: gradients are not scaled."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Reduce gradients over ranks, clip them as the plugin says, and step.
+
+        Raises:
+            ArgumentTypeError: a closure, which Megatron's optimizer does not take.
+        """
+        item = self._of_optimizer(optimizer)
+        if item is None or item.gradients is None:
+            return super().step(optimizer, closure)
+        if closure is not None:
+            raise ArgumentTypeError(
+                "optimizer.step(closure) is not known to Megatron's optimizer. Use an optimizer without closures."
+            )
+        return item.gradients.step(), None
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop what waits; after a step the engine has done so itself."""
+        item = self._of_optimizer(optimizer)
+        if item is None or item.gradients is None:
+            super().zero_grad(optimizer, set_to_none)
+        else:
+            item.gradients.drop()
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The stage's parameters of each group."""
+        item = self._of_optimizer(optimizer)
+        return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step."""
+        return any(item.gradients is not None and item.gradients.waiting for item in self._made)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing to hold back: gradients are reduced when something uses them."""
+        yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: the step reduces whatever waits."""
+        yield
+
+    # State
+
+    def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
+        """What this rank holds, by the names of the script's model; in float32 where the optimizer updates that."""
+        item = self._of_model(model)
+        return super().model_state(model, named) if item is None else item.state.model_state()
+
+    def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
+        """Why saved weights cannot be loaded to a model."""
+        item = self._of_model(model)
+        if item is None:
+            return super().misfits(model, weights, strict)
+        own, about = item.state.model_state(), weights.about
+        known = _without_tied(own, about)
+        shapes = [
+            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
+            for name, leaf in known.items()
+            if name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
+        ]
+        problems = [listed(shapes)] if shapes else []
+        if strict:
+            missing, unknown = known.keys() - about.keys(), about.keys() - own.keys()
+            for where, names in (("there", missing), ("here", unknown)):
+                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+        if not problems:
+            weights.check({name: leaf for name, leaf in known.items() if name in about})
+        return problems
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights; each rank reads what it holds."""
+        item = self._of_model(model)
+        if item is None:
+            super().load_model_state(model, weights, strict)
+            return
+        own = _without_tied(item.state.model_state(), weights.about)
+        with torch.no_grad():
+            weights.fill({name: leaf for name, leaf in own.items() if name in weights.about})
+        item.state.after_loading()
+
+    def optimizer_state(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
+    ) -> Any:
+        """An optimizer's state by parameter name; without its tensors if the plugin says `no_save_optim`."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            return super().optimizer_state(optimizer, models)
+        return item.state.optimizer_state(optimizer, saves=not self.plugin.no_save_optim)
+
+    def check_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Check that `load_optimizer_state` can load a state."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            super().check_optimizer_state(optimizer, tree, models)
+        else:
+            item.state.check_optimizer_state(tree, loads=not self.plugin.no_load_optim)
+
+    def load_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
+    ) -> None:
+        """Put an optimizer's state back, unless the plugin says `no_load_optim`."""
+        item = self._of_optimizer(optimizer)
+        if item is None:
+            super().load_optimizer_state(optimizer, tree, models)
+        elif not self.plugin.no_load_optim:
+            item.state.load_optimizer_state(optimizer, tree)
+
+
+def _without_tied(own: dict[str, Any], about: Any) -> dict[str, Any]:
+    """What must be filled: of two names for one tensor the one that was saved."""
+    seen: dict[int, str] = {}
+    kept: dict[str, Any] = {}
+    for name, leaf in own.items():
+        first = seen.setdefault(id(leaf), name)
+        if first == name:
+            kept[name] = leaf
+        elif first not in about and name in about:
+            kept.pop(first, None)
+            kept[name] = leaf
+    return kept
