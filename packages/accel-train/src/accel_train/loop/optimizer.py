@@ -209,7 +209,8 @@ def _mark_of(optimizer: torch.optim.Optimizer) -> tuple[int, int] | None:
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
+            # An engine may step views of its parameters, whose gradients nobody else sees.
+            if parameter.is_leaf and parameter.grad is not None:
                 return id(parameter.grad), parameter.grad._version
     return None
 

@@ -16,7 +16,12 @@ from accel_train.errors import OptionError, PrepareError
 from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.families import Architecture, architecture_of
 from accel_train.strategies.megatron.layout import Dims, Rule, Whole
-from accel_train.strategies.megatron.options import divide_other, transformer_options
+from accel_train.strategies.megatron.norms import layer_specs
+from accel_train.strategies.megatron.options import (
+    divide_other,
+    provided_options,
+    transformer_options,
+)
 from accel_train.strategies.megatron.runtime import Groups
 
 __all__ = ["Built", "build", "empty_out", "rule_of"]
@@ -94,7 +99,6 @@ def _gpt(
 ) -> Built:
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
@@ -106,13 +110,10 @@ def _gpt(
     }
     other = divide_other(plugin, kinds)["transformer"]
     config = TransformerConfig(**{**options, **other}, attention_backend=AttnBackend.local)
-    spec = get_gpt_layer_local_spec(
-        normalization=options["normalization"], qk_layernorm=options["qk_layernorm"]
-    )
     padded = -(-architecture.vocabulary // groups.tp_size) * groups.tp_size
     module = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=layer_specs(config),
         vocab_size=padded,
         pre_process=groups.is_first,
         post_process=groups.is_last,
@@ -210,15 +211,11 @@ def _provided(
             f"custom_model_provider_function returned {type(module).__name__}; it must return a model of "
             "megatron.core, which has its TransformerConfig in .config."
         )
-    for name, degree in (
-        ("tensor_model_parallel_size", plugin.tp_degree),
-        ("pipeline_model_parallel_size", plugin.pp_degree),
-        ("sequence_parallel", plugin.sequence_parallelism),
-    ):
-        if getattr(config, name) != degree:
+    for name, asked in provided_options(plugin).items():
+        if getattr(config, name) != asked:
             raise OptionError(
                 f"The model of custom_model_provider_function has {name}={getattr(config, name)!r} in its "
-                f"configuration, and the plugin says {degree!r}. Use the plugin's."
+                f"configuration, and the plugin says {asked!r}. Use the plugin's."
             )
     module.to(device=device, dtype=compute or torch.float32)
     config.pipeline_dtype = compute or torch.float32

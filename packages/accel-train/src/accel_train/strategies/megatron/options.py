@@ -13,7 +13,7 @@ from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.families import Architecture
 
-__all__ = ["divide_other", "gradient_options", "optimizer_options", "transformer_options"]
+__all__ = ["divide_other", "gradient_options", "optimizer_options", "provided_options", "transformer_options"]
 
 # Fields of Megatron's configurations that a field of the plugin, or the `Accelerator`, decides.
 _DECIDED = {
@@ -128,9 +128,13 @@ def transformer_options(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        "perform_initialization": False,  # every value comes from the model
         "gradient_accumulation_fusion": False,
     }
+    return options | _set(plugin)
+
+
+def _set(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Fields of `TransformerConfig` that the plugin sets."""
     given = {
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "attention_dropout": plugin.attention_dropout,
@@ -140,7 +144,27 @@ def transformer_options(
         "recompute_method": plugin.recompute_method,
         "recompute_num_layers": plugin.recompute_num_layers,
     }
-    return options | {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Fields that the `TransformerConfig` of a model of the script's own must have.
+
+    Raises:
+        OptionError: an option that only models of transformers have.
+    """
+    for name in ("eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
+        if getattr(plugin, name):
+            raise OptionError(
+                f"{name} is of models that are converted from transformers, and custom_model_provider_function builds "
+                "one of its own. Do it there, or in custom_loss_function."
+            )
+    return {
+        "tensor_model_parallel_size": plugin.tp_degree,
+        "pipeline_model_parallel_size": plugin.pp_degree,
+        "sequence_parallel": plugin.sequence_parallelism,
+        **_set(plugin),
+    }
 
 
 def _check_degrees(plugin: MegatronLMPlugin, architecture: Architecture) -> None:
