@@ -77,7 +77,7 @@ def test_spellings(flag, script):
         (
             ["--use_megatron_lm", "SCRIPT"],
             2,
-            "--use_megatron_lm needs Megatron-LM, which is not available in this",
+            "--use_megatron_lm needs megatron-core, which is not installed; pip install",
         ),
         (["--aws_access_key_id", "key", "SCRIPT"], 2, "is for a SageMaker job"),
         (["--config_file", "nowhere.yaml", "SCRIPT"], 2, "nowhere.yaml does not exist"),

@@ -73,8 +73,8 @@ def test_a_value_is_described_as_the_user_wrote_it(place, path, described, origi
          "machine; unset ACCELERATE_DISTRIBUTED_TYPE, pass --distributed_type NO, or pass --cpu to run the processes "
          "on the CPU"),
         ({"text": "distributed_type: MEGATRON_LM\n"},
-         "distributed_type: MEGATRON_LM in f.yaml, line 1 needs Megatron-LM, which is not available in this version; "
-         "pass --no-use_megatron_lm, or edit that line to train with one replica of the model per process"),
+         "distributed_type: MEGATRON_LM in f.yaml, line 1 needs GPUs of NVIDIA or AMD, on which megatron-core "
+         "computes, and none are visible on this machine; pass --no-use_megatron_lm, or edit that line"),
         ({"environ": {"ACCELERATE_MIXED_PRECISION": "fp8"}},
          "ACCELERATE_MIXED_PRECISION=fp8 in the environment needs fp8, which is not available in this version; unset "
          "ACCELERATE_MIXED_PRECISION, or pass --mixed_precision no to train with one replica"),

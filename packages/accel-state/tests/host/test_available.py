@@ -92,10 +92,13 @@ def test_rich_must_be_asked_for(distribution):
 
 
 def test_megatron_must_be_asked_for(distribution):
-    distribution("megatron", "0.9.0", "megatron-core")
+    distribution("megatron", "0.16.1", "megatron-core")
     assert not available.is_megatron_lm_available()
     with patch_environment(accelerate_use_megatron_lm="yes"):
-        assert not available.is_megatron_lm_available()  # the training part is missing
+        assert available.is_megatron_lm_available()
+    distribution("megatron", "0.15.0", "megatron-core")
+    with patch_environment(accelerate_use_megatron_lm="yes"):
+        assert not available.is_megatron_lm_available()
 
 
 def test_xla_can_be_switched_off_and_is_one_thing_at_a_time(distribution):

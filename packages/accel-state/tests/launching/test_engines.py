@@ -7,7 +7,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.config.schema import schema_of
 from accel_state.environment import decode, patch_environment
-from accel_state.errors import ConfigError, NotAvailableError
+from accel_state.errors import ConfigError, DeviceError, NotAvailableError
 from accel_state.launching.engines import (
     MISSING_ENGINES,
     MISSING_SECTIONS,
@@ -18,6 +18,8 @@ from accel_state.launching.engines import (
     unused_options,
     variable_of,
 )
+from accel_state.launching.hardware import Accelerators
+from accel_state.launching.plan import plan_world
 
 MISSING = [
     bound for bound in schema_of(LaunchConfig).options if bound.section in MISSING_SECTIONS and bound.flags
@@ -44,7 +46,8 @@ def test_what_exists_is_not_missing():
     assert missing_engine("distributed_type", "MULTI_GPU") is None
     assert missing_engine("mixed_precision", "bf16") is None
     assert missing_engine("mixed_precision", "MEGATRON_LM") is None
-    assert missing_engine("distributed_type", "MEGATRON_LM").section == "megatron_lm"
+    assert missing_engine("distributed_type", "MEGATRON_LM") is None
+    assert missing_engine("mixed_precision", "fp8").section == "fp8"
     assert missing_engine("distributed_type", "DEEPSPEED") is None
     assert missing_engine("distributed_type", "FSDP") is None
 
@@ -72,7 +75,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_megatron_lm"], ["--mixed_precision", "fp8"], ["--use_parallelism_config", "--use_fsdp"],
+        ["--mixed_precision", "fp8"], ["--use_parallelism_config", "--use_fsdp"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -84,9 +87,42 @@ def test_options_of_missing_engines_are_refused(flags):
 
 def test_missing_engines_in_a_file_are_refused_by_key(tmp_path):
     file = tmp_path / "config.yaml"
-    file.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
-    with pytest.raises(NotAvailableError, match=r"distributed_type: MEGATRON_LM in .*config\.yaml"):
+    file.write_text("mixed_precision: fp8\nnum_processes: 2\n")
+    with pytest.raises(NotAvailableError, match=r"mixed_precision: fp8 in .*config\.yaml"):
         check_available(resolve(file, environ={}))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("use_custom_fsdp", "true"), ("overlap_cpu_optimizer_d2h_h2d", "true"), ("optimizer_cpu_offload", "true"),
+        ("use_precision_aware_optimizer", "true"), ("attention_backend", "true"), ("context_parallel_size", "2"),
+        ("expert_model_parallel_size", "2"), ("expert_tensor_parallel_size", "2"),
+    ],
+)  # fmt: skip
+def test_what_megatron_has_and_we_do_not_is_refused_with_what_there_is_instead(name, words):
+    flag = f"--megatron_lm_{name}"
+    flags = parse_flags(["--use_megatron_lm", flag, words])
+    with pytest.raises(
+        NotAvailableError, match=rf"^{flag}.*not available in this version: .*; leave {flag} out"
+    ):
+        check_available(resolve(environ={}, flags=flags, use_default_file=False))
+    off = "1" if words == "2" else "false"
+    flags = parse_flags(["--use_megatron_lm", flag, off])
+    assert check_available(resolve(environ={}, flags=flags, use_default_file=False)).use_megatron_lm
+
+
+def test_megatron_needs_gpus():
+    flags = parse_flags(["--use_megatron_lm", "--cpu"])
+    with pytest.raises(
+        ConfigError, match="^--use_megatron_lm contradicts --cpu: megatron-core computes on GPUs"
+    ):
+        check_available(resolve(environ={}, flags=flags, use_default_file=False))
+    resolved = resolve(environ={}, flags=parse_flags(["--use_megatron_lm"]), use_default_file=False)
+    for found in (Accelerators(), Accelerators("npu", 2, 2, "ASCEND_RT_VISIBLE_DEVICES")):
+        with pytest.raises(DeviceError, match="^--use_megatron_lm needs GPUs of NVIDIA or AMD.*leave"):
+            plan_world(check_available(resolved), found, resolved.sources)
+    assert plan_world(resolved.config, Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES")).size == 2
 
 
 @pytest.mark.parametrize("words", ["--tpu_cluster", "--downcast_bf16 --mixed_precision bf16"])

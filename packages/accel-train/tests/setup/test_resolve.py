@@ -64,7 +64,9 @@ def test_a_strategy_of_an_outside_package_is_selected_by_its_plugin_and_trains()
 
 
 def test_a_strategy_that_is_not_installed_is_named():
-    with pytest.raises(OptionError, match="Unknown strategy 'outside'; known: ddp, deepspeed, fsdp2, single"):
+    with pytest.raises(
+        OptionError, match="Unknown strategy 'outside'; known: ddp, deepspeed, fsdp2, megatron, single"
+    ):
         Accelerator(fsdp_plugin=OutsidePlugin())
 
 
@@ -104,7 +106,7 @@ def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
         Accelerator(fp16=True)
 
 
-@pytest.mark.parametrize("engine", ["MEGATRON_LM", "PARALLELISM_CONFIG"])
+@pytest.mark.parametrize("engine", ["PARALLELISM_CONFIG"])
 def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):

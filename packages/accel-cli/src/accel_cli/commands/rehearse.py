@@ -102,6 +102,11 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(
             f"{refused} cannot be rehearsed: the rank is a Python program on the CPU; leave it out"
         )
+    if config.use_megatron_lm:
+        raise ConfigError(
+            "Megatron-LM cannot be rehearsed: the rank runs on the CPU, and megatron-core computes on GPUs alone; "
+            "start one step on the GPUs instead"
+        )
     if config.num_processes is None:
         raise ConfigError(
             "the size of the world is not known: pass --num_processes, such as --num_processes 1024, or a "

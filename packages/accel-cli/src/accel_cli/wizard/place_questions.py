@@ -66,13 +66,15 @@ def _strategies(answers: Answers) -> Sequence[Choice]:
     cpu = answers.get("devices") == CPU
     replicas = "MULTI_CPU" if cpu else accelerator_type(answers)
     engines = answers.situation.machine.engines
-    absent = "" if "DeepSpeed" in engines else "; not installed here"
+    absent, no_core = (
+        "" if name in engines else "; not installed here" for name in ("DeepSpeed", "Megatron-LM")
+    )
     found = [
         Choice("NO", "one process"),
         Choice(replicas, "DDP: a replica of the model on each process"),
         Choice("FSDP", "FSDP2: the training state sharded over the processes"),
         Choice("DEEPSPEED", f"DeepSpeed: ZeRO stages, offloading{absent}"),
-        Choice("MEGATRON_LM", "Megatron-LM: tensor and pipeline parallelism"),
+        Choice("MEGATRON_LM", f"Megatron-LM: tensor and pipeline parallelism{no_core}"),
     ]
     unfit = {"NO"} if answers.get("place") == SEVERAL else set()
     unfit |= {"MEGATRON_LM"} if cpu else set()

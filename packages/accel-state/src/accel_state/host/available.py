@@ -154,7 +154,7 @@ _transformer_engine_installed = _package(
     "transformer_engine", "transformer-engine", "transformer-engine-torch", "transformer-engine-cu12"
 )
 _intel_transformer_engine_installed = _package("intel_transformer_engine")
-_megatron_core_installed = _package("megatron", "megatron-core", at_least="0.8.0")
+_megatron_core_installed = _package("megatron", "megatron-core", at_least="0.16")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
@@ -198,10 +198,8 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """Whether Megatron-LM with its training package is installed and enabled by ACCELERATE_USE_MEGATRON_LM."""
-    if not environment.parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False):
-        return False
-    return _megatron_core_installed() and _found("megatron.training")
+    """Whether megatron-core is installed, and Megatron-LM enabled by ACCELERATE_USE_MEGATRON_LM."""
+    return environment.parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM", False) and _megatron_core_installed()
 
 
 def is_fp8_available() -> bool:

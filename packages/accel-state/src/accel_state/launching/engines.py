@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from accel_state.config.merge import Origin, Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
+from accel_state.config.sections.megatron_lm import UNAVAILABLE
 from accel_state.errors import ConfigError, NotAvailableError
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ class MissingEngine:
 
 
 MISSING_ENGINES = (
-    MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
     MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
     MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
 )
@@ -64,7 +64,7 @@ MISSING_TYPES = {
 MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "tpu", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "megatron_lm", "tpu", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
 
 
@@ -105,6 +105,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
     _check_tpu(resolved, config)
+    _check_megatron(resolved, config)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
@@ -124,6 +125,23 @@ def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
             f"downcast_bf16 needs mixed_precision bf16, but it is {config.mixed_precision}; pass "
             "--mixed_precision bf16, or --no-downcast_bf16"
         )
+
+
+def _check_megatron(resolved: Resolved, config: LaunchConfig) -> None:
+    if not config.use_megatron_lm:
+        return
+    if config.use_cpu:
+        raise ConfigError(
+            f"{resolved.describe('distributed_type')} contradicts {resolved.describe('use_cpu')}: megatron-core "
+            "computes on GPUs alone; leave one of them out"
+        )
+    for name, reason in UNAVAILABLE.items():
+        path = f"megatron_lm.{name}"
+        value = value_of(config, schema_of(type(config)).by_path[path])
+        if value is True or value not in (None, False, 1):
+            raise NotAvailableError(
+                f"{resolved.describe(path)} is not available in this version: {reason}; {resolved.remedy(path)}"
+            )
 
 
 def unused_options(resolved: Resolved) -> list[str]:

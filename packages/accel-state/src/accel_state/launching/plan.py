@@ -149,6 +149,11 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('distributed_type')} needs accelerators, but none are visible on this machine; "
             f"{words.remedy('distributed_type', '--cpu to run the processes on the CPU')}"
         )
+    if config.use_megatron_lm and accelerators.kind not in ("cuda", "rocm"):
+        raise DeviceError(
+            f"{words('distributed_type')} needs GPUs of NVIDIA or AMD, on which megatron-core computes, and none are "
+            f"visible on this machine; {words.remedy('distributed_type')}"
+        )
     size = config.num_processes or machines * (1 if cpu else found)
     if size % machines:
         raise ConfigError(

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from accel_state.enums import DistributedType
-from accel_state.errors import NotAvailableError
-from accel_state.launching.engines import missing_engine
 from accel_state.trees import convert_to_fp32
 from accel_state.world.process import PartialState
 from accel_train.plugins import AutocastKwargs
@@ -46,16 +44,7 @@ def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: A
     Args:
         distributed_type: how processes cooperate; all types that this version supports use the same scaler.
         kwargs: arguments of the scaler.
-
-    Raises:
-        NotAvailableError: `distributed_type` is one that this version does not have.
     """
-    kind = None if distributed_type is None else distributed_type.value
-    if missing_engine("distributed_type", kind) is not None:
-        raise NotAvailableError(
-            f"get_grad_scaler() got distributed_type {kind}, which needs a scaler that this version "
-            "does not have; leave it out for processes that hold whole models."
-        )
     return torch.amp.GradScaler(PartialState().device.type, **kwargs)
 
 

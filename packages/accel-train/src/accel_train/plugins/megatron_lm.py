@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from accel_state.config.sections.megatron_lm import MegatronLMSection
+from accel_state.config.sections.megatron_lm import UNAVAILABLE, MegatronLMSection
 from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
 
@@ -18,14 +18,6 @@ _DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 # Fields that have no effect here, with the reason and what to use; set to anything but their default they are refused.
 _REFUSED: dict[str, str] = {
-    "use_custom_fsdp": "Megatron's own FSDP is not built in. Use use_distributed_optimizer=True, which divides "
-    "optimizer states and gradients, or FullyShardedDataParallelPlugin, which divides parameters as well",
-    "overlap_cpu_optimizer_d2h_h2d": "it belongs to optimizer_cpu_offload, which is not built in. Use "
-    "use_distributed_optimizer=True to divide optimizer states, or DeepSpeedPlugin(offload_optimizer_device='cpu')",
-    "optimizer_cpu_offload": "Megatron's optimizer on the CPU is not built in. Use use_distributed_optimizer=True to "
-    "divide optimizer states, or DeepSpeedPlugin(offload_optimizer_device='cpu')",
-    "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer, and the script's own is stepped here. "
-    "Leave it out; use_distributed_optimizer=True divides optimizer states",
     "pipeline_model_parallel_split_rank": "encoder-decoder models are not built in. Leave it out",
     "num_layers_per_virtual_pipeline_stage": "the interleaved schedule is not built in. Leave it out; more "
     "num_micro_batches shrink the pipeline's idle time as well",
@@ -50,13 +42,6 @@ _REFUSED: dict[str, str] = {
     "custom_loss_function, which the step calls",
     "custom_train_step_kwargs": "the script's loop is the training step. Use custom_get_batch_function and "
     "custom_loss_function, which the step calls",
-}
-_PARALLEL_REFUSED = {
-    "context_parallel_size": "Megatron's attention divides sequences only with Transformer Engine's layers, which are "
-    "not built in. Use sequence_parallelism=True, which divides activations along the sequence among the ranks of "
-    "tensor parallelism",
-    "expert_model_parallel_size": "mixture-of-experts models are not built in. Use tp_degree and pp_degree",
-    "expert_tensor_parallel_size": "mixture-of-experts models are not built in. Use tp_degree and pp_degree",
 }
 
 
@@ -245,11 +230,6 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise OptionError(f"{name} is {value!r}; known: {', '.join(known)}.")
-        if self.attention_backend:
-            raise OptionError(
-                "attention_backend=True asks for the fused attention of Transformer Engine's layers, which are not "
-                "built in. Leave it out, or say False: Megatron-core's own attention is used."
-            )
         if self.sequence_parallelism and self._degree("tp_degree") == 1:
             raise IncompatibleOptionsError(
                 "sequence_parallelism divides activations among the ranks of tensor parallelism, and tp_degree is 1. "
@@ -280,9 +260,9 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
             value = getattr(self, name)
             if value is not None and value is not False and value != defaults.get(name):
                 raise OptionError(f"{name}={value!r} of Megatron-LM is not available: {reason}.")
-        for name, reason in _PARALLEL_REFUSED.items():
+        for name, reason in UNAVAILABLE.items():
             value = getattr(self, name)
-            if value not in (None, 1):
+            if value is True or value not in (None, False, 1):
                 raise OptionError(f"{name}={value!r} of Megatron-LM is not available: {reason}.")
 
     def _recomputation(self) -> Mapping[str, Any]:

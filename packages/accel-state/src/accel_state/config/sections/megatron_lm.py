@@ -6,7 +6,25 @@ from dataclasses import dataclass
 
 from accel_state.config.option import Section, option
 
-__all__ = ["MegatronLMSection"]
+__all__ = ["UNAVAILABLE", "MegatronLMSection"]
+
+UNAVAILABLE = {
+    "use_custom_fsdp": "Megatron's own FSDP is not built in; use_distributed_optimizer divides optimizer states and "
+    "gradients, and FSDP (--use_fsdp) divides parameters as well",
+    "overlap_cpu_optimizer_d2h_h2d": "it belongs to optimizer_cpu_offload, which is not built in; "
+    "use_distributed_optimizer divides optimizer states",
+    "optimizer_cpu_offload": "Megatron's optimizer on the CPU is not built in; use_distributed_optimizer divides "
+    "optimizer states, and DeepSpeed (--use_deepspeed --offload_optimizer_device cpu) keeps them in host memory",
+    "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer, and the script's own is stepped here; "
+    "use_distributed_optimizer divides optimizer states",
+    "attention_backend": "the fused attention is Transformer Engine's, whose layers are not built in; "
+    "Megatron-core's own attention is used",
+    "context_parallel_size": "Megatron's attention divides sequences only with Transformer Engine's layers, which are "
+    "not built in; sequence_parallelism divides activations along the sequence among the ranks of tensor parallelism",
+    "expert_model_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
+    "expert_tensor_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
+}
+"""Options that Megatron-LM has and that are refused: why, and what there is instead. False and 1 ask for nothing."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -30,9 +48,12 @@ class MegatronLMSection(Section):
         launch_default=1,
         prompt="What is the Pipeline Parallelism degree/size?",
     )
-    use_custom_fsdp: bool | None = option(help="Use Megatron's own FSDP.", launch_default=False)
+    use_custom_fsdp: bool | None = option(
+        help="Use Megatron's own FSDP; not available yet.", launch_default=False
+    )
     overlap_cpu_optimizer_d2h_h2d: bool | None = option(
-        help="Overlap the transfers of an optimizer on the CPU with computation.", launch_default=False
+        help="Overlap the transfers of an optimizer on the CPU with computation; not available yet.",
+        launch_default=False,
     )
     no_load_optim: bool | None = option(help="Do not load the optimizer state.", launch_default=False)
     eod_mask_loss: bool | None = option(
@@ -40,10 +61,11 @@ class MegatronLMSection(Section):
     )
     no_save_optim: bool | None = option(help="Do not save the optimizer state.", launch_default=False)
     optimizer_cpu_offload: bool | None = option(
-        help="Keep optimizer states on the CPU.", launch_default=False
+        help="Keep optimizer states on the CPU; not available yet.", launch_default=False
     )
     use_precision_aware_optimizer: bool | None = option(
-        help="Keep optimizer states in lower precision where that is safe.", launch_default=False
+        help="Keep optimizer states in lower precision where that is safe; not available yet.",
+        launch_default=False,
     )
     decoder_last_pipeline_num_layers: int | None = option(
         help="Decoder layers in the last pipeline stage; by default all stages hold the same number.", low=0
@@ -51,14 +73,16 @@ class MegatronLMSection(Section):
     recompute_granularity: str | None = option(help="Activation recomputation: full or selective.")
     recompute_method: str | None = option(help="How layers to recompute are grouped: uniform or block.")
     recompute_num_layers: int | None = option(help="Layers per recomputed group.", low=0)
-    attention_backend: bool | None = option(help="Use the fused attention backend.")
-    expert_model_parallel_size: int | None = option(help="Ranks of expert parallelism.", low=1)
-    context_parallel_size: int | None = option(help="Ranks of context parallelism.", low=1)
+    attention_backend: bool | None = option(help="Use the fused attention backend; not available yet.")
+    expert_model_parallel_size: int | None = option(
+        help="Ranks of expert parallelism; not available yet.", low=1
+    )
+    context_parallel_size: int | None = option(help="Ranks of context parallelism; not available yet.", low=1)
     attention_dropout: float | None = option(help="Dropout after attention, from 0 to 1.", low=0, high=1)
     hidden_dropout: float | None = option(help="Dropout of hidden states, from 0 to 1.", low=0, high=1)
     attention_softmax_in_fp32: bool | None = option(help="Compute the softmax of attention in float32.")
     expert_tensor_parallel_size: int | None = option(
-        help="Ranks of tensor parallelism inside an expert.", low=1
+        help="Ranks of tensor parallelism inside an expert; not available yet.", low=1
     )
     calculate_per_token_loss: bool | None = option(
         help="Average the loss over tokens instead of micro-batches."

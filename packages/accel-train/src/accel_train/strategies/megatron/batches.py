@@ -95,7 +95,9 @@ def micro_batches(given: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     Raises:
         DataError: its tensors have different numbers of rows.
     """
-    rows = {name: value.shape[0] for name, value in given.items() if isinstance(value, Tensor) and value.dim()}
+    rows = {
+        name: value.shape[0] for name, value in given.items() if isinstance(value, Tensor) and value.dim()
+    }
     sizes = set(rows.values())
     if len(sizes) != 1:
         raise DataError(f"The tensors of a batch have different numbers of rows: {rows}.")

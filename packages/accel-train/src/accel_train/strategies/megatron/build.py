@@ -54,7 +54,11 @@ class Built:
 
 
 def build(
-    plugin: MegatronLMPlugin, model: nn.Module, groups: Groups, device: torch.device, compute: torch.dtype | None
+    plugin: MegatronLMPlugin,
+    model: nn.Module,
+    groups: Groups,
+    device: torch.device,
+    compute: torch.dtype | None,
 ) -> Built:
     """Build this rank's stage on its device, with the values that rank 0 has in `model`.
 
@@ -161,7 +165,9 @@ def rule_of(architecture: Architecture, name: str, offset: int) -> Rule:
 
 def _fill(built: Built, model: nn.Module) -> None:
     """Copy the model's values, as rank 0 has them."""
-    state = {name: value for name, value in NamedModel(model).state_dict().items() if isinstance(value, Tensor)}
+    state = {
+        name: value for name, value in NamedModel(model).state_dict().items() if isinstance(value, Tensor)
+    }
     meta = [name for name, value in state.items() if value.is_meta]
     if meta:
         raise PrepareError(
@@ -190,9 +196,7 @@ def _copy(state: Mapping[str, Tensor], name: str, parts: list[Part]) -> None:
                 f"The model's {name!r} has the shape {list(source.shape)}, and its configuration says "
                 f"{list(part.shape)}."
             )
-        box = tuple(
-            slice(at, at + size) for at, size in zip(part.offsets, part.tensor.shape, strict=True)
-        )
+        box = tuple(slice(at, at + size) for at, size in zip(part.offsets, part.tensor.shape, strict=True))
         part.tensor.copy_(source[box])
 
 

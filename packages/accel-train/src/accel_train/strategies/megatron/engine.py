@@ -19,7 +19,9 @@ from accel_train.strategies.megatron.runtime import Groups
 
 __all__ = ["MegatronEngine", "MegatronOutput"]
 
-_HARMLESS = frozenset({"use_cache", "return_dict", "token_type_ids", "output_attentions", "output_hidden_states"})
+_HARMLESS = frozenset(
+    {"use_cache", "return_dict", "token_type_ids", "output_attentions", "output_hidden_states"}
+)
 
 
 class MegatronOutput(OrderedDict[str, Any]):
@@ -74,7 +76,13 @@ class MegatronEngine(nn.Module):
     """
 
     def __init__(
-        self, chunk: Any, built: Built, groups: Groups, plugin: MegatronLMPlugin, given: nn.Module, trained: bool
+        self,
+        chunk: Any,
+        built: Built,
+        groups: Groups,
+        plugin: MegatronLMPlugin,
+        given: nn.Module,
+        trained: bool,
     ) -> None:
         super().__init__()
         self.module = chunk
@@ -121,7 +129,9 @@ class MegatronEngine(nn.Module):
                 f"{', '.join(sorted(known))}. Leave it out of the batch, or give custom_get_batch_function."
             )
         if "input_ids" not in given:
-            raise ArgumentTypeError("The model was called without input_ids. Pass the batch: `model(**batch)`.")
+            raise ArgumentTypeError(
+                "The model was called without input_ids. Pass the batch: `model(**batch)`."
+            )
         length, wanted = given["input_ids"].shape[1], self._plugin.seq_length
         if wanted is not None and length != wanted:
             raise DataError(f"A batch has sequences of {length} tokens, and seq_length is {wanted}.")
@@ -255,7 +265,11 @@ class MegatronEngine(nn.Module):
         if batch.labels is None or self._plugin.return_logits:
             logits = self._from_last(
                 torch.cat([result["logits"].detach() for result in results]) if results else None,
-                (sum(item.tokens.shape[0] for item in batches), batch.tokens.shape[1], self._built.dims.vocabulary),
+                (
+                    sum(item.tokens.shape[0] for item in batches),
+                    batch.tokens.shape[1],
+                    self._built.dims.vocabulary,
+                ),
             )
         if batch.labels is None:
             return MegatronOutput(None, logits)

@@ -16,9 +16,7 @@ from accel_train.strategies.megatron.build import Built
 __all__ = ["EngineGradients", "make_optimizer", "regrouped"]
 
 
-def regrouped(
-    built: Built, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> list[list[nn.Parameter]]:
+def regrouped(built: Built, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
     """The stage's parameters by the group of the script's optimizer that their values come from.
 
     Parameters that the script does not train, or that are in no group, are frozen.
@@ -72,7 +70,10 @@ def _group(place: int | None) -> str:
 
 
 def make_optimizer(
-    optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[nn.Parameter]], options: Mapping[str, Any], chunk: Any
+    optimizer: torch.optim.Optimizer,
+    groups: Sequence[Sequence[nn.Parameter]],
+    options: Mapping[str, Any],
+    chunk: Any,
 ) -> Any:
     """Megatron's optimizer, which steps the script's own with the stage's parameters.
 

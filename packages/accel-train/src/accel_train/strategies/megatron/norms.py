@@ -44,14 +44,10 @@ def layer_specs(config: Any) -> Any:
         get_num_layers_to_build,
     )
 
-    layer = get_gpt_layer_local_spec(
-        normalization=config.normalization, qk_layernorm=config.qk_layernorm
-    )
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     if config.qk_layernorm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)

@@ -57,7 +57,9 @@ def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
         leave_at_exit(device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which are optional, are not installed
+        warnings.simplefilter(
+            "ignore"
+        )  # that Transformer Engine and Apex, which are optional, are not installed
         from megatron.core import parallel_state
         from megatron.core.optimizer import optimizer as _  # noqa: F401 - warns as well
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

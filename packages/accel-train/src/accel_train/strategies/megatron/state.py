@@ -35,7 +35,9 @@ class _Known(NamedTuple):
     dtype: torch.dtype
 
 
-def run_parts(rule: Rule, dims: Dims, shape: Sequence[int], values: Tensor, start: int) -> dict[str, list[Part]]:
+def run_parts(
+    rule: Rule, dims: Dims, shape: Sequence[int], values: Tensor, start: int
+) -> dict[str, list[Part]]:
     """The boxes of the model's tensors that a run of one of Megatron's flattened tensors holds; views of `values`.
 
     Args:
@@ -132,7 +134,9 @@ class EngineState:
         group, order = place
         return self._optimizer.optimizer.param_groups[group]["params"][order], self._start(parameter)
 
-    def _parts(self, rule: Rule, parameter: Tensor, values: Tensor, start: int | None) -> dict[str, list[Part]]:
+    def _parts(
+        self, rule: Rule, parameter: Tensor, values: Tensor, start: int | None
+    ) -> dict[str, list[Part]]:
         dims = self._built.dims
         if start is None:
             return dict(rule.parts(values, dims))
@@ -171,9 +175,7 @@ class EngineState:
 
     def _names(self) -> list[list[str]]:
         """The names of each group of the script's optimizer, on all stages alike."""
-        place_of = {
-            id(parameter): place for place, group in enumerate(self.groups) for parameter in group
-        }
+        place_of = {id(parameter): place for place, group in enumerate(self.groups) for parameter in group}
         own: dict[str, int] = {}
         for rule, parameter in self._built.parameters():
             place = place_of.get(id(parameter))
@@ -321,7 +323,11 @@ class EngineState:
             return
         if key not in state:
             state[key] = torch.zeros_like(held, dtype=value.dtype)
-        parts = [part for part in self._parts(rule, parameter, state[key], start).get(short, []) if not part.is_empty]
+        parts = [
+            part
+            for part in self._parts(rule, parameter, state[key], start).get(short, [])
+            if not part.is_empty
+        ]
         if not parts:
             return
         if isinstance(value, SavedTensor):

@@ -154,7 +154,9 @@ class MegatronStrategy(Strategy):
         if self.precision.dtypes.compute is not None:
             module = Float16Module(built.config, module)
         return DistributedDataParallel(
-            config=built.config, ddp_config=DistributedDataParallelConfig(**{**options, **other}), module=module
+            config=built.config,
+            ddp_config=DistributedDataParallelConfig(**{**options, **other}),
+            module=module,
         )
 
     def _kinds(self) -> dict[str, type]:
