@@ -391,7 +391,7 @@ def test_export(case, tmp_path):
 
 
 def evaluate(case: Case) -> list[tuple[Tensor, Tensor, Tensor]]:
-    accelerator, model, _, _ = prepared(case)
+    _accelerator, model, _, _ = prepared(case)
     data = Tokens(6, case.ragged)
     mask = torch.ones_like(data.tokens)
     mask[1, 7:] = mask[4, 9:] = 0

@@ -115,12 +115,12 @@ def test_what_megatron_has_and_we_do_not_is_refused_with_what_there_is_instead(n
 def test_megatron_needs_gpus():
     flags = parse_flags(["--use_megatron_lm", "--cpu"])
     with pytest.raises(
-        ConfigError, match="^--use_megatron_lm contradicts --cpu: megatron-core computes on GPUs"
+        ConfigError, match=r"^--use_megatron_lm contradicts --cpu: megatron-core computes on GPUs"
     ):
         check_available(resolve(environ={}, flags=flags, use_default_file=False))
     resolved = resolve(environ={}, flags=parse_flags(["--use_megatron_lm"]), use_default_file=False)
     for found in (Accelerators(), Accelerators("npu", 2, 2, "ASCEND_RT_VISIBLE_DEVICES")):
-        with pytest.raises(DeviceError, match="^--use_megatron_lm needs GPUs of NVIDIA or AMD.*leave"):
+        with pytest.raises(DeviceError, match=r"^--use_megatron_lm needs GPUs of NVIDIA or AMD.*leave"):
             plan_world(check_available(resolved), found, resolved.sources)
     assert plan_world(resolved.config, Accelerators("cuda", 2, 2, "CUDA_VISIBLE_DEVICES")).size == 2
 

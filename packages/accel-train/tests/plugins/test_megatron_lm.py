@@ -74,13 +74,13 @@ def test_contradictions(fields, message):
 def test_without_the_engine_or_a_gpu_nothing_starts():
     with pytest.raises(
         (NotAvailableError, ValueError),
-        match="needs megatron-core>=0.16. Install it: pip install|does not run on device",
+        match=r"needs megatron-core>=0.16. Install it: pip install|does not run on device",
     ):
         Accelerator(megatron_lm_plugin=MegatronLMPlugin())
 
 
 def test_placeholders():
-    with pytest.raises(NotAvailableError, match="megatron.core.datasets"):
+    with pytest.raises(NotAvailableError, match=r"megatron.core.datasets"):
         MegatronLMDummyDataLoader(seq_length=8)
     scheduler = MegatronLMDummyScheduler(None, total_num_steps=3)
     with pytest.raises(ValueError, match="was not given to prepare"):

@@ -40,7 +40,7 @@ def test_micro_batches_are_of_one_size(rows, count, expected):
 
 
 def test_batches_that_are_none():
-    with pytest.raises(ValueError, match="different numbers of rows: {'a': 2, 'b': 3}"):
+    with pytest.raises(ValueError, match=r"different numbers of rows: {'a': 2, 'b': 3}"):
         micro_batches({"a": torch.ones(2), "b": torch.ones(3)}, 1)
     with pytest.raises(TypeError, match="custom_get_batch_function returned int"):
         supplied(lambda iterator, flag: 3, {})

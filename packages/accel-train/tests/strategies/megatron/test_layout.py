@@ -1,5 +1,6 @@
 """Where Megatron's tensors hold the model's values, with plain tensors: the oracle cuts and joins as Megatron does."""
 
+import itertools
 import types
 
 import pytest
@@ -45,7 +46,7 @@ def joined(rule, shares: list[Tensor], flat_cuts: int | None = None) -> dict[str
             edges = torch.linspace(0, flat.numel(), flat_cuts + 1).long().tolist()
             found = [
                 run_parts(rule, place, share.shape, flat[start:end], start)
-                for start, end in zip(edges, edges[1:], strict=False)
+                for start, end in itertools.pairwise(edges)
             ]
         for named in found:
             for name, parts in named.items():
@@ -149,7 +150,7 @@ def test_llama_3_rope():
     }  # fmt: skip
     found = architecture_of(llama(rope_parameters=rope)).gpt
     assert (found["rope_scaling"], found["rope_scaling_factor"], found["rotary_base"]) == (True, 4.0, 1e5)
-    with pytest.raises(ValueError, match="rope_parameters.*expected rope_type 'default', or 'llama3'"):
+    with pytest.raises(ValueError, match=r"rope_parameters.*expected rope_type 'default', or 'llama3'"):
         architecture_of(llama(rope_parameters={**rope, "low_freq_factor": 2.0}))
 
 

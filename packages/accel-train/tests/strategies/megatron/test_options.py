@@ -99,9 +99,11 @@ def test_optimizers():
     plain = MegatronLMPlugin(gradient_clipping=0)
     assert optimizer_options(plain, optimizer(torch.optim.SGD), None)["optimizer"] == "sgd"
     assert optimizer_options(plain, optimizer(torch.optim.Adam), None)["clip_grad"] == 0
-    with pytest.raises(ValueError, match="Adafactor.*treat every element alone"):
+    with pytest.raises(ValueError, match=r"Adafactor.*treat every element alone"):
         optimizer_options(plain, optimizer(torch.optim.Adafactor), None)
-    with pytest.raises(ValueError, match="divides the states of torch.optim.AdamW, and the optimizer is SGD"):
+    with pytest.raises(
+        ValueError, match=r"divides the states of torch.optim.AdamW, and the optimizer is SGD"
+    ):
         optimizer_options(plugin, optimizer(torch.optim.SGD), None)
 
 
@@ -122,7 +124,7 @@ def test_other_arguments_go_where_they_belong():
     other = {"softmax_scale": 2.0, "deterministic_mode": True}
     found = divide_other(MegatronLMPlugin(other_megatron_args=other), kinds)
     assert found == {"transformer": other, "optimizer": {"deterministic_mode": True}}
-    with pytest.raises(ValueError, match="'softmax_scal'.*Did you mean 'softmax_scale'"):
+    with pytest.raises(ValueError, match=r"'softmax_scal'.*Did you mean 'softmax_scale'"):
         divide_other(MegatronLMPlugin(other_megatron_args={"softmax_scal": 1}), kinds)
     with pytest.raises(ValueError, match="'sequence_parallel', which sequence_parallelism decides"):
         divide_other(MegatronLMPlugin(other_megatron_args={"sequence_parallel": True}), kinds)

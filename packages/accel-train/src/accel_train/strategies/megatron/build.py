@@ -209,7 +209,7 @@ def _provided(
 ) -> Built:
     """The stage that the script's own function builds."""
     module = provider(pre_process=groups.is_first, post_process=groups.is_last)
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if not isinstance(module, nn.Module) or not hasattr(config, "tensor_model_parallel_size"):
         raise OptionError(
             f"custom_model_provider_function returned {type(module).__name__}; it must return a model of "

@@ -59,6 +59,11 @@ class _Computed(torch.autograd.Function):
         return torch.zeros_like(gradients[0]), None, None
 
 
+def _computed(*arguments: Any) -> Tensor:
+    loss: Tensor = _Computed.apply(*arguments)  # type: ignore[no-untyped-call]
+    return loss
+
+
 class MegatronEngine(nn.Module):
     """A stage of a model. A call with labels returns the loss of the whole batch on every rank.
 
@@ -86,7 +91,7 @@ class MegatronEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = chunk
-        self.__dict__["given"] = given  # no child: its values are elsewhere
+        self._given = [given]  # no child: its values are elsewhere
         self._built = built
         self._groups = groups
         self._plugin = plugin
@@ -94,6 +99,11 @@ class MegatronEngine(nn.Module):
         self.loss_factor = 1.0
         self.before_backward: Callable[[], bool] = lambda: True
         self.scale: Callable[[float], None] = lambda factor: None
+
+    @property
+    def given(self) -> nn.Module:
+        """The script's model."""
+        return self._given[0]
 
     @property
     def config(self) -> Any:
@@ -279,7 +289,7 @@ class MegatronEngine(nn.Module):
             return MegatronOutput(value, logits)
         anchor = torch.zeros((), device=value.device, requires_grad=True)
         check = functools.partial(self._account, first, factor)
-        return MegatronOutput(_Computed.apply(anchor, value, check), logits)
+        return MegatronOutput(_computed(anchor, value, check), logits)
 
     def _from_last(self, value: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the last stage, on every stage."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from accel_train.errors import OptionError
 from accel_train.strategies.megatron.layout import (
@@ -55,12 +55,12 @@ class Architecture:
 
 
 _ACTIVATIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": functools.partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
+    "silu": functional.silu,
+    "swish": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_new": functools.partial(functional.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": functools.partial(functional.gelu, approximate="tanh"),
+    "relu": functional.relu,
 }
 
 

@@ -236,7 +236,7 @@ class EngineState:
 
     def _states(self, base: torch.optim.Optimizer) -> list[tuple[Rule, Tensor, int | None, dict[str, Any]]]:
         """Of each parameter that this rank steps: its rule, itself, where its run begins, and its state."""
-        found = []
+        found: list[tuple[Rule, Tensor, int | None, dict[str, Any]]] = []
         trained = {id(parameter) for group in self.groups for parameter in group}
         for rule, parameter in self._built.parameters():
             stepped = self._stepped(parameter) if id(parameter) in trained else None
@@ -301,8 +301,7 @@ class EngineState:
                 held = self._stepped(parameter)
                 assert held is not None, "listed above"
                 state.clear()
-                names = rule.parts(torch.empty(parameter.shape, device="meta"), self._built.dims)
-                for short in names:
+                for short in rule.parts(torch.empty(parameter.shape, device="meta"), self._built.dims):
                     for key, value in states.get(f"model_0.{short}", {}).items():
                         self._load(rule, parameter, start, state, held[0], short, key, value)
 

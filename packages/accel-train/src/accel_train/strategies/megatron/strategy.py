@@ -209,7 +209,7 @@ class MegatronStrategy(Strategy):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The script's model; its values are in the engine, its configuration and names are its own."""
-        return model.given if isinstance(model, MegatronEngine) else model  # type: ignore[no-any-return]
+        return model.given if isinstance(model, MegatronEngine) else model
 
     def release(self) -> None:
         """Forget the engine."""
