@@ -366,7 +366,7 @@ def export(case: Case, folder: Path) -> dict[str, Tensor]:
     assert type(unwrapped).__name__ == type(make_model(case)).__name__
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        unwrapped.save_pretrained(folder / "pretrained", state_dict=state)
+        unwrapped.save_pretrained(folder / "pretrained", state_dict=dict(state))  # which it empties
     accelerator.wait_for_everyone()
     return cloned(state)
 

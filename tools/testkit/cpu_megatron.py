@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -59,6 +60,8 @@ def install() -> None:
     cuda.default_stream = cuda.current_stream = lambda *args: _Stream()
     cuda.stream = lambda *args: contextlib.nullcontext()
     warnings.filterwarnings("ignore", module="megatron")
+    # That the CPU's random state changes in what it takes for the GPU's: here they are one.
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()

@@ -211,6 +211,7 @@ from accel_train.plugins import FullyShardedDataParallelPlugin as FullyShardedDa
 from accel_train.plugins import GradScalerKwargs as GradScalerKwargs
 from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_train.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accel_train.plugins import MegatronLMPlugin as MegatronLMPlugin
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import StrategyPlugin as StrategyPlugin
@@ -228,6 +229,11 @@ from accel_train.strategies.base import StrategyOptions as StrategyOptions
 from accel_train.strategies.deepspeed.placeholders import DummyOptim as DummyOptim
 from accel_train.strategies.deepspeed.placeholders import DummyScheduler as DummyScheduler
 from accel_train.strategies.deepspeed.placeholders import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed
+from accel_train.strategies.megatron.engine import MegatronEngine as MegatronEngine
+from accel_train.strategies.megatron.families import add_model_config_to_megatron_parser as add_model_config_to_megatron_parser
+from accel_train.strategies.megatron.placeholders import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accel_train.strategies.megatron.placeholders import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions

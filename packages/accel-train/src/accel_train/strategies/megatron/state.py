@@ -127,7 +127,8 @@ class EngineState:
         """The tensor that the script's optimizer holds for a parameter, and its run; None: another rank's has it."""
         ranges = getattr(self._optimizer, "model_param_group_index_map", None)
         if ranges is None:
-            return getattr(parameter, "main_param", None) or parameter, None
+            main = getattr(parameter, "main_param", None)
+            return (parameter if main is None else main), None
         place = ranges.get(parameter)
         if place is None:
             return None
