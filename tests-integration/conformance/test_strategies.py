@@ -57,9 +57,7 @@ def installed(member: type[Strategy]) -> bool:
 OWN_SUITE = {"megatron": "tests-integration/engines/test_megatron.py"}
 """Members that train models of transformers alone, not those of this suite, and where they are tested."""
 
-MEMBERS = {
-    name: member for name, member in FOUND.items() if installed(member) and name not in OWN_SUITE
-}
+MEMBERS = {name: member for name, member in FOUND.items() if installed(member) and name not in OWN_SUITE}
 MEMBERS |= {name: MEMBERS[strategy] for name, (strategy, _) in VARIANTS.items() if strategy in MEMBERS}
 TOLERANCE = {"no": 1e-12, "bf16": 2e-2, "fp16": 5e-3}
 SINGLE = 1e-6  # of members that compute in float32

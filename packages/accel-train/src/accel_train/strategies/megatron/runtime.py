@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from accel_state.communication.collectives import broadcast
 from accel_state.world.process_group import leave_at_exit
 from accel_train.plugins import MegatronLMPlugin
 
@@ -79,5 +80,6 @@ def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
         create_gloo_process_groups=False,
     )
     # Ranks of tensor parallelism drop other elements of what they divide, and the same of what they do not.
-    model_parallel_cuda_manual_seed(torch.initial_seed() % 2**31)
+    seed = broadcast(torch.tensor([torch.initial_seed() % 2**31]))
+    model_parallel_cuda_manual_seed(int(seed.item()))
     return Groups(parallel_state)

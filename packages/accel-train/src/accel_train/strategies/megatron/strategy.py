@@ -153,11 +153,14 @@ class MegatronStrategy(Strategy):
         module = built.module
         if self.precision.dtypes.compute is not None:
             module = Float16Module(built.config, module)
-        return DistributedDataParallel(
+        chunk = DistributedDataParallel(
             config=built.config,
             ddp_config=DistributedDataParallelConfig(**{**options, **other}),
             module=module,
         )
+        if built.architecture is None:
+            chunk.broadcast_params()  # the script has drawn them, on each rank alone
+        return chunk
 
     def _kinds(self) -> dict[str, type]:
         from megatron.core.distributed import DistributedDataParallelConfig
