@@ -181,7 +181,9 @@ class Monitor:
             waiting = {rank for rank in waiting if not self._has_answered(rank, present[rank], before[rank])}
 
     def _has_answered(self, rank: int, pulse: Pulse, start: int) -> bool:
-        return (self.folder / f"answer.{rank}").exists() and is_whole(self._written(rank, start), pulse.thread)
+        return (self.folder / f"answer.{rank}").exists() and is_whole(
+            self._written(rank, start), pulse.thread
+        )
 
     def _written(self, rank: int, start: int) -> str:
         """What a rank has written of its stacks since the file had `start` bytes."""
