@@ -8,7 +8,7 @@ import timeit
 
 import pytest
 
-from accel_state.launching.heartbeat import DATA, FORWARD, FORWARD, OTHER, SAVE, START, STEP, HeartbeatFile
+from accel_state.launching.heartbeat import DATA, FORWARD, OTHER, SAVE, START, STEP, HeartbeatFile
 
 
 @pytest.fixture
