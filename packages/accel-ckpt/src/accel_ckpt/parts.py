@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.geometry import Box, flat_boxes
@@ -205,7 +206,7 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return
-    local = tensor.to_local().detach()
+    local = _values(tensor.to_local().detach())
     shape = tuple(tensor.shape)
     for splits in _readings(_splits(tensor, coordinate)):
         runs = [_runs(size, [split for split in splits if split.dim == d]) for d, size in enumerate(shape)]
@@ -223,6 +224,21 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     for chosen in itertools.product(*(range(len(run)) for run in runs)):
         where = tuple(slice(cut[i], cut[i + 1]) for cut, i in zip(cuts, chosen, strict=True))
         yield Part(local[where], tuple(run[i][0] for run, i in zip(runs, chosen, strict=True)), shape)
+
+
+def _values(local: Any) -> torch.Tensor:
+    """The memory of a rank's part: what a subclass that only says how the part is gathered holds inside.
+
+    Trainings in low precision, such as torchao's in float8, put such a subclass around weights that FSDP divides.
+    """
+    if is_traceable_wrapper_subclass(local):
+        attributes, _ = local.__tensor_flatten__()
+        inside = [getattr(local, name) for name in attributes]
+        alike = [inner for inner in inside if (inner.shape, inner.dtype) == (local.shape, local.dtype)]
+        if len(alike) == 1:
+            return _values(alike[0].detach())
+    values: torch.Tensor = local
+    return values
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
-from accel_state.enums import DistributedType, DynamoBackend, RNGType
+from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
@@ -35,14 +35,17 @@ from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.plugins import (
+    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     StrategyPlugin,
+    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
@@ -50,6 +53,7 @@ from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
+from accel_train.setup.fp8 import RECIPES, backend_of, fp8_recipe
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
@@ -71,6 +75,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
+    **RECIPES,
 }
 
 
@@ -80,7 +85,7 @@ class Accelerator(ProcessView):
     Args:
         device_placement: models, optimizer states and batches move to this process's device.
         split_batches: deprecated; use `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no", "bf16" or "fp16"; None: as launched, else "no".
+        mixed_precision: "no", "bf16", "fp16" or "fp8"; None: as launched, else "no".
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: use the CPU although there is an accelerator device.
         dataloader_config: how loaders are prepared.
@@ -180,12 +185,19 @@ class Accelerator(ProcessView):
             adjust_scheduler=plugin.adjust_scheduler,
             dynamo=dynamo,
         )
+        precision = mixed_precision_name(mixed_precision, launched, selecting)
+        recipe = fp8_recipe(handlers, launched, precision)
+        self.fp8_backend: FP8BackendType = backend_of(recipe, launched)
+        self.fp8_recipe_handler: FP8RecipeKwargs | None = handlers.get("fp8_recipe")
+        self.ao_recipe_handler: AORecipeKwargs | None = recipe if isinstance(recipe, AORecipeKwargs) else None
+        self.te_recipe_handler: TERecipeKwargs | None = recipe if isinstance(recipe, TERecipeKwargs) else None
         given = Given(
-            mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
+            mixed_precision=precision,
             strategy=selecting,
             autocast=self.autocast_handler,
             scaler=self.scaler_handler,
             ddp=self.ddp_handler,
+            recipe=recipe,
             sync_each_batch=plugin.sync_each_batch,
         )
         self._begin(cpu, launched, given, plugin)
@@ -313,8 +325,13 @@ class Accelerator(ProcessView):
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision: "no", "bf16" or "fp16"."""
+        """The name of the precision: "no", "bf16", "fp16" or "fp8"."""
         return self.state.mixed_precision
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether models compute in fp8, by `fp8_backend`."""
+        return self.mixed_precision == "fp8"
 
     @property
     def native_amp(self) -> bool:

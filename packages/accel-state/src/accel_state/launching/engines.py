@@ -52,7 +52,6 @@ class MissingEngine:
 MISSING_ENGINES = (
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
     MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
-    MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
 )
 """Every engine of the schema that does not exist yet, in the order in which they are refused."""
 

@@ -13,7 +13,7 @@ from packaging.requirements import Requirement
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
-from accel_state.launching.engines import missing_engine, missing_engines, variable_of
+from accel_state.launching.engines import missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -58,7 +58,7 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
-        autocast, scaler, ddp: options of what is built.
+        autocast, scaler, ddp, recipe: options of what is built.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
@@ -67,6 +67,7 @@ class Given:
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
+    recipe: Any = None
     sync_each_batch: bool = False
 
 
@@ -94,6 +95,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             autocast_enabled=autocast.enabled,
             cache_enabled=autocast.cache_enabled,
             scaler_kwargs=scaler.to_kwargs(),
+            recipe=given.recipe,
         )
     )
     if strategy_class.capabilities.computes_precision:
@@ -129,7 +131,6 @@ def mixed_precision_name(
 
     Raises:
         IncompatibleOptionsError: the plugin's own configuration asks for another one.
-        NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
     asked = launched.mixed_precision if argument is None else argument
@@ -142,10 +143,6 @@ def mixed_precision_name(
             f"{own}. Leave one of them out."
         )
     name = own or name
-    if missing_engine("mixed_precision", name) is not None:
-        raise NotAvailableError(
-            f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
-        )
     PRECISIONS.get(name)
     return name
 
@@ -157,8 +154,6 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
         NotAvailableError: rather than train another way than was asked for.
     """
     for engine in missing_engines(launched):
-        if engine.option == "mixed_precision":
-            continue  # the script may have chosen another
         own = strategy.distributed_type
         if engine.option == "distributed_type" and own is not None and own.value == engine.value:
             continue
@@ -213,13 +208,13 @@ def _check(
             "mixed_precision='no'."
         )
     if (
-        precision.name == "bf16"
+        precision.dtype is torch.bfloat16
         and device.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         raise IncompatibleOptionsError(
-            f"mixed_precision='bf16' needs a GPU with bfloat16, and {torch.cuda.get_device_name(device)} has none; "
-            "use 'fp16'."
+            f"mixed_precision={precision.name!r} needs a GPU with bfloat16, and "
+            f"{torch.cuda.get_device_name(device)} has none; use 'fp16'."
         )
 
 
