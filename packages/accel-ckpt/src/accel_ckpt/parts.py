@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -226,19 +226,18 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
         yield Part(local[where], tuple(run[i][0] for run, i in zip(runs, chosen, strict=True)), shape)
 
 
-def _values(local: Any) -> torch.Tensor:
+def _values(local: torch.Tensor) -> torch.Tensor:
     """The memory of a rank's part: what a subclass that only says how the part is gathered holds inside.
 
     Trainings in low precision, such as torchao's in float8, put such a subclass around weights that FSDP divides.
     """
-    if is_traceable_wrapper_subclass(local):
-        attributes, _ = local.__tensor_flatten__()
-        inside = [getattr(local, name) for name in attributes]
-        alike = [inner for inner in inside if (inner.shape, inner.dtype) == (local.shape, local.dtype)]
-        if len(alike) == 1:
-            return _values(alike[0].detach())
-    values: torch.Tensor = local
-    return values
+    if not is_traceable_wrapper_subclass(cast(object, local)):
+        return local
+    wrapper = cast(Any, local)
+    attributes, _ = wrapper.__tensor_flatten__()
+    inside = [getattr(wrapper, name) for name in attributes]
+    alike = [inner for inner in inside if (inner.shape, inner.dtype) == (wrapper.shape, wrapper.dtype)]
+    return _values(alike[0].detach()) if len(alike) == 1 else local
 
 
 @dataclass(frozen=True, slots=True)

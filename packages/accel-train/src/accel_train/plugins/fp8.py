@@ -172,7 +172,7 @@ class TERecipeKwargs(_Recipe):
                 f"{type(self).__name__}(override_linear_precision={self.override_linear_precision!r}): expected three "
                 "booleans, for the forward product and the gradients of input and weight."
             )
-        self.override_linear_precision = cast("tuple[bool, bool, bool]", overridden)
+        self.override_linear_precision = overridden
 
 
 @dataclass

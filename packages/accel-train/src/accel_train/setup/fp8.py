@@ -61,7 +61,7 @@ def fp8_recipe(handlers: Mapping[str, Any], launched: LaunchConfig, precision: s
 def _launched_recipe(launched: LaunchConfig) -> Any:
     section = launched.fp8
     if section.backend == "MSAMP":
-        refuse_msamp("The launcher (ACCELERATE_FP8_BACKEND=MSAMP)")
+        refuse_msamp("The launcher (--fp8_backend msamp)")
     if section.backend == "AO":
         return AORecipeKwargs.from_section(section)
     if section.backend == "TE":

@@ -215,7 +215,7 @@ def convert_model_to_fp8_ao(
         if _is_plain_linear(module) and chosen(module, name)
     }
     places = _places_of_parameters(model)
-    converted = convert_to_float8_training(
+    converted: nn.Module = convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: replaced.get(name) is module
     )
     successors: dict[int, Any] = {}  # a layer in two places stays one

@@ -275,9 +275,10 @@ def restore_layers(model: nn.Module, *, linear: bool = True, norms: bool = True)
     for name, layer in list(_ours(model)):
         if not (linear if isinstance(layer, te.Linear) else norms):
             continue
+        plain: Any
         with torch.device("meta"):
             if isinstance(layer, te.Linear):
-                plain: nn.Module = nn.Linear(layer.in_features, layer.out_features, bias=False)
+                plain = nn.Linear(layer.in_features, layer.out_features, bias=False)
             else:
                 plain = nn.LayerNorm(tuple(layer.weight.shape), eps=layer.eps)
         bias = layer.__dict__[_OURS]
@@ -291,12 +292,11 @@ def _ours(model: nn.Module) -> Iterator[tuple[str, Any]]:
     return ((name, module) for name, module in named if _OURS in module.__dict__)
 
 
-def _successor(layer: nn.Module, *, linear: bool, norms: bool) -> nn.Module | None:
+def _successor(layer: nn.Module, *, linear: bool, norms: bool) -> Any:
     """TransformerEngine's layer for one of PyTorch's, with its parameters; None: it stays."""
     kind, te = type(layer), _te()
     if "forward" in vars(layer):
         return None
-    new: Any
     if linear and isinstance(layer, nn.Linear) and kind.forward is nn.Linear.forward:
         if any(size % _MULTIPLE for size in layer.weight.shape):
             return None
@@ -327,7 +327,7 @@ def _successor(layer: nn.Module, *, linear: bool, norms: bool) -> nn.Module | No
     return new
 
 
-def _hide_extra_state(layer: nn.Module) -> None:
+def _hide_extra_state(layer: Any) -> None:
     """Keep what a layer saves beside its parameters out of state dicts, so that their names are the plain model's.
 
     `TELayers.state_dict` saves it.
