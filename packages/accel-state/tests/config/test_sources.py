@@ -76,8 +76,8 @@ def test_a_value_is_described_as_the_user_wrote_it(place, path, described, origi
          "distributed_type: MEGATRON_LM in f.yaml, line 1 needs Megatron-LM, which is not available in this version; "
          "pass --no-use_megatron_lm, or edit that line to train with one replica of the model per process"),
         ({"environ": {"ACCELERATE_USE_MEGATRON_LM": "true"}},
-         "ACCELERATE_USE_MEGATRON_LM=true in the environment needs Megatron-LM, which is not available in this version; "
-         "unset ACCELERATE_USE_MEGATRON_LM"),
+         "ACCELERATE_USE_MEGATRON_LM=true in the environment needs Megatron-LM, which is not available in this "
+         "version; unset ACCELERATE_USE_MEGATRON_LM"),
         ({"text": "gpu_ids: 0,1\n"},
          "gpu_ids: 0,1 in f.yaml, line 1 names accelerator 0, but no accelerator was found"),
         ({"text": "num_machines: 2\nmachine_rank: 2\nnum_processes: 2\n"},

@@ -172,6 +172,11 @@ class Precision:
     def update_scale(self) -> None:
         """Apply an update of the loss scale that was put off until no scaled gradient waits."""
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a checkpoint keeps anything of this precision."""
+        return self.scaler is not None
+
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.
 

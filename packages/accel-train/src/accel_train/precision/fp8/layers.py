@@ -34,6 +34,11 @@ class Fp8Layers:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer has changed parameters."""
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the layers learn anything beside the parameters."""
+        return False
+
     def state_dict(self) -> dict[str, Any] | None:
         """What the layers learnt beside the parameters; None: nothing."""
         return None

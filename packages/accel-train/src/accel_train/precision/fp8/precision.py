@@ -61,6 +61,11 @@ class FP8Precision(AutocastPrecision):
         self.layers.after_step(optimizer)
         return stepped, result
 
+    @property
+    def has_state(self) -> bool:
+        """Whether the library's layers learn anything beside the parameters."""
+        return self.layers.has_state
+
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What the library's layers learnt beside the parameters."""
         return self.layers.state_dict()

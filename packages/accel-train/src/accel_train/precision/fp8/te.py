@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -75,10 +76,15 @@ class TELayers(Fp8Layers):
         """The forward inside TransformerEngine's autocast; in evaluation only if the recipe says so."""
         return TEForward(model, forward, self._recipe, self._during_eval)
 
+    @property
+    def has_state(self) -> bool:
+        """Whether a model was converted."""
+        return bool(self._alive())
+
     def state_dict(self) -> dict[str, Any] | None:
         """The histories from which scaling factors follow, by model and layer."""
         found = {
-            str(index): {name: layer.get_extra_state() for name, layer in _ours(model)}
+            str(index): {name: _portable(layer.get_extra_state()) for name, layer in _ours(model)}
             for index, model in enumerate(self._alive())
         }
         return found or None
@@ -89,10 +95,23 @@ class TELayers(Fp8Layers):
             saved = state.get(str(index), {})
             for name, layer in _ours(model):
                 if saved.get(name) is not None:
-                    layer.set_extra_state(saved[name])
+                    layer.set_extra_state(_restored(saved[name]))
 
     def _alive(self) -> list[nn.Module]:
         return [model for reference in self._models if (model := reference()) is not None]
+
+
+def _portable(state: Any) -> Any:
+    """What a layer saves, as tensors: versions before 1.11 give a stream."""
+    if isinstance(state, io.BytesIO):
+        return {"stream": torch.frombuffer(bytearray(state.getvalue()), dtype=torch.uint8)}
+    return state
+
+
+def _restored(state: Any) -> Any:
+    if isinstance(state, Mapping):
+        return io.BytesIO(state["stream"].numpy().tobytes())
+    return state
 
 
 class TEForward(PrecisionForward):
@@ -136,7 +155,7 @@ def _check_device(device_type: str) -> None:
             f"mixed_precision='fp8' with TransformerEngine computes on NVIDIA GPUs, and this device is "
             f"{device_type!r}; use torchao (kwargs_handlers=[AORecipeKwargs()], --fp8_backend ao), or 'bf16'."
         )
-    supported, reason = importlib.import_module("transformer_engine.pytorch.fp8").check_fp8_support()
+    supported, reason = _supports("fp8")
     if not supported:
         raise IncompatibleOptionsError(
             f"mixed_precision='fp8': TransformerEngine says of this device: {reason} Use 'bf16'."
@@ -151,14 +170,13 @@ def _make_recipe(recipe: TERecipeKwargs) -> Any:
         "fp8_format": getattr(recipes.Format, str(recipe.fp8_format)),
     }
     if recipe.use_mxfp8_block_scaling:
-        fp8 = importlib.import_module("transformer_engine.pytorch.fp8")
-        supported, reason = fp8.check_mxfp8_support()
+        supported, reason = _supports("mxfp8")
         if not supported:
             raise IncompatibleOptionsError(
                 f"TERecipeKwargs(use_mxfp8_block_scaling=True): TransformerEngine says of this device: {reason} Leave "
                 "it out for delayed scaling."
             )
-        return recipes.MXFP8BlockScaling(**wanted)
+        return _made(recipes.MXFP8BlockScaling, wanted)
     wanted |= {
         "interval": recipe.interval,
         "amax_history_len": recipe.amax_history_len,
@@ -175,7 +193,26 @@ def _make_recipe(recipe: TERecipeKwargs) -> Any:
                 f"TERecipeKwargs({name}={getattr(recipe, name)!r}): the installed version of TransformerEngine has no "
                 f"such option any more. Leave it out, or set it to {default!r}."
             )
-    return recipes.DelayedScaling(**wanted)
+    return _made(recipes.DelayedScaling, wanted)
+
+
+def _made(kind: Any, options: dict[str, Any]) -> Any:
+    try:
+        return kind(**options)
+    except (AssertionError, ValueError) as error:
+        raise IncompatibleOptionsError(
+            f"TERecipeKwargs: TransformerEngine's {kind.__name__} refuses {options!r}: {error}"
+        ) from error
+
+
+def _supports(kind: str) -> tuple[bool, str]:
+    """Whether this device computes in "fp8" or "mxfp8", and if not, why not."""
+    te = _te()
+    if hasattr(te, f"is_{kind}_available"):  # since 2.8
+        found: tuple[bool, str] = getattr(te, f"is_{kind}_available")(return_reason=True)
+    else:
+        found = getattr(importlib.import_module("transformer_engine.pytorch.fp8"), f"check_{kind}_support")()
+    return found
 
 
 def _require(function: str) -> None:
