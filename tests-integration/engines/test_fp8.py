@@ -50,7 +50,7 @@ class Case:
     steps: int = 1  # micro-batches of a window
     windows: int = 4
     clip: float | None = None
-    config: Any = None
+    scaling: Any = None  # a Float8LinearConfig; cloudpickle takes the name "config" for modules of torch
 
 
 @dataclasses.dataclass
@@ -68,8 +68,8 @@ def own(batch: tuple[Tensor, Tensor], rank: int, size: int) -> tuple[Tensor, Ten
 
 
 def recipe_of(case: Case) -> AORecipeKwargs:
-    if case.config is not None:
-        return AORecipeKwargs(config=case.config, enable_fsdp_float8_all_gather=case.gather)
+    if case.scaling is not None:
+        return AORecipeKwargs(config=case.scaling, enable_fsdp_float8_all_gather=case.gather)
     return AORecipeKwargs(enable_fsdp_float8_all_gather=case.gather)
 
 
@@ -117,11 +117,11 @@ def by_hand(case: Case) -> Seen:
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if case.strategy != "single":
         dist.init_process_group("gloo")
-    config = case.config or Float8LinearConfig(pad_inner_dim=True)
+    scaling = case.scaling or Float8LinearConfig(pad_inner_dim=True)
     model = convert_to_float8_training(
         Net(),
         module_filter_fn=lambda module, name: name in CONVERTED,
-        config=dataclasses.replace(config, enable_fsdp_float8_all_gather=case.gather),
+        config=dataclasses.replace(scaling, enable_fsdp_float8_all_gather=case.gather),
     )
     inner = model
     if case.strategy == "fsdp2":
@@ -191,7 +191,7 @@ def test_training_equals_torchao_by_hand(case, steps):
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
 def test_other_recipes_equal_torchao_by_hand(recipe):
-    for case in (Case(config=Float8LinearConfig.from_recipe_name(recipe)),):
+    for case in (Case(scaling=Float8LinearConfig.from_recipe_name(recipe)),):
         assert_same(run(ours, case), run(by_hand, case))
 
 

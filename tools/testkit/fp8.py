@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_state.host import available
+from accel_state.host import available, versions
 from accel_train.precision.fp8 import te
 
 FAKE_TE = str(Path(__file__).parent / "fake_te")
@@ -23,7 +24,7 @@ def fake_transformer_engine() -> Iterator[Any]:
     """Make the stand-in importable inside the block, on the CPU; gives `transformer_engine.pytorch`."""
     devices = te.DEVICE_TYPES
     sys.path.insert(0, FAKE_TE)
-    available._found.cache_clear()
+    _forget_what_is_installed()
     te.DEVICE_TYPES = frozenset({"cpu"})
     try:
         import transformer_engine.pytorch as module
@@ -34,7 +35,13 @@ def fake_transformer_engine() -> Iterator[Any]:
         sys.path.remove(FAKE_TE)
         for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
             del sys.modules[name]
-        available._found.cache_clear()
+        _forget_what_is_installed()
+
+
+def _forget_what_is_installed() -> None:
+    available._found.cache_clear()
+    versions.installed_version.cache_clear()
+    importlib.invalidate_caches()
 
 
 class Block(nn.Module):

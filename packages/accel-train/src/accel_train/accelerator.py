@@ -53,7 +53,7 @@ from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
-from accel_train.setup.fp8 import RECIPES, backend_of, fp8_recipe
+from accel_train.setup.fp8 import RECIPES, backend_of
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
@@ -185,19 +185,13 @@ class Accelerator(ProcessView):
             adjust_scheduler=plugin.adjust_scheduler,
             dynamo=dynamo,
         )
-        precision = mixed_precision_name(mixed_precision, launched, selecting)
-        recipe = fp8_recipe(handlers, launched, precision)
-        self.fp8_backend: FP8BackendType = backend_of(recipe, launched)
-        self.fp8_recipe_handler: FP8RecipeKwargs | None = handlers.get("fp8_recipe")
-        self.ao_recipe_handler: AORecipeKwargs | None = recipe if isinstance(recipe, AORecipeKwargs) else None
-        self.te_recipe_handler: TERecipeKwargs | None = recipe if isinstance(recipe, TERecipeKwargs) else None
         given = Given(
-            mixed_precision=precision,
+            mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
             autocast=self.autocast_handler,
             scaler=self.scaler_handler,
             ddp=self.ddp_handler,
-            recipe=recipe,
+            handlers=handlers,
             sync_each_batch=plugin.sync_each_batch,
         )
         self._begin(cpu, launched, given, plugin)
@@ -211,6 +205,11 @@ class Accelerator(ProcessView):
         init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
         self._process = PartialState(cpu, **init_kwargs)
         self._plan = resolve(self._process, launched, given)
+        recipe = self._plan.recipe
+        self.fp8_backend: FP8BackendType = backend_of(recipe, launched)
+        self.fp8_recipe_handler: FP8RecipeKwargs | None = given.handlers.get("fp8_recipe")
+        self.ao_recipe_handler: AORecipeKwargs | None = recipe if isinstance(recipe, AORecipeKwargs) else None
+        self.te_recipe_handler: TERecipeKwargs | None = recipe if isinstance(recipe, TERecipeKwargs) else None
         self.state = AcceleratorState(
             self._process,
             mixed_precision=given.mixed_precision,

@@ -70,8 +70,14 @@ def test_without_fp8_nothing_is_chosen():
     assert not accelerator.fp8_enabled
 
 
+def test_a_strategy_that_does_not_compute_in_fp8_says_so_before_a_library_is_asked_for():
+    message = "strategy 'tp' cannot compute with mixed_precision='fp8'; it takes bf16, no"
+    with pytest.raises(IncompatibleOptionsError, match=message):
+        Accelerator(mixed_precision="fp8", strategy="tp")
+
+
 @pytest.mark.parametrize("strategy", ["deepspeed", "xla", "tp"])
-def test_strategies_that_do_not_compute_in_fp8_say_so(strategy):
+def test_strategies_without_fp8(strategy):
     from accel_train.strategies.registry import STRATEGIES
 
     capabilities = STRATEGIES.get(strategy).capabilities

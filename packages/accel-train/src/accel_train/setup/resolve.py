@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
+from accel_train.setup.fp8 import fp8_recipe
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -42,12 +44,14 @@ class Plan:
         precision: which numbers are computed with.
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
+        recipe: how fp8 is computed; None in another precision.
     """
 
     strategy: Strategy
     precision: Precision
     mesh: Mesh
     device: torch.device
+    recipe: Any = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,8 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
-        autocast, scaler, ddp, recipe: options of what is built.
+        autocast, scaler, ddp: options of what is built.
+        handlers: all options by their key, of which those of fp8 are used.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
@@ -67,7 +72,7 @@ class Given:
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
-    recipe: Any = None
+    handlers: Mapping[str, Any] = field(default_factory=dict)
     sync_each_batch: bool = False
 
 
@@ -77,6 +82,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     Raises:
         NotAvailableError: the environment asks for an engine that this version does not have, or what a strategy
             requires is not installed.
+        MissingDependencyError: no library that computes the precision is installed.
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
@@ -88,6 +94,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
+    recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
     autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
     precision: Precision = precision_class(
         PrecisionOptions(
@@ -95,7 +102,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             autocast_enabled=autocast.enabled,
             cache_enabled=autocast.cache_enabled,
             scaler_kwargs=scaler.to_kwargs(),
-            recipe=given.recipe,
+            recipe=recipe,
         )
     )
     if strategy_class.capabilities.computes_precision:
@@ -112,7 +119,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             sync_each_batch=given.sync_each_batch,
         )
     )
-    return Plan(strategy, precision, mesh, device)
+    return Plan(strategy, precision, mesh, device, recipe)
 
 
 def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:

@@ -32,7 +32,7 @@ __all__ = [
 _logger = get_logger(__name__)
 
 #: Attribute of layers that were converted here; its value: whether the weight is in one place only.
-_OURS = "_accel_fp8"
+_OURS = "_accel_fp8_ao"
 #: Sizes of products must be multiples of this; see torch._scaled_mm.
 _MULTIPLE = 16
 #: The smallest compute capability of CUDA devices with fp8 products (Ada).

@@ -38,7 +38,7 @@ __all__ = [
 _logger = get_logger(__name__)
 
 #: Attribute of layers that were converted here.
-_OURS = "_accel_fp8"
+_OURS = "_accel_fp8_te"
 #: Sizes of TransformerEngine's products in fp8 must be multiples of this.
 _MULTIPLE = 16
 #: Devices that TransformerEngine computes on.
