@@ -20,7 +20,7 @@ from accel_state import environment
 from accel_state.communication import collectives
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
-from accel_state.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
+from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
@@ -35,25 +35,23 @@ from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.plugins import (
-    AORecipeKwargs,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    FP8RecipeKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     ProfileKwargs,
     ProjectConfiguration,
     StrategyPlugin,
-    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
+from accel_train.precision_view import PrecisionView
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
-from accel_train.setup.fp8 import RECIPES, backend_of
+from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
@@ -79,7 +77,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(ProcessView):
+class Accelerator(ProcessView, PrecisionView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -188,9 +186,6 @@ class Accelerator(ProcessView):
         given = Given(
             mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
-            autocast=self.autocast_handler,
-            scaler=self.scaler_handler,
-            ddp=self.ddp_handler,
             handlers=handlers,
             sync_each_batch=plugin.sync_each_batch,
         )
@@ -205,11 +200,6 @@ class Accelerator(ProcessView):
         init_kwargs = self.init_handler.to_kwargs() if self.init_handler else {}
         self._process = PartialState(cpu, **init_kwargs)
         self._plan = resolve(self._process, launched, given)
-        recipe = self._plan.recipe
-        self.fp8_backend: FP8BackendType = backend_of(recipe, launched)
-        self.fp8_recipe_handler: FP8RecipeKwargs | None = given.handlers.get("fp8_recipe")
-        self.ao_recipe_handler: AORecipeKwargs | None = recipe if isinstance(recipe, AORecipeKwargs) else None
-        self.te_recipe_handler: TERecipeKwargs | None = recipe if isinstance(recipe, TERecipeKwargs) else None
         self.state = AcceleratorState(
             self._process,
             mixed_precision=given.mixed_precision,
@@ -326,11 +316,6 @@ class Accelerator(ProcessView):
     def mixed_precision(self) -> str:
         """The name of the precision: "no", "bf16", "fp16" or "fp8"."""
         return self.state.mixed_precision
-
-    @property
-    def fp8_enabled(self) -> bool:
-        """Whether models compute in fp8, by `fp8_backend`."""
-        return self.mixed_precision == "fp8"
 
     @property
     def native_amp(self) -> bool:

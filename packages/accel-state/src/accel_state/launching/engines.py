@@ -174,7 +174,7 @@ def unused_options(resolved: Resolved) -> list[str]:
 
 
 def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
-    """What is said of fp8: a library that is not installed, and options for another one than that which computes."""
+    """About fp8: a library that is not installed, and options for another one than that which computes."""
     backend = config.fp8.backend
     if not config.is_active("fp8"):
         return

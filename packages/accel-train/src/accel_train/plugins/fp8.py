@@ -69,8 +69,8 @@ class AORecipeKwargs(_Recipe):
     """How torchao computes in fp8: the backend "AO" of `mixed_precision="fp8"`.
 
     Attributes:
-        config: torchao's `Float8LinearConfig`, which says how operands are scaled. By default tensors are scaled as a
-            whole, anew each time, with the two options below.
+        config: torchao's `Float8LinearConfig`, which says how operands are scaled. By default each tensor is scaled
+            as a whole by its largest value, with the two options below.
         module_filter_func: called with a linear layer and its name; whether the layer computes in fp8. By default all
             do but the model's first and last, whose errors matter most, and those whose sizes are not divisible by 16.
         pad_inner_dim: pad the inner dimension of products to a multiple of 16, which the hardware needs; None: as

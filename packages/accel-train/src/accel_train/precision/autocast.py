@@ -24,7 +24,7 @@ class PrecisionForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's outputs."""
-        raise NotImplementedError
+        return self.forward(*args, **kwargs)
 
 
 class AutocastForward(PrecisionForward):

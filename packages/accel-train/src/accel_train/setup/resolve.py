@@ -12,6 +12,7 @@ import torch
 from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
+from accel_state.enums import FP8BackendType
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
 from accel_state.launching.engines import missing_engines, variable_of
@@ -28,7 +29,7 @@ from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
-from accel_train.setup.fp8 import fp8_recipe
+from accel_train.setup.fp8 import backend_of, fp8_recipe
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -45,6 +46,7 @@ class Plan:
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
         recipe: how fp8 is computed; None in another precision.
+        fp8_backend: by which library; in another precision the one that the launcher names.
     """
 
     strategy: Strategy
@@ -52,6 +54,7 @@ class Plan:
     mesh: Mesh
     device: torch.device
     recipe: Any = None
+    fp8_backend: FP8BackendType = FP8BackendType.NO
 
 
 @dataclass(frozen=True)
@@ -62,16 +65,12 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
-        autocast, scaler, ddp: options of what is built.
-        handlers: all options by their key, of which those of fp8 are used.
+        handlers: options of what is built, by their key: "autocast", "scaler", "ddp", and recipes of fp8.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
     mixed_precision: str
     strategy: StrategyPlugin | str | None = None
-    autocast: AutocastKwargs | None = None
-    scaler: GradScalerKwargs | None = None
-    ddp: DistributedDataParallelKwargs | None = None
     handlers: Mapping[str, Any] = field(default_factory=dict)
     sync_each_batch: bool = False
 
@@ -95,7 +94,8 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
     recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
-    autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
+    autocast = given.handlers.get("autocast") or AutocastKwargs()
+    scaler = given.handlers.get("scaler") or GradScalerKwargs()
     precision: Precision = precision_class(
         PrecisionOptions(
             device_type=device.type,
@@ -108,7 +108,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     if strategy_class.capabilities.computes_precision:
         precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
-        config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
+        config = (given.handlers.get("ddp") or DistributedDataParallelKwargs()) if name == "ddp" else None
     mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
     strategy = strategy_class(
         StrategyOptions(
@@ -119,7 +119,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             sync_each_batch=given.sync_each_batch,
         )
     )
-    return Plan(strategy, precision, mesh, device, recipe)
+    return Plan(strategy, precision, mesh, device, recipe, backend_of(recipe, launched))
 
 
 def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:

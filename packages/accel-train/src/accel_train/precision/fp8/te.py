@@ -90,7 +90,7 @@ class TELayers(Fp8Layers):
         return found or None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to what `state_dict` returned; layers that it does not know begin anew."""
+        """Go back to what `state_dict` returned; layers that it does not know begin without."""
         for index, model in enumerate(self._alive()):
             saved = state.get(str(index), {})
             for name, layer in _ours(model):
