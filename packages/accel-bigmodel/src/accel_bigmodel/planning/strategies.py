@@ -68,17 +68,24 @@ class Workload:
         batch_size: samples of a micro-batch on one rank.
         optimizer: adamw, sgd, adafactor or 8bit.
         precision: no, bf16 or fp16.
-        accumulates: gradients are summed over micro-batches, so they are there in all but the first.
+        micro_batches: of a step; gradients are summed over them, so they are there in all but the first.
         frozen_bytes: of an element of a frozen weight.
         accelerator: whether ranks compute on accelerators; a CPU frees sooner, and steps tensor by tensor.
+        seq_length: tokens of a sample.
     """
 
     batch_size: int = 1
     optimizer: str = "adamw"
     precision: str = "no"
-    accumulates: bool = False
+    micro_batches: int = 1
     frozen_bytes: int = 4
     accelerator: bool = True
+    seq_length: int = 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are summed over several micro-batches."""
+        return self.micro_batches > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,9 +123,10 @@ def plan(
         batch_size=batch_size,
         optimizer=optimizer.value,
         precision=precision.value,
-        accumulates=gradient_accumulation_steps > 1,
+        micro_batches=gradient_accumulation_steps,
         frozen_bytes=4 if precision is _Precision.no else 2,
         accelerator=not on_cpu,
+        seq_length=seq_length,
     )
     source = _Source(model, library_name, trust_remote_code, seq_length, workload)
     shape, timelines, notes = source.of(lora)
