@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 from accel_train import (
+    Accelerator,
+    AORecipeKwargs,
     IncompatibleOptionsError,
     filter_first_and_last_linear_layers,
     filter_linear_layers,
@@ -59,3 +61,23 @@ def test_other_devices_are_refused():
     ao.AOLayers(Recipe(), "cpu")
     with pytest.raises(IncompatibleOptionsError, match="CPU, CUDA and XPU devices, and this one is 'mps'"):
         ao.AOLayers(Recipe(), "mps")
+
+
+@pytest.mark.gpu
+def test_the_real_engine_trains_on_a_gpu():
+    """torchao's layers on an accelerator: a loss falls, and the plain layers come back."""
+    pytest.importorskip("torchao", reason="torchao is not installed here")
+    accelerator = Accelerator(mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    assert [ao.has_ao_layers(layer) for layer in model] == [False, True, False]
+    x = torch.randn(32, 64, device=accelerator.device)
+    losses = []
+    for _ in range(20):
+        loss = nn.functional.mse_loss(model(x), x)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert not ao.has_ao_layers(accelerator.unwrap_model(model, keep_fp32_wrapper=False))
