@@ -7,6 +7,7 @@ import pickle
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from transformer_engine.pytorch import fp8
@@ -54,14 +55,17 @@ class Linear(_Module):
             self.bias = torch.Tensor().to(dtype=dtype, device=device)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """A plain product. In fp8 the input's magnitude is noted, and operands are scaled by the last one."""
+        """A plain product. In fp8 the largest input of all ranks is noted, and scales the next one."""
         enabled, recipe = fp8.ACTIVE[-1] if fp8.ACTIVE else (False, None)
         calls.append({"fp8": enabled, "recipe": recipe})
         bias = self.bias if self.use_bias else None
         if not enabled:
             return nn.functional.linear(inp, self.weight, bias)
         scale = 2.0 ** -math.ceil(math.log2(self.history[-1])) if self.history else 1.0
-        self.history.append(float(inp.detach().abs().max()))
+        largest = inp.detach().abs().max().float()
+        if getattr(recipe, "reduce_amax", False) and dist.is_initialized():
+            dist.all_reduce(largest, dist.ReduceOp.MAX)
+        self.history.append(float(largest))
         rounded = (inp * scale * 16).round() / (16 * scale)  # so that the history matters
         return nn.functional.linear(inp + (rounded - inp).detach(), self.weight, bias)
 
