@@ -125,15 +125,17 @@ def test_t30_two_concurrent_launches_pass(script):
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
-def test_two_machines_are_one_world(script, backend):
+def test_two_machines_are_one_world(script, backend, tmp_path):
     port = str(free_port())
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
 
     def machine(rank):
         words = ["--cpu", "--num_processes", "4", "--num_machines", "2", "--machine_rank", str(rank)]
         words += ["--main_process_ip", "127.0.0.1", "--main_process_port", port, "--rdzv_backend", backend]
         return subprocess.Popen(
             [sys.executable, "-m", "accel_cli", "launch", *words, script, "x"],
-            env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environ(), "TMPDIR": str(temporary)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
     both = [machine(0), machine(1)]
@@ -141,6 +143,7 @@ def test_two_machines_are_one_world(script, backend):
     assert [code for *_, code in ends] == [0, 0], ends
     lines = sorted(line for out, *_ in ends for line in out.splitlines())
     assert lines == [f"rank {rank} of 4 sum 10.0 ['x']" for rank in range(4)]
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_agent_returns_the_code_of_the_failed_rank(tmp_path):

@@ -76,6 +76,37 @@ for step in range(3):
     optimizer.step()
 """
 
+HANG = """\
+import time
+
+import torch
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+if accelerator.process_index == 1:
+    time.sleep(3600)
+torch.distributed.all_reduce(torch.ones(5))
+"""
+
+SLOW = """\
+import time
+
+import torch
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = torch.utils.data.DataLoader(torch.randn(512, 8), batch_size=8)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x in loader:
+    if accelerator.process_index == 1:
+        time.sleep(0.05)
+    accelerator.backward(model(x).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
 OLD = """\
 from accelerate import Accelerator
 from accelerate.utils import set_seed
@@ -129,6 +160,15 @@ PICTURES = (
     Picture("help", "accel --help"),
     Picture("launch-help", "accel launch --help"),
     Picture("failing-rank", "accel launch --cpu --num_processes 2 train.py", {"train.py": FAILING}, code=1),
+    Picture(
+        "hang",
+        "accel launch --cpu --num_processes 2 --step_timeout 5 hang.py",
+        {"hang.py": HANG},
+        code=124,
+    ),
+    Picture(
+        "stragglers", "accel launch --cpu --num_processes 2 --straggler_report slow.py", {"slow.py": SLOW}
+    ),
     Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
     Picture("config", "accel config --config_file run.yaml", keys=CONFIG_KEYS),
     Picture(

@@ -1,6 +1,9 @@
 """Finding models: folders, files, repositories, and one message for each way to find none."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -122,3 +125,16 @@ def test_offline_says_so(hub, monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(EstimateError, match="HF_HUB_OFFLINE is set; unset it, run `hf download org/llama"):
         find_model("org/llama")
+
+
+@pytest.mark.parametrize(
+    "command", [["estimate-memory"], ["plan", "--devices", "2", "--memory", "8GB"]], ids=str
+)
+def test_the_commands_say_so_in_a_process_of_their_own(tmp_path, command):
+    # There nothing else has imported huggingface_hub's modules, which appear only when they are.
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    words = [sys.executable, "-m", "accel_cli", command[0], "org/llama", *command[1:]]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"accel {command[0]}: error: there is no file or folder org/llama")
+    assert done.stderr.count("\n") == 1

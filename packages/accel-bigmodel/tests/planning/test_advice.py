@@ -1,5 +1,7 @@
 """What fits, what is advised, and what would fit."""
 
+from dataclasses import replace
+
 import pytest
 
 from accel_bigmodel import EstimateError
@@ -33,7 +35,32 @@ def test_with_room_nothing_is_offloaded_or_recomputed():
     assert not (best.setting.offload)
     assert not (best.setting.offload_optimizer)
     assert not (best.setting.checkpointing)
-    assert best.traffic == min(row.traffic for row in plan(1e12).rows if row.setting.strategy != "tp")
+    least = min(row.traffic for row in plan(1e12).rows if row.setting.strategy != "tp")
+    assert not best.needs_package
+    assert least < best.traffic <= 2 * least
+
+
+def test_another_package_is_advised_where_it_sends_less_than_half():
+    work = Workload(batch_size=2, precision="bf16", micro_batches=8)
+    found = plan(1e12, work=work)
+    gather, reduce = 2 * SHAPE.parameters * 3 / 4, 4 * SHAPE.trainable * 3 / 4
+    assert by_name(found)["ddp"].traffic == 2 * reduce
+    assert by_name(found)["fsdp2"].traffic == 16 * gather + reduce
+    assert by_name(found)["deepspeed zero 1"].traffic == gather + reduce / 2
+    assert found.advised.setting.name == "ddp"
+    short = plan(17e9, work=work)  # too little for the replicas of ddp
+    assert not by_name(short)["ddp"].fits
+    assert short.advised.setting.name.startswith("deepspeed zero")
+
+
+def test_tensor_parallelism_sends_activations_of_every_token():
+    wide = replace(SHAPE, tensor_parallel=(32, 8))
+    cluster = Cluster(4, 1, 1e12)
+    for tokens, micro_batches in ((1, 1), (2048, 1), (2048, 4)):
+        work = Workload(batch_size=2, precision="bf16", seq_length=tokens, micro_batches=micro_batches)
+        found = by_name(make_plan(wide, cluster, work, timelines))["tp"]
+        sums = 4 * len(wide.units) * micro_batches  # each sends its tensor twice to the others
+        assert found.traffic == pytest.approx(sums * 2 * (2 * 2 * tokens * 1024) * 3 / 4)
 
 
 def test_less_memory_leads_to_recomputing_then_to_offload():
@@ -104,3 +131,15 @@ def test_names_of_devices():
     with pytest.raises(EstimateError, match=r"did you mean .*h100-80gb"):
         device_memory("h100-81gb")
     assert all(name.endswith(f"-{size}gb") for name, size in DEVICES.items())
+
+
+def test_fp8_takes_what_bf16_takes_and_has_fewer_strategies():
+    wide = replace(SHAPE, tensor_parallel=(32, 8))
+
+    def found(precision):
+        work = Workload(batch_size=2, precision=precision)
+        return by_name(make_plan(wide, Cluster(4, 1, 1e12), work, timelines))
+
+    low, lowest = found("bf16"), found("fp8")
+    assert set(low) - set(lowest) == {name for name in low if name.startswith(("deepspeed", "tp"))} > set()
+    assert lowest == {name: row for name, row in low.items() if name in lowest}

@@ -108,8 +108,8 @@ def test_states_of_optimizers():
 
 def test_accumulation_keeps_gradients_in_the_forward():
     plain = found(Setting("single", "single")).peak
-    waiting = found(Setting("single", "single"), Workload(2, accumulates=True, accelerator=False)).peak
+    waiting = found(Setting("single", "single"), Workload(2, micro_batches=2, accelerator=False)).peak
     assert waiting.gradients == 9600
     assert waiting.total > plain.total
     # FSDP2 does not reduce within a window: gradients stay whole.
-    assert found(Setting("fsdp2", "fsdp2", 4), Workload(2, accumulates=True)).peak.gradients == 9600
+    assert found(Setting("fsdp2", "fsdp2", 4), Workload(2, micro_batches=2)).peak.gradients == 9600

@@ -136,8 +136,9 @@ def _of_files(name: str, files: list[Path]) -> FoundModel:
 def _on_hub(name: str, library: str | None, trust_remote_code: bool) -> FoundModel:
     hub = _import("huggingface_hub", "models of the Hub")
     from huggingface_hub import errors
+    from huggingface_hub.utils import logging
 
-    hub.utils.logging.set_verbosity_error()  # it warns of each try to connect
+    logging.set_verbosity_error()  # it warns of each try to connect
     try:
         file = Path(hub.hf_hub_download(name, _CONFIG))
         if trust_remote_code:

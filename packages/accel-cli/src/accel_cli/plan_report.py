@@ -112,7 +112,14 @@ def _why(plan: Plan, best: Row) -> str:
         return "nothing fits without offload"
     if best.setting.checkpointing and not all(row.setting.checkpointing for row in plan.rows):
         return "nothing fits that neither recomputes nor offloads"
-    return f"of what fits without recomputing it sends least, {gigabytes(best.traffic)} GB per rank and step"
+    sends = f"{gigabytes(best.traffic)} GB per rank and step"
+    least = next(row for row in plan.rows if row.fits)
+    if least is not best:
+        return (
+            f"it needs no other package, and sends {sends}; of what fits without recomputing "
+            f"{least.setting.name} sends least, {gigabytes(least.traffic)} GB"
+        )
+    return f"of what fits without recomputing it sends least, {sends}"
 
 
 def as_json(plan: Plan, suggested: list[Suggestion]) -> str:

@@ -1,10 +1,11 @@
 """Stacks of ranks: read from faulthandler's output, grouped, and compared."""
 
 import faulthandler
+import subprocess
 import sys
 import threading
 
-from accel_state.launching.hang_report import RankStack, differing, parse_stack, render_hang
+from accel_state.launching.hang_report import RankStack, differing, is_whole, parse_stack, render_hang
 
 USER = ("/home/me/train.py", 12, "train")
 TORCH = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
@@ -41,6 +42,24 @@ def test_the_output_of_faulthandler_is_read(tmp_path):
     assert mine[-2] == (__file__, sys._getframe().f_lineno - 5, sys._getframe().f_code.co_name)
     assert any(frame[2] == "other_thread" for frame in parse_stack(text, thread.ident))
     assert parse_stack("", 1) == ()
+
+
+def test_a_report_is_whole_when_the_main_thread_has_been_written(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import faulthandler, sys, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(30,), daemon=True).start()\n"
+        "def inner():\n"
+        "    print(threading.get_ident(), flush=True)\n"
+        "    faulthandler.dump_traceback(sys.stdout.fileno(), all_threads=True)\n"
+        "inner()\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+    ident, _, text = done.stdout.partition("\n")
+    assert "sleep" in text or "run" in text, "the other thread comes first"
+    assert is_whole(text, int(ident))
+    for end in range(len(text)):
+        assert not is_whole(text[:end], int(ident)), text[:end]
 
 
 def test_ranks_outside_the_collective_differ():

@@ -45,8 +45,19 @@ def test_time_before_the_first_batch_is_no_part_of_a_step(files):
 
 def test_the_phase_in_progress_counts(files):
     launcher, rank = files
-    rank.claim(0, 1).enter(OTHER)
+    pulse = rank.claim(0, 1)
+    pulse.enter(FORWARD)
     time.sleep(0.01)
+    assert launcher.read(0).spent[FORWARD] > 8e6
+
+
+def test_what_follows_the_last_step_counts_only_if_training_goes_on(files):
+    launcher, rank = files
+    pulse = rank.claim(0, 1)
+    pulse.enter(OTHER)
+    time.sleep(0.01)
+    assert launcher.read(0).spent[OTHER] == 0
+    pulse.enter(DATA)
     assert launcher.read(0).spent[OTHER] > 8e6
 
 

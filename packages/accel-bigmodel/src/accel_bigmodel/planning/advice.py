@@ -19,6 +19,12 @@ _MOST = 1 << 16
 """Samples beyond which no larger batch is looked for."""
 
 
+_KINDS = 3
+"""Leading parts of a row's cost that a strategy without another package must share to take its place."""
+_LITTLE_MORE = 2.0
+"""How much more such a strategy may send: communication of this order overlaps with computation."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """What there is to train on.
@@ -73,6 +79,11 @@ class Row:
     largest_batch: int | None
     cost: tuple[float, ...]
 
+    @property
+    def needs_package(self) -> bool:
+        """Whether the strategy needs a package besides these."""
+        return _needs_package(self.setting)
+
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
@@ -107,8 +118,23 @@ class Plan:
 
     @property
     def advised(self) -> Row | None:
-        """The cheapest row that fits."""
-        return next((row for row in self.rows if row.fits), None)
+        """What to use: the cheapest row that fits, or one that needs no other package and sends little more."""
+        cheapest = next((row for row in self.rows if row.fits), None)
+        if cheapest is None or not cheapest.needs_package:
+            return cheapest
+        return next((row for row in self.rows if row.fits and _replaces(row, cheapest)), cheapest)
+
+
+def _needs_package(setting: Setting) -> bool:
+    return setting.strategy == "deepspeed"
+
+
+def _replaces(row: Row, cheapest: Row) -> bool:
+    return (
+        not row.needs_package
+        and row.cost[:_KINDS] == cheapest.cost[:_KINDS]
+        and row.traffic <= _LITTLE_MORE * cheapest.traffic
+    )
 
 
 def settings_for(
@@ -144,6 +170,8 @@ def settings_for(
 
 
 def _zero(shape: ModelShape, workload: Workload, n: int, checkpointing: bool) -> Iterator[Setting]:
+    if workload.precision == "fp8":
+        return  # DeepSpeed's engine does not compute in it
     # The bucket is what "auto" in DeepSpeed's configuration becomes; without a hidden size its default.
     bucket = shape.hidden_size**2 or 500_000_000
     for stage in (1, 2, 3):
@@ -162,7 +190,7 @@ def _tensor_parallel(
     shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
 ) -> Iterator[Setting]:
     n = cluster.per_machine  # its traffic is for the links inside a machine
-    if workload.precision == "fp16" or shape.adapters or n == 1 or not shape.tensor_parallel:
+    if workload.precision in ("fp16", "fp8") or shape.adapters or n == 1 or not shape.tensor_parallel:
         return
     if all(count % n == 0 for count in shape.tensor_parallel):
         yield Setting("tp", "tp", n, checkpointing=checkpointing)
@@ -181,7 +209,7 @@ def make_plan(
     """What each rank holds under every strategy that can run, which of them fit, in the order of their cost.
 
     The order: what stays on the devices before what is offloaded, what is computed once before what is recomputed, then
-    less traffic, then strategies that need no other package.
+    less traffic, then strategies that need no other package. `Plan.advised` may prefer one of the latter.
 
     Args:
         shape: the model.
@@ -260,24 +288,10 @@ def _cost(
     shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload
 ) -> tuple[float, str, tuple[float, ...]]:
     """Bytes that a rank sends in a step, other costs in words, and the place in the order."""
-    n = setting.shards
-    share = (n - 1) / n if n > 1 else 0.0
-    low = 4 if workload.precision == "no" else 2
-    gather, reduce = low * shape.parameters * share, 4 * shape.trainable * share
+    traffic = _traffic(shape, setting, cluster, workload)
     extra: list[str] = []
-    if setting.strategy == "fsdp2":
-        traffic = gather * (2 if setting.reshard else 1) + reduce
-        if n < cluster.devices:  # replicas average their parts between machines
-            traffic += 2 * 4 * shape.trainable / n
-    elif setting.strategy == "deepspeed":
-        reduced = low * shape.trainable * share
-        traffic = 2 * gather + reduced if setting.stage == 3 else gather + reduced
-    elif setting.strategy == "tp":
-        # Two sums of activations in forward and two in backward for every block, which block the computation.
-        traffic = 8 * len(shape.units) * shape.hidden_size * low * workload.batch_size * share
+    if setting.strategy == "tp":
         extra.append("sums activations in every block")
-    else:
-        traffic = 2 * reduce
     if setting.checkpointing:
         extra.append("recomputes the forward")
     offloads = setting.offload + setting.offload_optimizer
@@ -285,16 +299,38 @@ def _cost(
         extra.append("fetches weights from host memory")
     if setting.offload or setting.offload_optimizer:
         extra.append("steps on the CPU")
-    needs_package = setting.strategy == "deepspeed"
     cost = (
         offloads,
         setting.strategy == "tp",
         setting.checkpointing,
         round(traffic / 1e6),
-        needs_package,
+        _needs_package(setting),
         setting.stage,
     )
     return traffic, "; ".join(extra), tuple(map(float, cost))
+
+
+def _traffic(shape: ModelShape, setting: Setting, cluster: Cluster, workload: Workload) -> float:
+    """Bytes that a rank sends in a step; rings send every byte to all but one of the ranks."""
+    n, micro_batches = setting.shards, workload.micro_batches
+    share = (n - 1) / n
+    low = 4 if workload.precision == "no" else 2
+    gather, reduce = low * shape.parameters * share, 4 * shape.trainable * share
+    if setting.strategy == "fsdp2":  # gathers for every micro-batch, reduces once
+        traffic = gather * (2 if setting.reshard else 1) * micro_batches + reduce
+        if n < cluster.devices:  # replicas average their parts between machines
+            traffic += 2 * 4 * shape.trainable / n
+        return traffic
+    if (
+        setting.strategy == "deepspeed"
+    ):  # stages 2 and 3 keep divided gradients, so they reduce every micro-batch
+        reduced = low * shape.trainable * share * (micro_batches if setting.stage > 1 else 1)
+        return 2 * gather * micro_batches + reduced if setting.stage == 3 else gather + reduced
+    if setting.strategy == "tp":
+        # Two sums of activations in forward and two in backward for every block, which block the computation.
+        tokens = workload.batch_size * workload.seq_length * micro_batches
+        return 8 * len(shape.units) * shape.hidden_size * low * tokens * share
+    return 2 * reduce
 
 
 def suggestions(plan: Plan, timelines: Timelines, *, checkpointing: bool = False) -> list[Suggestion]:

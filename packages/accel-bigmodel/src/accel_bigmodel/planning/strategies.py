@@ -67,18 +67,25 @@ class Workload:
     Attributes:
         batch_size: samples of a micro-batch on one rank.
         optimizer: adamw, sgd, adafactor or 8bit.
-        precision: no, bf16 or fp16.
-        accumulates: gradients are summed over micro-batches, so they are there in all but the first.
+        precision: no, bf16, fp16 or fp8, which takes what bf16 takes: activations are kept as under bf16.
+        micro_batches: of a step; gradients are summed over them, so they are there in all but the first.
         frozen_bytes: of an element of a frozen weight.
         accelerator: whether ranks compute on accelerators; a CPU frees sooner, and steps tensor by tensor.
+        seq_length: tokens of a sample.
     """
 
     batch_size: int = 1
     optimizer: str = "adamw"
     precision: str = "no"
-    accumulates: bool = False
+    micro_batches: int = 1
     frozen_bytes: int = 4
     accelerator: bool = True
+    seq_length: int = 1
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are summed over several micro-batches."""
+        return self.micro_batches > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +159,7 @@ def numbers_of(setting: Setting, precision: str) -> str:
     """The name of the numbers in which a strategy computes; see ``planning.timelines``."""
     if precision == "no":
         return "float32"
-    low = "bfloat16" if precision == "bf16" else "float16"
+    low = "float16" if precision == "fp16" else "bfloat16"
     if setting.strategy == "deepspeed":
         return low
     return f"{low} autocast" if setting.strategy == "fsdp2" else f"float32 autocast {low}"

@@ -28,6 +28,7 @@ class _Precision(StrEnum):
     no = "no"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
 
 
 _Model = Annotated[
@@ -123,9 +124,10 @@ def plan(
         batch_size=batch_size,
         optimizer=optimizer.value,
         precision=precision.value,
-        accumulates=gradient_accumulation_steps > 1,
+        micro_batches=gradient_accumulation_steps,
         frozen_bytes=4 if precision is _Precision.no else 2,
         accelerator=not on_cpu,
+        seq_length=seq_length,
     )
     source = _Source(model, library_name, trust_remote_code, seq_length, workload)
     shape, timelines, notes = source.of(lora)
@@ -177,9 +179,8 @@ class _Source:
         from accel_bigmodel.planning.timelines import text_inputs, timelines_of
 
         model = with_adapters(self.model, rank) if rank else self.model
-        frozen = (
-            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.workload.precision) if rank else None
-        )
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+        frozen = low.get(self.workload.precision) if rank else None
         shape = shape_of_model(model, adapters=rank)
         try:
             timelines = timelines_of(model, text_inputs(model, self.length), frozen=frozen)

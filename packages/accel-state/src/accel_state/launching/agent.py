@@ -14,6 +14,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if own.spares and not _healthy(args, own):
             return 1
-        with _meeting(args, own) as meeting:
+        with _meeting(args, own) as meeting, _log_folder(args):
             return _run(args, own, meeting)
     except _UnreachableError as error:
         sys.stderr.write(f"accel: error: {error}\n")
@@ -176,6 +177,17 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
         yield meeting
     finally:
         meeting.leave()
+
+
+@contextlib.contextmanager
+def _log_folder(args: Any) -> Iterator[None]:
+    """A folder for what ranks tell the agent when they fail; torch's agent would leave its own behind."""
+    if args.log_dir is not None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="accel-agent-", ignore_cleanup_errors=True) as folder:
+        args.log_dir = folder
+        yield
 
 
 def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:

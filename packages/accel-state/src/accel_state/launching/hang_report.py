@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from accel_state.launching.tracebacks import fold_frames, library_of, listed
 
-__all__ = ["RankStack", "differing", "parse_stack", "render_hang"]
+__all__ = ["RankStack", "differing", "is_whole", "parse_stack", "render_hang"]
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<id>[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "accel_state/communication/collectives.py")
 _OWN = ("accel_state/launching/worker.py", "<frozen runpy>")
+_OUTERMOST = re.compile(r"( in (<module>|_run_module_as_main)|^  \.\.\.)$")
+"""The last line of a main thread, or of one with more frames than ``faulthandler`` writes."""
 Frame = tuple[str, int, str]
 """File, line, name of the function."""
 
@@ -82,6 +84,19 @@ def parse_stack(text: str, thread: int) -> tuple[Frame, ...]:
     found = threads.get(thread, next(reversed(threads.values())))
     found = [frame for frame in found if not frame[0].replace("\\", "/").endswith(_OWN)]
     return tuple(reversed(found))
+
+
+def is_whole(text: str, thread: int) -> bool:
+    """Whether the output of ``faulthandler``, which is written line by line, has come to the end of the main thread.
+
+    Args:
+        text: the output so far.
+        thread: identity of the main thread, which is written last.
+    """
+    lines = text.splitlines()
+    heads = (_THREAD.match(line) for line in lines)
+    begun = any(head is not None and int(head["id"], 16) == thread for head in heads)
+    return begun and text.endswith("\n") and _OUTERMOST.search(lines[-1]) is not None
 
 
 def differing(stacks: Sequence[RankStack]) -> list[int]:

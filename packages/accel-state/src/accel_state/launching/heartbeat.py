@@ -133,7 +133,8 @@ class Pulse:
         phase: its current phase.
         saving: when the save in progress began.
         steps: optimizer steps so far.
-        spent: nanoseconds in each phase that has ended, and in the current one so far.
+        spent: nanoseconds in each phase that has ended, and in the current one so far, unless it is ``OTHER``: a
+            program stays in that after its last step.
     """
 
     pid: int
@@ -206,7 +207,7 @@ class HeartbeatFile:
             view[_STEPS],
             {phase: view[phase] for phase in PHASES},
         )
-        if pulse.phase in pulse.spent:
+        if pulse.phase in pulse.spent and pulse.phase != OTHER:
             pulse.spent[pulse.phase] += max(0, time.monotonic_ns() - pulse.since)
         return pulse
 

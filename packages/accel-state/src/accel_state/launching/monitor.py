@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_state.launching.answers import STACK_SIGNAL
-from accel_state.launching.hang_report import RankStack, parse_stack, render_hang
+from accel_state.launching.hang_report import RankStack, is_whole, parse_stack, render_hang
 from accel_state.launching.heartbeat import PHASES, HeartbeatFile, Pulse
 from accel_state.launching.straggler_report import render_phases
 from accel_state.launching.tracebacks import listed
@@ -25,8 +25,8 @@ CAN_WATCH = STACK_SIGNAL is not None and hasattr(os, "mkfifo") and sys.platform 
 _SHARED = Path("/dev/shm")
 _PATIENCE = 2.0
 """Seconds that ranks have to answer; a process that does not run (stopped, or in the kernel) never does."""
-_QUIET = 0.05
-"""Seconds without growth after which the output of ``faulthandler`` is complete."""
+_LOOK = 0.05
+"""Seconds between two looks at what ranks have answered."""
 _GAP = 2.0
 """Seconds between two looks after which the launcher itself was stopped, and its ranks may have been too."""
 
@@ -146,7 +146,7 @@ class Monitor:
         for rank, pulse in present.items():
             (self.folder / f"answer.{rank}").unlink(missing_ok=True)
             self._ask(rank, pulse)
-        self._wait_for_answers(before)
+        self._wait_for_answers(present, before)
         stacks = [
             self._stack(rank, pulse, before[rank])
             if rank in present
@@ -173,24 +173,29 @@ class Monitor:
             os.write(question, b"?")
             os.close(question)
 
-    def _wait_for_answers(self, before: Mapping[int, int]) -> None:
+    def _wait_for_answers(self, present: Mapping[int, Pulse], before: Mapping[int, int]) -> None:
         until = time.monotonic() + _PATIENCE
-        sizes: dict[int, int] = {}
-        while time.monotonic() < until:
-            known, sizes = sizes, {rank: self._size(f"stack.{rank}") for rank in before}
-            answered = all((self.folder / f"answer.{rank}").exists() for rank in before)
-            if answered and known == sizes and all(sizes[rank] > before[rank] for rank in before):
-                return
-            time.sleep(_QUIET)
+        waiting = set(present)
+        while waiting and time.monotonic() < until:
+            time.sleep(_LOOK)
+            waiting = {rank for rank in waiting if not self._has_answered(rank, present[rank], before[rank])}
+
+    def _has_answered(self, rank: int, pulse: Pulse, start: int) -> bool:
+        return (self.folder / f"answer.{rank}").exists() and is_whole(
+            self._written(rank, start), pulse.thread
+        )
+
+    def _written(self, rank: int, start: int) -> str:
+        """What a rank has written of its stacks since the file had `start` bytes."""
+        path = self.folder / f"stack.{rank}"
+        return path.read_bytes()[start:].decode(errors="replace") if path.exists() else ""
 
     def _size(self, name: str) -> int:
         path = self.folder / name
         return path.stat().st_size if path.exists() else 0
 
     def _stack(self, rank: int, pulse: Pulse, start: int) -> RankStack:
-        text = ""
-        if self._size(f"stack.{rank}"):
-            text = (self.folder / f"stack.{rank}").read_bytes()[start:].decode(errors="replace")
+        text = self._written(rank, start)
         answer = self.folder / f"answer.{rank}"
         collectives = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else []
         note = "" if pulse.joined else "it has not joined the other ranks"
