@@ -359,6 +359,29 @@ def test_state_in_another_division(name, tmp_path):
         torch.testing.assert_close(found[1], weights, rtol=CLOSE, atol=CLOSE)
 
 
+def load_without_state(case: Case, folder: Path) -> str:
+    accelerator, _, _, _ = prepared(case)
+    try:
+        accelerator.load_state(folder)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_states_without_the_optimizers(tmp_path):
+    """A state saved without it is refused, unless a new optimizer is asked for."""
+    case = Case("llama", {**TP, "no_save_optim": True}, optimizer="AdamW")
+    [(_, weights), *_] = worlds.run(save_and_continue, 2, case, tmp_path / "s", timeout=120)
+    other = dataclasses.replace(case, plugin=TP)
+    for message in worlds.run(load_without_state, 2, other, tmp_path / "s", timeout=120):
+        assert "saved without its state (no_save_optim)" in message
+    new = dataclasses.replace(case, plugin={**TP, "no_load_optim": True})
+    for _, found in worlds.run(load_and_continue, 2, new, tmp_path / "s", timeout=120):
+        assert found.keys() == weights.keys()
+        moved = {name: (found[name] - weights[name]).abs().max().item() for name in weights}
+        assert 0 < max(moved.values()) < 0.05, "the same weights, and other moments"
+
+
 def export(case: Case, folder: Path) -> dict[str, Tensor]:
     accelerator, model, _, _ = prepared(case)
     accelerator.save_model(model, folder)
