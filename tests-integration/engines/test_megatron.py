@@ -330,6 +330,7 @@ DIVISIONS = {
     "tied pp": Case("llama", PP, tied=True, optimizer="AdamW"),
     "dp": Case("llama", {**TP, "use_distributed_optimizer": True}, ranks=4, optimizer="AdamW"),
     "gpt2 dp": Case("gpt2", {"use_distributed_optimizer": True}, ranks=2, optimizer="AdamW"),
+    "dropout": Case("gpt2", {**TP, "hidden_dropout": 0.2, "attention_dropout": 0.2}),
     "bf16": Case("llama", TP, optimizer="AdamW", precision="bf16"),
     "bf16 dp": Case(
         "gpt2", {**TP, "use_distributed_optimizer": True}, 4, optimizer="AdamW", precision="bf16"

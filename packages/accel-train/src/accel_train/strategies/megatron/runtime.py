@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from accel_state.communication.collectives import broadcast
 from accel_state.world.process_group import leave_at_exit
 from accel_train.plugins import MegatronLMPlugin
 
-__all__ = ["Groups", "start"]
+__all__ = ["Groups", "random_states", "restore_random_states", "start"]
 
 
 class Groups:
@@ -83,3 +84,19 @@ def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
     seed = broadcast(torch.tensor([torch.initial_seed() % 2**31]))
     model_parallel_cuda_manual_seed(int(seed.item()))
     return Groups(parallel_state)
+
+
+def random_states() -> dict[str, torch.Tensor]:
+    """The states of the generators that draw for what ranks of tensor parallelism divide, by Megatron's names."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
+    """Go back to what `random_states` returned."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    tracker = get_cuda_rng_tracker()
+    known = tracker.get_states()
+    tracker.set_states({name: states[name].cpu() if name in states else known[name] for name in known})

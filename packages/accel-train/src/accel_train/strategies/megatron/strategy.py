@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,7 +30,12 @@ from accel_train.strategies.megatron.engine import MegatronEngine
 from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
 from accel_train.strategies.megatron.options import divide_other, gradient_options, optimizer_options
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler, make_scheduler
-from accel_train.strategies.megatron.runtime import Groups, start
+from accel_train.strategies.megatron.runtime import (
+    Groups,
+    random_states,
+    restore_random_states,
+    start,
+)
 from accel_train.strategies.megatron.state import EngineState
 
 __all__ = ["MegatronStrategy"]
@@ -423,6 +428,15 @@ class MegatronStrategy(Strategy):
             super().load_optimizer_state(optimizer, tree, models)
         elif not self.plugin.no_load_optim:
             item.state.load_optimizer_state(optimizer, tree)
+
+    def window_state(self, model: nn.Module) -> dict[str, Any]:
+        """The generators by which this rank drops elements of what it divides."""
+        return {} if self._of_model(model) is None else {"random_states": random_states()}
+
+    def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Go back to what `window_state` returned."""
+        if self._of_model(model) is not None:
+            restore_random_states(state.get("random_states", {}))
 
 
 def _without_tied(own: dict[str, Any], about: Any) -> dict[str, Any]:
