@@ -43,7 +43,10 @@ there is a problem.
   accel doctor --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
 """
 _ROWS = [
-    ("--checkpoint_dir DIR", "Where checkpoints go; the speed of its disk is measured. Default: this folder."),
+    (
+        "--checkpoint_dir DIR",
+        "Where checkpoints go; the speed of its disk is measured. Default: this folder.",
+    ),
     ("--num_processes N", "Ranks of the world to check, over all machines."),
     ("--num_machines N", "Machines; run the command on each, with its --machine_rank."),
     ("--timeout SECONDS", f"How long ranks wait for each other. Default: {_TIMEOUT:g}."),

@@ -68,7 +68,9 @@ def _all_gather(call: _Call) -> Found:
 
 def _reduce_scatter(call: _Call) -> Found:
     found = call.empty()
-    dist.reduce_scatter_tensor(found, call.of(call.rank).repeat(call.size))
+    # torch 2.13 renames it, and warns of the other name.
+    run = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    run(found, call.of(call.rank).repeat(call.size))
     return found, call.total()
 
 

@@ -19,7 +19,7 @@ _SMALL = 2**16
 _LARGE = 2**23
 _SECONDS = 0.1
 _SLOWER = 8.0
-"""A link is slow if it is this many times slower than the median of its kind: processes that share cores differ less."""
+"""A link is slow if it is this many times slower than the median of its kind; processes that share cores differ less."""
 _WORST_LATENCY = 5e-3
 _WORST_BANDWIDTH = 50e6
 _LOST = 0.15
@@ -62,11 +62,7 @@ def rounds(size: int) -> Iterator[list[tuple[int, int]]]:
     distance = 1
     while distance < size:
         for odd in (0, 1):
-            yield [
-                (rank, rank + distance)
-                for rank in range(size - distance)
-                if rank // distance % 2 == odd
-            ]
+            yield [(rank, rank + distance) for rank in range(size - distance) if rank // distance % 2 == odd]
         distance *= 2
 
 
@@ -128,6 +124,8 @@ def slow_links(links: Sequence[Link], hosts: Sequence[str]) -> list[str]:
             if link.bandwidth < bandwidth / _SLOWER or (not inside and link.bandwidth < _WORST_BANDWIDTH):
                 reasons.append(f"{link.bandwidth / 1e6:.1f} MB/s (median {bandwidth / 1e6:.1f} MB/s)")
             if reasons:
-                ends = f"rank {link.first} ({hosts[link.first]}) and rank {link.second} ({hosts[link.second]})"
+                ends = (
+                    f"rank {link.first} ({hosts[link.first]}) and rank {link.second} ({hosts[link.second]})"
+                )
                 found.append(f"the link between {ends} is slow: {', '.join(reasons)}")
     return found

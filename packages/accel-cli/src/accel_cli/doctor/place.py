@@ -73,10 +73,14 @@ def find_place(flags: ParsedFlags, environ: Mapping[str, str]) -> FoundPlace | N
         first, count, tells = world.machine_rank * world.local_size, world.local_size, True
     if address is None:
         raise ConfigError(
-            f"{world.machines} machines meet at the first, whose address is not known: pass --main_process_ip, the same on "
-            "all machines"
+            f"{world.machines} machines meet at the first, whose address is not known: pass --main_process_ip, the "
+            "same on all machines"
         )
-    place = Place(world, first, count, address, port or _PORT if world.machines > 1 else port or 0)
+    if port is None:
+        raise ConfigError(
+            "ranks that a scheduler starts meet at MASTER_PORT, which is not set: set it to a free port"
+        )
+    place = Place(world, first, count, address, port)
     return FoundPlace(config, place, tells, _unknown_names(address))
 
 

@@ -57,15 +57,9 @@ def main(arguments: list[str]) -> int:
     job = RankJob(**json.loads(arguments[0]))
     wait = timedelta(seconds=job.timeout)
     try:
-        store = dist.TCPStore(job.address, job.port, None, False, wait)
-    except dist.DistError as error:
-        print(
-            f"accel: rank {job.rank} on {socket.gethostname()}: the doctor of machine 0 did not answer at "
-            f"{job.address}:{job.port} within {job.timeout:g} s; start accel doctor there, and check address, port and "
-            f"firewall ({str(error).splitlines()[0]})",
-            file=sys.stderr,
-        )
-        return 3
+        store = dist.TCPStore(job.address, job.port, None, False, wait)  # type: ignore[attr-defined]
+    except dist.DistError:
+        return 3  # the doctor of this machine says it, once for all its ranks
     results: dict[str, Any] = {"rank": job.rank, "collectives": {}, "links": []}
     step = ["joining"]
 

@@ -69,7 +69,10 @@ def _clock(clocks: Mapping[str, float], hosts: list[str]) -> Iterator[Finding]:
             for host, offset in wrong.items()
         )
         yield Finding(
-            "clocks", "warning", text, "synchronize them (chrony or systemd-timesyncd); timedatectl shows the state"
+            "clocks",
+            "warning",
+            text,
+            "synchronize them (chrony or systemd-timesyncd); timedatectl shows the state",
         )
     else:
         worst = max(map(abs, offsets.values()))
@@ -133,7 +136,12 @@ def _links(results: Facts, hosts: list[str]) -> Iterator[Finding]:
         return
     slow = slow_links(links, hosts)
     for text in slow[:_SHOWN]:
-        yield Finding("links", "warning", text, "check cable, switch, interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)")
+        yield Finding(
+            "links",
+            "warning",
+            text,
+            "check cable, switch, interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+        )
     if len(slow) > _SHOWN:
         yield Finding("links", "warning", f"and {len(slow) - _SHOWN} more; --json has all")
     if not slow:

@@ -72,7 +72,8 @@ def examine_world(
     started: list[CommandProcess] = []
     try:
         for local in range(place.count):
-            started.append(_start(config, place, port, local, environ, timeout))
+            # One by one: if a start fails, those before it are ended.
+            started.append(_start(config, place, port, local, environ, timeout))  # noqa: PERF401
         if store is None:
             return _follow(started, place), {}
         return _Coordinator(store, place, started, timeout).run()
@@ -97,7 +98,9 @@ def _host(place: Place, timeout: float) -> tuple[Any, int]:
                     "--main_process_port, the same on all machines"
                 ) from error
     wait = timedelta(seconds=timeout)
-    store = dist.TCPStore(place.address, place.port, None, True, wait, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        place.address, place.port, None, True, wait, wait_for_workers=False
+    )
     return store, store.port
 
 
@@ -249,8 +252,10 @@ class _Coordinator:
             text += f": machine {', '.join(map(str, whole))} of {self.place.world.machines} is missing"
         hosts = sorted({str(facts["host"]) for facts in arrived.values()})
         text += f" ({'; '.join(own)})" if own else ""
-        advice = f"arrived: {', '.join(hosts) or 'nobody'}. Start accel doctor on each machine with its --machine_rank, "
-        advice += f"and check that {self.place.address} can be reached from there (route, firewall)"
+        advice = f"arrived: {', '.join(hosts) or 'nobody'}. Start accel doctor on each machine with its "
+        advice += (
+            f"--machine_rank, and check that {self.place.address} can be reached from there (route, firewall)"
+        )
         return Finding("world", "problem", text, advice if not own else "the error of that rank is above")
 
     def _lost(self, rank: int, arrived: Mapping[int, Mapping[str, Any]]) -> Finding:
