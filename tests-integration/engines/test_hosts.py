@@ -204,10 +204,14 @@ def doctors(hosts: list[Host], *words: str) -> list[str]:
 
 
 def spoil(host: Host, *words: str) -> None:
-    subprocess.run(
+    done = subprocess.run(
         ["ip", "netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words],
-        check=True,
+        capture_output=True,
+        text=True,
     )
+    if "qdisc kind is unknown" in done.stderr:
+        pytest.skip("this kernel has no netem (module sch_netem), which makes links slow or lossy")
+    assert done.returncode == 0, done.stderr
 
 
 def test_doctor_finds_healthy_hosts_right(hosts: list[Host]) -> None:
@@ -237,7 +241,7 @@ def test_doctor_names_links_that_lose_packets(hosts: list[Host]) -> None:
 
 
 def test_doctor_names_a_host_that_does_not_answer(hosts: list[Host]) -> None:
-    spoil(hosts[2], "loss", "100%")
+    subprocess.run(["ip", "-n", hosts[2].name, "link", "set", "eth0", "down"], check=True)
     outputs = doctors(hosts, "--timeout", "20")
     assert "rank 2 of 3 did not arrive within 20 s: machine 2 of 3 is missing" in outputs[0], outputs[0]
     assert "machine 0 did not answer at 10.77.0.1" in outputs[2], outputs[2]

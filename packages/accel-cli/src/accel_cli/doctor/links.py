@@ -19,7 +19,7 @@ _SMALL = 2**16
 _LARGE = 2**23
 _SECONDS = 0.1
 _SLOWER = 8.0
-"""A link is slow if it is this many times slower than the median of its kind; processes that share cores differ less."""
+"""A link is slow if it is this many times slower than the median of its kind; ranks that share cores differ less."""
 _WORST_LATENCY = 5e-3
 _WORST_BANDWIDTH = 50e6
 _LOST = 0.15
