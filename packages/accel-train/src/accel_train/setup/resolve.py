@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
+from accel_state.enums import FP8BackendType
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
-from accel_state.launching.engines import missing_engine, missing_engines, variable_of
+from accel_state.launching.engines import missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -27,6 +29,7 @@ from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
+from accel_train.setup.fp8 import backend_of, fp8_recipe
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -42,12 +45,16 @@ class Plan:
         precision: which numbers are computed with.
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
+        recipe: how fp8 is computed; None in another precision.
+        fp8_backend: by which library; in another precision the one that the launcher names.
     """
 
     strategy: Strategy
     precision: Precision
     mesh: Mesh
     device: torch.device
+    recipe: Any = None
+    fp8_backend: FP8BackendType = FP8BackendType.NO
 
 
 @dataclass(frozen=True)
@@ -58,15 +65,13 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
-        autocast, scaler, ddp: options of what is built.
+        handlers: options of what is built, by their key: "autocast", "scaler", "ddp", and recipes of fp8.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
     mixed_precision: str
     strategy: StrategyPlugin | str | None = None
-    autocast: AutocastKwargs | None = None
-    scaler: GradScalerKwargs | None = None
-    ddp: DistributedDataParallelKwargs | None = None
+    handlers: Mapping[str, Any] = field(default_factory=dict)
     sync_each_batch: bool = False
 
 
@@ -76,6 +81,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     Raises:
         NotAvailableError: the environment asks for an engine that this version does not have, or what a strategy
             requires is not installed.
+        MissingDependencyError: no library that computes the precision is installed.
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
@@ -87,19 +93,22 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
-    autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
+    recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
+    autocast = given.handlers.get("autocast") or AutocastKwargs()
+    scaler = given.handlers.get("scaler") or GradScalerKwargs()
     precision: Precision = precision_class(
         PrecisionOptions(
             device_type=device.type,
             autocast_enabled=autocast.enabled,
             cache_enabled=autocast.cache_enabled,
             scaler_kwargs=scaler.to_kwargs(),
+            recipe=recipe,
         )
     )
     if strategy_class.capabilities.computes_precision:
         precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
-        config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
+        config = (given.handlers.get("ddp") or DistributedDataParallelKwargs()) if name == "ddp" else None
     mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
     strategy = strategy_class(
         StrategyOptions(
@@ -110,7 +119,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             sync_each_batch=given.sync_each_batch,
         )
     )
-    return Plan(strategy, precision, mesh, device)
+    return Plan(strategy, precision, mesh, device, recipe, backend_of(recipe, launched))
 
 
 def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:
@@ -129,7 +138,6 @@ def mixed_precision_name(
 
     Raises:
         IncompatibleOptionsError: the plugin's own configuration asks for another one.
-        NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
     asked = launched.mixed_precision if argument is None else argument
@@ -142,10 +150,6 @@ def mixed_precision_name(
             f"{own}. Leave one of them out."
         )
     name = own or name
-    if missing_engine("mixed_precision", name) is not None:
-        raise NotAvailableError(
-            f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
-        )
     PRECISIONS.get(name)
     return name
 
@@ -157,8 +161,6 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
         NotAvailableError: rather than train another way than was asked for.
     """
     for engine in missing_engines(launched):
-        if engine.option == "mixed_precision":
-            continue  # the script may have chosen another
         own = strategy.distributed_type
         if engine.option == "distributed_type" and own is not None and own.value == engine.value:
             continue
@@ -213,13 +215,13 @@ def _check(
             "mixed_precision='no'."
         )
     if (
-        precision.name == "bf16"
+        precision.dtype is torch.bfloat16
         and device.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         raise IncompatibleOptionsError(
-            f"mixed_precision='bf16' needs a GPU with bfloat16, and {torch.cuda.get_device_name(device)} has none; "
-            "use 'fp16'."
+            f"mixed_precision={precision.name!r} needs a GPU with bfloat16, and "
+            f"{torch.cuda.get_device_name(device)} has none; use 'fp16'."
         )
 
 
