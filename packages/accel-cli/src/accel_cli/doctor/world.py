@@ -268,7 +268,7 @@ class _Coordinator:
         )  # fmt: skip
 
     def _state(self, rank: int) -> str:
-        """What became of a rank of this machine; empty if it runs, or is on another."""
+        """What happened to a rank of this machine; empty if it runs, or is on another."""
         import psutil
 
         process = self.local.get(rank)
