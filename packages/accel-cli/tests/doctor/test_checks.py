@@ -63,3 +63,15 @@ def test_devices_that_a_variable_hides_are_told():
     assert "CUDA_VISIBLE_DEVICES='' hides them" in hidden.found
     fewer = dataclasses.replace(GOOD, accelerators=2, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert any("2 of 8" in finding.found for finding in examine(fewer))
+
+
+def test_a_clock_that_is_years_behind():
+    from accel_cli.doctor.checks import examine
+    from accel_cli.doctor.machine import Machine
+
+    def status(clock):
+        findings = examine(Machine((3, 11), {}, clock=clock))
+        return {found.topic: found.status for found in findings}["clock"]
+
+    assert status(86400.0) == "problem"
+    assert status(1.9e9) == "ok"
