@@ -72,7 +72,7 @@ def doctor(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"sitecustomize.py", "__pycache__"}
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_healthy_world(doctor, size):
     done = doctor("--num_processes", str(size), "--json")
     report = json.loads(done.stdout)
@@ -106,6 +106,7 @@ def test_a_fault_is_named(doctor, fault, expected):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.full
 def test_a_stopped_rank_is_named_after_the_timeout(doctor):
     done = doctor("--num_processes", "2", "--timeout", "15", fault="stops")
     assert done.returncode == 1
@@ -126,6 +127,7 @@ def test_a_slow_rank_is_named(doctor):
     assert f"rank 1 on {os.uname().nodename} computes" in done.stdout, done.stdout
 
 
+@pytest.mark.full
 def test_a_slow_link_is_named(doctor):
     done = doctor("--num_processes", "4", fault="slow link")
     host = os.uname().nodename
@@ -147,6 +149,7 @@ def test_a_wrong_command_line_is_exit_code_2(doctor, words, expected):
     assert done.stdout == ""
 
 
+@pytest.mark.full
 def test_a_missing_machine_is_named_on_both_sides(doctor):
     words = (
         "--num_machines",
