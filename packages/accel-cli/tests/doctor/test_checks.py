@@ -14,7 +14,7 @@ GOOD = Machine(
     accelerator_files=8, driver="570.1", shared_memory=64 * GB, open_files=65536, cpus=64, memory=512 * GB,
     host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9,
     temporary_free=90 * GB,
-    environ={"ACCELERATE_MIXED_PRECISION": "bf16"},
+    environ={"ACCELERATE_MIXED_PRECISION": "bf16", "ACCEL_DEVICE_COUNT": "0"},
 )  # fmt: skip
 
 

@@ -156,15 +156,25 @@ def _show(findings: Sequence[Finding], *, of_world: bool) -> None:
     width = max((len(finding.topic) for finding in findings), default=0)
     indent = " " * (width + 11)
     for finding in findings:
-        print(f"{marks[finding.status]}  {finding.topic:<{width}}  {finding.found}")
+        lines = _wrapped(finding.found, indent)
+        print(f"{marks[finding.status]}  {finding.topic:<{width}}  {lines.lstrip()}")
         if finding.advice:
-            print(
-                textwrap.fill(finding.advice, page_width(), initial_indent=indent, subsequent_indent=indent)
-            )
+            print(_wrapped(finding.advice, indent))
     problems = sum(finding.status == "problem" for finding in findings)
     warnings = sum(finding.status == "warning" for finding in findings)
     more = "accel test checks training" if of_world else "--num_processes N checks a world of processes"
     print(f"problems: {problems}, warnings: {warnings}; {more}")
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text,
+        page_width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # paths and host names can be copied
+        break_on_hyphens=False,
+    )
 
 
 def _configuration(config_file: str | None) -> Finding:
