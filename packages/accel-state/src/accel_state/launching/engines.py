@@ -15,7 +15,6 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
 from accel_state.config.sections.megatron_lm import UNAVAILABLE
 from accel_state.errors import ConfigError, NotAvailableError
-from accel_state.host.available import is_torchao_available, is_transformer_engine_available
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -196,6 +195,9 @@ def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str
     backend = config.fp8.backend
     if not config.is_active("fp8"):
         return
+    # Here, because a machine that only starts jobs of SageMaker has no torch, whose version is read there.
+    from accel_state.host.available import is_torchao_available, is_transformer_engine_available
+
     installed = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
     if not any(check() for name, check in installed.items() if backend in (None, name)):
         needed = {"AO": "torchao", "TE": "transformer-engine"}.get(
