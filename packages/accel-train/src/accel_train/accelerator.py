@@ -21,6 +21,7 @@ from accel_state.communication import collectives
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
+from accel_state.errors import StateError
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
@@ -40,6 +41,7 @@ from accel_train.plugins import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ParallelismConfig,
     ProfileKwargs,
     ProjectConfiguration,
     StrategyPlugin,
@@ -100,9 +102,10 @@ class Accelerator(ProcessView):
         preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
             same step. A `PreemptionConfig` says which signals.
 
-    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin` and
-    `parallelism_config` take a `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of
-    names to `DeepSpeedPlugin`.
+    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin` and `megatron_lm_plugin` take a
+    `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of names to
+    `DeepSpeedPlugin`. `parallelism_config` takes a `ParallelismConfig`: the strategy follows from its degrees if no
+    other argument selects one ("fsdp2" if parameters are sharded, else "tp" if tensors are divided, else "ddp").
     `log_with` is not available yet; anything but None raises.
 
     Raises:
@@ -142,6 +145,7 @@ class Accelerator(ProcessView):
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         launched = environment.decode()
+        parallelism, other = arguments.parallelism(parallelism_config, launched)
         selecting = arguments.strategy_plugin(
             strategy=strategy,
             deepspeed_plugin=deepspeed_plugin,
@@ -149,7 +153,7 @@ class Accelerator(ProcessView):
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
+            parallelism_config=other,
         ) or launched_plugin(launched)
         arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
@@ -183,6 +187,7 @@ class Accelerator(ProcessView):
         given = Given(
             mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
+            parallelism=parallelism,
             autocast=self.autocast_handler,
             scaler=self.scaler_handler,
             ddp=self.ddp_handler,
@@ -204,6 +209,7 @@ class Accelerator(ProcessView):
             mixed_precision=given.mixed_precision,
             dynamo_plugin=self._options.dynamo,
             strategy=self._plan.strategy,
+            parallelism_config=self._plan.parallelism,
         )
         models: list[nn.Module] = []
         optimizers: list[AcceleratedOptimizer] = []
@@ -389,8 +395,8 @@ class Accelerator(ProcessView):
         return self.state.deepspeed_plugin
 
     @property
-    def parallelism_config(self) -> None:
-        """None: this version has no parallelism besides data parallelism."""
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Ranks of each kind of parallelism; None if neither the script nor the launcher gave any."""
         return self.state.parallelism_config
 
     @property
@@ -404,9 +410,52 @@ class Accelerator(ProcessView):
         return self.state.is_fsdp2
 
     @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same as `is_fsdp2`."""
+        return self.is_fsdp2
+
+    @property
     def should_save_model(self) -> bool:
-        """True on the process of each node that writes models."""
-        return self._process.is_local_main_process
+        """True where a script calls what writes models: one process of each node, or all that hold parts."""
+        return self.parallelism_config is not None or self._process.is_local_main_process
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """This rank's place among those that tensors are divided over; 0 without tensor parallelism."""
+        return self._place("tp", "tensor_parallel_rank")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """This rank's place among those of context parallelism; 0 without it."""
+        return self._place("cp", "context_parallel_rank")
+
+    @property
+    def sequence_parallel_rank(self) -> int:
+        """This rank's place among those of sequence parallelism; 0 without it."""
+        return self._place("sp", "sequence_parallel_rank")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's replica; 0 if there is one."""
+        return self._place("dp_replicate", "data_parallel_rank")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """This rank's place among those that a replica is sharded over; 0 without sharding."""
+        return self._place("dp_shard", "data_parallel_shard_rank")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """This rank's stage; always 0, as a parallelism configuration has no pipelines."""
+        return self._place("pp", "pipeline_parallel_rank")
+
+    def _place(self, dimension: str, name: str) -> int:
+        if self.parallelism_config is None:
+            raise StateError(
+                f"accelerator.{name} is a place in a mesh, and there is none. Pass Accelerator(parallelism_config="
+                "ParallelismConfig(…)), or launch with --use_parallelism_config."
+            )
+        return self._plan.mesh.index(dimension)
 
     # Preparing
 

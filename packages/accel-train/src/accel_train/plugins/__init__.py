@@ -15,6 +15,12 @@ from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 from accel_train.plugins.dynamo import TorchDynamoPlugin
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
+from accel_train.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
 from accel_train.plugins.tensor_parallel import TorchTensorParallelPlugin
@@ -26,16 +32,20 @@ __all__ = [
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DeepSpeedPlugins",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "HfDeepSpeedConfig",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",
     "StrategyPlugin",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
     "XlaPlugin",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.parallel_degrees import DIMENSIONS, misfit
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
 from accel_state.launching.engines import missing_engine, missing_engines, variable_of
@@ -21,6 +23,7 @@ from accel_train.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    ParallelismConfig,
     StrategyPlugin,
 )
 from accel_train.plugins.launched import launched_plugin_type
@@ -42,12 +45,14 @@ class Plan:
         precision: which numbers are computed with.
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
+        parallelism: ranks of each kind of parallelism, complete; None: nobody gave any.
     """
 
     strategy: Strategy
     precision: Precision
     mesh: Mesh
     device: torch.device
+    parallelism: ParallelismConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,14 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
+        parallelism: ranks of each kind of parallelism; None: as the strategy has them.
         autocast, scaler, ddp: options of what is built.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
     mixed_precision: str
     strategy: StrategyPlugin | str | None = None
+    parallelism: ParallelismConfig | None = None
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
     ddp: DistributedDataParallelKwargs | None = None
@@ -80,7 +87,8 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     config: Any = given.strategy
-    name = strategy_name(config, process.num_processes, process.device)
+    degrees = _degrees(given.parallelism, process.num_processes)
+    name = strategy_name(config, process.num_processes, process.device, degrees)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
     _check_launched(launched, strategy_class, process.device)
@@ -100,7 +108,13 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
         config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
-    mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
+    if degrees is None:
+        mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
+    else:
+        _check_dimensions(strategy_class, degrees)
+        strategy_class.check_degrees(config, degrees)
+        mesh = Mesh(degrees, device.type, process.num_processes, process.process_index)
+        mesh.name_unions()
     strategy = strategy_class(
         StrategyOptions(
             device=device,
@@ -108,16 +122,55 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             precision=precision,
             config=config,
             sync_each_batch=given.sync_each_batch,
+            by_degrees=degrees is not None,
         )
     )
-    return Plan(strategy, precision, mesh, device)
+    parallelism = given.parallelism
+    if parallelism is not None:
+        parallelism = parallelism.on(mesh.degrees, mesh.device_mesh)
+    return Plan(strategy, precision, mesh, device, parallelism)
 
 
-def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:
-    """The strategy that was asked for: by name, or by its plugin's type; else by device and number of processes."""
+def _degrees(parallelism: ParallelismConfig | None, num_processes: int) -> dict[str, int] | None:
+    """Ranks of each dimension; None where nobody asks for any.
+
+    Raises:
+        IncompatibleOptionsError: they do not multiply to the number of ranks.
+    """
+    if parallelism is None or parallelism.total_size == 1:
+        return None  # replicas on all ranks, or as the strategy's plugin says
+    wrong = misfit(parallelism.degrees, num_processes)
+    if wrong is not None:
+        raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
+    return parallelism.degrees
+
+
+def _check_dimensions(strategy: type[Strategy], degrees: Mapping[str, int]) -> None:
+    """Refuse kinds of parallelism that a strategy does not have."""
+    known = strategy.capabilities.dimensions
+    for name, size in degrees.items():
+        if size > 1 and name not in known:
+            advice = "strategy 'fsdp2' (FullyShardedDataParallelPlugin) has it"
+            raise IncompatibleOptionsError(
+                f"strategy {strategy.name!r} cannot train with {name}_size={size}; it takes "
+                f"{', '.join(f'{other}_size' for other in DIMENSIONS if other in known)}, and {advice}."
+            )
+
+
+def strategy_name(
+    given: StrategyPlugin | str | None,
+    num_processes: int,
+    device: torch.device,
+    degrees: Mapping[str, int] | None = None,
+) -> str:
+    """The strategy that was asked for: by name, by its plugin's type, or by degrees; else by device and processes."""
     if given is None:
         if device.type == "xla":
             return "xla"
+        if degrees is not None and degrees["dp_shard"] > 1:
+            return "fsdp2"
+        if degrees is not None and degrees["tp"] > 1:
+            return "tp"
         return "ddp" if num_processes > 1 else "single"
     return given if isinstance(given, str) else given.strategy
 
