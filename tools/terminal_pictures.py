@@ -166,7 +166,9 @@ PICTURES = (
         {"hang.py": HANG},
         code=124,
     ),
-    Picture("stragglers", "accel launch --cpu --num_processes 2 --straggler_report slow.py", {"slow.py": SLOW}),
+    Picture(
+        "stragglers", "accel launch --cpu --num_processes 2 --straggler_report slow.py", {"slow.py": SLOW}
+    ),
     Picture("migrate", "accel migrate old.py", {"old.py": OLD}),
     Picture("config", "accel config --config_file run.yaml", keys=CONFIG_KEYS),
     Picture(

@@ -205,6 +205,7 @@ BRANCHES = (
             "parallelism.tp_size",
             "parallelism.cp_size",
             "parallelism.cp_comm_strategy",
+            "parallelism.sp_size",
             "parallelism.dp_replicate_size",
             "parallelism.dp_shard_size",
             *_END,
@@ -213,7 +214,6 @@ BRANCHES = (
             "parallelism_config.parallelism_config_tp_size": 2,
             "parallelism_config.parallelism_config_dp_shard_size": 2,
         },
-        needs=(("use_parallelism_config", True),),
     ),
     Branch(
         "DeepSpeed with its own file",

@@ -51,7 +51,6 @@ class MissingEngine:
 
 MISSING_ENGINES = (
     MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
-    MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
     MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
 )
 """Every engine of the schema that does not exist yet, in the order in which they are refused."""
@@ -64,8 +63,12 @@ MISSING_TYPES = {
 MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "tpu", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "parallelism", "tpu", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
+
+
+_SWITCHES = {"tpu": "--tpu", "parallelism": "--use_parallelism_config"}
+"""Flags that select what a section is about, where they are not ``--use_<section>``."""
 
 
 def missing_engine(option: str, value: object) -> MissingEngine | None:
@@ -139,7 +142,7 @@ def unused_options(resolved: Resolved) -> list[str]:
             flag = resolved.sources.of(path).name
             found.append(
                 f"{flag} is used only if the script passes the plugin itself; to select it, add "
-                f"{'--tpu' if section == 'tpu' else f'--use_{section}'}"
+                f"{_SWITCHES.get(section, f'--use_{section}')}"
             )
     return list(dict.fromkeys(found))
 

@@ -174,19 +174,18 @@ class ParallelismConfig:
     @classmethod
     def from_section(cls, section: ParallelismSection) -> Self:
         """What a decoded section of the launch configuration describes."""
-        handlers: dict[str, Any] = {}
-        if (section.cp_size or 1) > 1:
-            handlers["cp_handler"] = TorchContextParallelConfig(section.cp_comm_strategy)
-        if (section.sp_size or 1) > 1:
-            handlers["sp_handler"] = DeepSpeedSequenceParallelConfig(
-                section.sp_seq_length, section.sp_seq_length_is_variable, section.sp_attn_implementation
-            )
-        backends = {
+        given: dict[str, Any] = {f"{name}_size": size for name, size in degrees_of(section).items()}
+        given |= {
             "cp_backend": section.cp_backend or "torch",
             "sp_backend": section.sp_backend or "deepspeed",
         }
-        sizes = {f"{name}_size": size for name, size in degrees_of(section).items()}
-        return cls(**sizes, **backends, **handlers)
+        if (section.cp_size or 1) > 1:
+            given["cp_handler"] = TorchContextParallelConfig(section.cp_comm_strategy)
+        if (section.sp_size or 1) > 1:
+            given["sp_handler"] = DeepSpeedSequenceParallelConfig(
+                section.sp_seq_length, section.sp_seq_length_is_variable, section.sp_attn_implementation
+            )
+        return cls(**given)
 
     # Degrees
 
