@@ -5,8 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from accel_train.errors import IncompatibleOptionsError
-from accel_train.sequence import ring
 from accel_train.sequence.attention import DividedAttention
 from testkit import worlds
 

@@ -159,22 +159,24 @@ def text(padded):
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def language_model(kind, degrees, padded, again):
+def language_model(kind, degrees, again):
     sequence = SequenceParallel(mesh_of(degrees))
-    model = llama(kind)
-    if again:
-        model.gradient_checkpointing_enable()
-    model = sequence.prepare(model)
-    batch = sequence.shard_batch(text(padded))
-    assert "attention_mask" not in batch
-    loss = model(**batch).loss
-    loss.backward()
-    average(model)
-    dist.all_reduce(loss)
-    return loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]
+    found = []
+    for padded in (False, True):
+        model = llama(kind)
+        if again:
+            model.gradient_checkpointing_enable()
+        model = sequence.prepare(model)
+        batch = sequence.shard_batch(text(padded))
+        assert "attention_mask" not in batch
+        loss = model(**batch).loss
+        loss.backward()
+        average(model)
+        dist.all_reduce(loss)
+        found.append((loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]))
+    return found
 
 
-@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(
     ("kind", "degrees", "again"),
     [
@@ -185,13 +187,17 @@ def language_model(kind, degrees, padded, again):
     ],
     ids=str,
 )
-def test_losses_and_gradients_of_language_models(kind, degrees, padded, again):
-    whole = llama(kind)
-    loss = whole(**text(padded)).loss
-    loss.backward()
-    for found, gradients in worlds.run(language_model, 2, kind, degrees, padded, again):
-        assert found == pytest.approx(loss.item(), abs=1e-12)
-        torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-12)
+def test_losses_and_gradients_of_language_models(kind, degrees, again):
+    ranks = worlds.run(language_model, 2, kind, degrees, again)
+    for padded in (False, True):
+        # Models of transformers compute their loss in float32, whatever they are in.
+        whole = llama(kind)
+        loss = whole(**text(padded)).loss
+        loss.backward()
+        for found in ranks:
+            near, gradients = found[padded]
+            assert near == pytest.approx(loss.item(), abs=2e-6)
+            torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
 
 
 def refusals(degrees):

@@ -6,11 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.sequence.exchange import (
@@ -110,7 +109,7 @@ class DividedAttention:
     ) -> Tensor:
         group = self.cp_group
         if group is None:
-            return F.scaled_dot_product_attention(
+            return scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -126,17 +125,17 @@ class DividedAttention:
             return ring_attention(query, key, value, group, is_causal=is_causal, scale=scale)
         key, value = gather_sequence(key, group), gather_sequence(value, group)
         if not is_causal:
-            return F.scaled_dot_product_attention(
+            return scaled_dot_product_attention(
                 query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
             )
         rank, length = dist.get_rank(group), query.shape[SEQUENCE]
         known = (rank + 1) * length  # no position of this rank attends to later ones
         bias = causal_lower_right(length, known)
-        return F.scaled_dot_product_attention(
+        return scaled_dot_product_attention(
             query,
             key[:, :, :known],
             value[:, :, :known],
-            attn_mask=bias,  # type: ignore[arg-type]
+            attn_mask=bias,
             dropout_p=dropout_p,
             scale=scale,
             enable_gqa=enable_gqa,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from accel_state.trees import recursively_apply
@@ -136,7 +134,7 @@ class _Mode(TorchFunctionMode):
         self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.scaled_dot_product_attention:
+        if func is scaled_dot_product_attention:
             self._calls[0] += 1
             return self._attention(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -158,13 +156,13 @@ class _Watch(threading.local):
         if self._depth == 1:
             self._calls[0] = 0
             self._mode = _Mode(self._attention, self._calls)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
         self._depth -= 1
         if self._depth or self._mode is None:
             return
-        self._mode.__exit__(None, None, None)
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._mode = None
         if not self._seen and self._calls[0]:
             self._seen = True

@@ -1,7 +1,7 @@
 """Attention of local queries to the keys and values of all ranks, which pass from rank to rank.
 
-No rank holds the keys and values of more than two ranks at a time. Partial results are joined by the logarithms of their
-softmax denominators, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
+No rank holds the keys and values of more than two ranks at a time. Partial results are joined by the logarithms of
+their softmax denominators, as in ring attention (Liu et al. 2023, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["ring_attention"]
+__all__ = ["attend", "attend_backward", "ring_attention"]
 
 
 def ring_attention(
@@ -123,6 +123,15 @@ def _attend(
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         found = kernels._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
         return found[0], found[1]
+    return attend(query, key, value, is_causal, scale)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The same without a kernel, for devices and dtypes that have none: all scores exist at a time.
+
+    Returns:
+        output, in float32 or more, and the logarithm of the softmax denominator of each query.
+    """
     scores = _scores(query, key, is_causal, scale)
     logs = scores.logsumexp(-1)
     return (scores - logs.unsqueeze(-1)).exp() @ value.to(scores.dtype), logs
@@ -148,10 +157,23 @@ def _attend_backward(
     if query.device.type == "cuda" and query.dtype in (torch.float16, torch.bfloat16):
         nothing = torch.zeros((), dtype=torch.uint64, device=query.device)  # no dropout: no random numbers
         sizes = (None, None, query.shape[2], key.shape[2])
-        found = kernels._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, output, logs, *sizes, 0.0, is_causal, nothing, nothing, scale=scale
-        )
-        return found
+        given = (gradient, query, key, value, output, logs, *sizes, 0.0, is_causal, nothing, nothing)
+        found = kernels._scaled_dot_product_flash_attention_backward(*given, scale=scale)
+        return found[0], found[1], found[2]
+    return attend_backward(gradient, query, key, value, output, logs, is_causal, scale)
+
+
+def attend_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    logs: Tensor,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without a kernel; gradients of query, key and value in float32 or more."""
     weights = (_scores(query, key, is_causal, scale) - logs.unsqueeze(-1)).exp()
     gradient = gradient.to(weights.dtype)
     through = gradient @ value.to(weights.dtype).transpose(-2, -1)
