@@ -24,6 +24,7 @@ from accel_state.enums import DistributedType, DynamoBackend, RNGType
 from accel_state.errors import StateError
 from accel_state.handlers import InitProcessGroupKwargs, KwargsHandler
 from accel_state.host.memory import release_memory
+from accel_state.log import get_logger
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
@@ -58,6 +59,8 @@ from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.unwrap import unwrap
 
 __all__ = ["Accelerator"]
+
+_logger = get_logger(__name__)
 
 # Types of prepared objects: models, optimizers, loaders and schedulers come back as instances of what they were.
 T1 = TypeVar("T1")
@@ -601,6 +604,34 @@ class Accelerator(ProcessView):
         if isinstance(strategy, DefersSync):
             return strategy.trigger_sync_in_backward(model)
         return contextlib.nullcontext()
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """Context in which tensors hold this rank's positions of each sequence; without divided sequences, nothing.
+
+        Prepared loaders divide their batches already, and those stay as they are here. So this is for tensors from
+        elsewhere, and for scripts that were written with it.
+
+        Args:
+            buffers: changed in place, and put back when the context ends.
+            buffer_seq_dims: the dimension of the positions, for each buffer.
+            no_restore_buffers: those that are not put back.
+
+        Raises:
+            OptionError: not as many dimensions as buffers.
+            IncompatibleOptionsError: a size that cannot be divided.
+        """
+        sequence = self._plan.sequence
+        if sequence is None:
+            _logger.warning_once(
+                "maybe_context_parallel() does nothing: no cp_size or sp_size above 1 was asked for"
+            )
+            return contextlib.nullcontext()
+        return sequence.cut_buffers(buffers or (), buffer_seq_dims or (), list(no_restore_buffers or ()))
 
     @contextlib.contextmanager
     def join_uneven_inputs(

@@ -119,7 +119,11 @@ class Mesh:
         """Give PyTorch's mesh the names that scripts ask it for: ``dp``, ``dp_cp`` and ``dp_shard_cp``."""
         for name, members in _UNIONS.items():
             used = [member for member in members if self.degrees[member] > 1]
-            if used and self._flat_name(used) != name and self.device_mesh is not None:
+            if not used or self.device_mesh is None:
+                continue
+            if self._flat_name(used) == name:
+                self._flattened(used)
+            else:
                 self.device_mesh[tuple(used)]._flatten(name)
 
     def index(self, name: str) -> int:

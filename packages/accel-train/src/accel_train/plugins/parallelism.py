@@ -316,6 +316,14 @@ class ParallelismConfig:
     def _values(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
+    @property
+    def sequences(self) -> tuple[str, int | None]:
+        """How keys and values are exchanged, and the length that every sequence must have (None: any)."""
+        cp, sp = self.cp_handler, self.sp_handler
+        communication = (cp and cp.cp_comm_strategy) or "allgather"
+        fixed = sp is not None and not sp.sp_seq_length_is_variable
+        return communication, sp.sp_seq_length if sp is not None and fixed else None
+
     def to_json(self) -> dict[str, Any]:
         """The fields as plain data."""
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,7 +41,7 @@ class DividedAttention:
 
     sp_group: Any = None
     cp_group: Any = None
-    rotation: Literal["allgather", "alltoall"] = "allgather"
+    rotation: str = "allgather"
 
     def __call__(
         self,

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -33,7 +33,7 @@ class SequenceParallel:
     def __init__(
         self,
         mesh: Mesh,
-        rotation: Literal["allgather", "alltoall"] = "allgather",
+        rotation: str = "allgather",
         length: int | None = None,
     ) -> None:
         cp, sp = mesh.degrees["cp"], mesh.degrees["sp"]

@@ -30,6 +30,7 @@ from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
+from accel_train.sequence.parallel import SequenceParallel
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -46,6 +47,7 @@ class Plan:
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
         parallelism: ranks of each kind of parallelism, complete; None: nobody gave any.
+        sequence: divides sequences among ranks; None: each rank has whole ones.
     """
 
     strategy: Strategy
@@ -53,6 +55,7 @@ class Plan:
     mesh: Mesh
     device: torch.device
     parallelism: ParallelismConfig | None = None
+    sequence: SequenceParallel | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,10 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     parallelism = given.parallelism
     if parallelism is not None:
         parallelism = parallelism.on(mesh.degrees, mesh.device_mesh)
-    return Plan(strategy, precision, mesh, device, parallelism)
+    sequence = None
+    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
+        sequence = SequenceParallel(mesh, *parallelism.sequences)
+    return Plan(strategy, precision, mesh, device, parallelism, sequence)
 
 
 def _degrees(parallelism: ParallelismConfig | None, num_processes: int) -> dict[str, int] | None:
