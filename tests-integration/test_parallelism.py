@@ -176,6 +176,7 @@ def train(case):
     norms, read = [], []
     if case.load:
         accelerator.load_state(case.load)
+        loader = accelerator.skip_first_batches(loader, 2)
     for number, batch in enumerate(loader):
         with accelerator.accumulate(model):
             places = batch.get("position_ids")
