@@ -43,7 +43,9 @@ class Attention(nn.Module):
         self.o = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        heads = [part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)]
+        heads = [
+            part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v)
+        ]
         return self.o(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
 
 
@@ -124,7 +126,9 @@ class Case:
 
 def losses_of(model, batch, places):
     logits = model(batch["input_ids"], places)
-    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none").view_as(batch["counts"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="none").view_as(
+        batch["counts"]
+    )
 
 
 def oracle(case, start=0):
@@ -146,7 +150,12 @@ def oracle(case, start=0):
 
 
 def accelerator_of(case):
-    from accel_train import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, TorchContextParallelConfig
+    from accel_train import (
+        Accelerator,
+        FullyShardedDataParallelPlugin,
+        ParallelismConfig,
+        TorchContextParallelConfig,
+    )
 
     os.environ.update(dict(case.variables))
     handlers = {"cp_handler": TorchContextParallelConfig(case.communication)} if case.communication else {}
@@ -256,7 +265,8 @@ def test_ranks_of_one_sequence_read_its_parts_and_those_of_a_tensor_read_alike()
     *_, parts = zip(*worlds.run(train, 2, Case({"cp": 2})), strict=True)
     whole = [batch["input_ids"].tolist() for batch in DataLoader(Sentences(), batch_size=4)]
     joined = [
-        [first + second for first, second in zip(*batches, strict=True)] for batches in zip(*parts, strict=True)
+        [first + second for first, second in zip(*batches, strict=True)]
+        for batches in zip(*parts, strict=True)
     ]
     assert joined == whole
 
@@ -308,7 +318,9 @@ def evaluate(case):
     seen = []
     with torch.no_grad():
         for batch in loader:
-            places = batch.get("position_ids", torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"]))
+            places = batch.get(
+                "position_ids", torch.arange(batch["input_ids"].shape[1]).expand_as(batch["input_ids"])
+            )
             logits = model(batch["input_ids"], places)
             seen.append(accelerator.gather_for_metrics(logits))
     return torch.cat(seen)
@@ -350,7 +362,9 @@ def facts(case):
 
 def test_places_and_names_of_the_mesh():
     found = worlds.run(facts, 8, Case({"dp_replicate": 2, "dp_shard": 2, "cp": 2}))
-    assert [one["places"] for one in found] == [(r, s, c, 0, 0, 0) for r in (0, 1) for s in (0, 1) for c in (0, 1)]
+    assert [one["places"] for one in found] == [
+        (r, s, c, 0, 0, 0) for r in (0, 1) for s in (0, 1) for c in (0, 1)
+    ]
     assert [one["batch"] for one in found] == [(i, 4) for i in (0, 0, 1, 1, 2, 2, 3, 3)]
     first = found[0]
     assert first["names"] == ("dp_replicate", "dp_shard", "cp")

@@ -96,7 +96,7 @@ def test_what_cannot_run_is_not_offered():
         Interview(QUESTIONS, situation(4, nothing), ask).run()
     assert "MEGATRON_LM" not in offered["distributed_type"]
     assert "fp8" not in offered["mixed_precision"]
-    for name in ("use_parallelism_config", "deepspeed.deepspeed_multinode_launcher", "tpu.tpu_use_cluster"):
+    for name in ("deepspeed.deepspeed_multinode_launcher", "tpu.tpu_use_cluster"):
         assert name not in asked
 
 

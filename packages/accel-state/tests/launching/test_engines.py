@@ -47,6 +47,7 @@ def test_what_exists_is_not_missing():
     assert missing_engine("distributed_type", "MEGATRON_LM").section == "megatron_lm"
     assert missing_engine("distributed_type", "DEEPSPEED") is None
     assert missing_engine("distributed_type", "FSDP") is None
+    assert missing_engine("use_parallelism_config", True) is None
 
 
 def test_the_tables_of_the_launcher_follow_from_the_one():
@@ -72,7 +73,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_megatron_lm"], ["--mixed_precision", "fp8"], ["--use_parallelism_config", "--use_fsdp"],
+        ["--use_megatron_lm"], ["--mixed_precision", "fp8"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -108,6 +109,14 @@ def test_flags_of_tpus_that_nothing_uses_are_named():
     resolved = resolve(environ={}, flags=parse_flags(["--tpu_zone", "here"]), use_default_file=False)
     assert unused_options(resolved)[0].endswith("to select it, add --tpu")
     flags = parse_flags(["--tpu", "--tpu_zone", "here"])
+    assert unused_options(resolve(environ={}, flags=flags, use_default_file=False)) == []
+
+
+def test_degrees_that_nothing_uses_are_named():
+    flags = parse_flags(["--parallelism_config_tp_size", "2"])
+    unused = unused_options(resolve(environ={}, flags=flags, use_default_file=False))
+    assert unused[0].endswith("to select it, add --use_parallelism_config")
+    flags = parse_flags(["--use_parallelism_config", "--parallelism_config_tp_size", "2"])
     assert unused_options(resolve(environ={}, flags=flags, use_default_file=False)) == []
 
 

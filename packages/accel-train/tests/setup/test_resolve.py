@@ -104,7 +104,7 @@ def test_fp8_is_not_available_yet_and_unknown_names_are_explained():
         Accelerator(fp16=True)
 
 
-@pytest.mark.parametrize("engine", ["MEGATRON_LM", "PARALLELISM_CONFIG"])
+@pytest.mark.parametrize("engine", ["MEGATRON_LM"])
 def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
     monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
     with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):

@@ -300,7 +300,7 @@ class Strategy:
                 f"tp_size is {degree}, and no parameter of {type(model).__name__} is divided: every rank of a group "
                 "would compute the same. Divide it before prepare(), with parallelize_module(model, "
                 'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
-                'tp_plan="auto", device_mesh=accelerator.torch_device_mesh["tp"]).'
+                f"distributed_config=DistributedConfig(tp_size={degree}))."
             )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
