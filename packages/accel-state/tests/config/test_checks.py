@@ -60,8 +60,8 @@ def test_a_parallelism_section_brings_fsdp_2():
             r"--use_fsdp has nothing to shard over: dp_shard_size, cp_size and sp_size.*are 1; set",
         ),
         (
-            "--use_parallelism_config --use_deepspeed --parallelism_config_cp_size 2",
-            r"--parallelism_config_cp_size 2 does not go with --use_deepspeed, which takes .*sp_size; use FSDP",
+            "--use_parallelism_config --use_deepspeed --parallelism_config_tp_size 2",
+            r"--parallelism_config_tp_size 2 does not go with --use_deepspeed, which has tensor .*autotp_size",
         ),
         (
             "--use_parallelism_config --use_fsdp --fsdp_version 1",

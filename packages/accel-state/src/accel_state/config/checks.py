@@ -144,11 +144,10 @@ def _parallelism(merged: _MergedOptions) -> None:
             "the parallelism configuration are 1; set --parallelism_config_dp_shard_size, or leave FSDP out, which "
             "trains replicas"
         )
-    wrong = [name for name in ("cp", "tp") if sizes[name] > 1]
-    if kind == "DEEPSPEED" and wrong:
+    if kind == "DEEPSPEED" and sizes["tp"] > 1:
         raise ConfigError(
-            f"{merged.describe(f'parallelism.{wrong[0]}_size')} does not go with "
-            f"{merged.describe('distributed_type')}, which takes dp_replicate_size, dp_shard_size and sp_size; use "
+            f"{merged.describe('parallelism.tp_size')} does not go with {merged.describe('distributed_type')}, which "
+            "has tensor parallelism of its own: set tensor_parallel.autotp_size in DeepSpeed's configuration, or use "
             "FSDP, which takes all degrees"
         )
     version = merged.values["fsdp.fsdp_version"]
