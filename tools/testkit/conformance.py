@@ -120,9 +120,9 @@ class Samples(Dataset[Any]):
 class Block(nn.Module):
     """One of several equal blocks."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, width: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM, dtype=dtype)
+        self.linear = nn.Linear(width, width, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.linear(x))
@@ -131,11 +131,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Repeated blocks, a tied weight and a head."""
 
-    def __init__(self, dtype: torch.dtype, frozen: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype, frozen: bool = False, width: int = DIM) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM, dtype=dtype)
-        self.blocks = nn.ModuleList([Block(dtype) for _ in range(2)])
-        self.head = nn.Linear(DIM, 1, dtype=dtype)
+        self.first = nn.Linear(DIM, width, dtype=dtype)
+        self.blocks = nn.ModuleList([Block(dtype, width) for _ in range(2)])
+        self.head = nn.Linear(width, 1, dtype=dtype)
         if frozen:
             self.first.requires_grad_(False)
 
@@ -149,7 +149,7 @@ class Net(nn.Module):
 def make_model(case: Case, seed: int = 0) -> Net:
     """The same weights everywhere."""
     torch.manual_seed(seed)
-    return Net(case.dtype, case.frozen)
+    return Net(case.dtype, case.frozen, 16 if case.precision == "fp8" else DIM)  # fp8 needs multiples of 16
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:

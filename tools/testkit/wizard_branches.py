@@ -390,7 +390,12 @@ BRANCHES = (
     ),
     Branch(
         "fp8 with TransformerEngine",
-        {"mixed_precision": "fp8", "fp8.margin": 2, "fp8.override_linear_precision": (True, False, False)},
+        {
+            "mixed_precision": "fp8",
+            "fp8.backend": "TE",
+            "fp8.margin": 2,
+            "fp8.override_linear_precision": (True, False, False),
+        },
         (*_local("mixed_precision", *_TE), "extras"),
         {
             "mixed_precision": "fp8",
@@ -399,7 +404,6 @@ BRANCHES = (
             "fp8_config.override_linear_precision": [True, False, False],
         },
         devices=1,
-        needs=(("mixed_precision", "fp8"),),
     ),
     Branch(
         "fp8 with torchao",
@@ -411,7 +415,6 @@ BRANCHES = (
         ),
         {"fp8_config.backend": "AO", "fp8_config.pad_inner_dim": False},
         devices=1,
-        needs=(("mixed_precision", "fp8"),),
     ),
     Branch(
         "a job on SageMaker",
@@ -489,7 +492,6 @@ BRANCHES = (
                 "sagemaker.dynamo.backend",
             ),
             {"mixed_precision": "fp8", "fp8_config.backend": backend},
-            needs=(("mixed_precision", "fp8"),),
         )
         for backend, names in (
             ("TE", _TE),

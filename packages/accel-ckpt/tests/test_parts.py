@@ -189,3 +189,37 @@ def test_values_that_are_no_box_are_refused():
         parts_of(dtensor(torch.zeros(4), (4,), (Partial(),), Mesh((2,), (0,))))
     with pytest.raises(UnsupportedValueError, match=r"holds \[3\] on this rank, at \(0,\).*pass its Part"):
         parts_of(dtensor(torch.zeros(3), (4,), (Shard(0),), Mesh((2,), (0,))))
+
+
+class Marked(torch.Tensor):
+    """Says how a part is gathered, as float8 trainings do; `extra` is a number beside the values, such as a scale."""
+
+    @staticmethod
+    def __new__(cls, inner, extra=None):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+
+    def __init__(self, inner, extra=None):
+        self.inner, self.extra = inner, extra
+
+    def __tensor_flatten__(self):
+        return ["inner", *(["extra"] if self.extra is not None else [])], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Marked(tensors["inner"], tensors.get("extra"))
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        assert function is torch.ops.aten.detach.default, "its values are only reached inside"
+        return Marked(args[0].inner, args[0].extra)
+
+
+@pytest.mark.parametrize("extra", [None, torch.tensor(2.0)])
+def test_a_part_inside_of_a_subclass_is_the_memory_of_the_subclass(extra):
+    values = torch.arange(6.0).view(3, 2)
+    held = dtensor(Marked(values, extra), (6, 2), (Shard(0),), Mesh((2,), (1,)))
+    [part] = parts_of(held)
+    assert type(part.tensor) is torch.Tensor
+    assert part.offsets == (3, 0)
+    fill_part(held, torch.arange(12.0).view(6, 2) * 10)
+    assert values.tolist() == [[60.0, 70.0], [80.0, 90.0], [100.0, 110.0]]

@@ -131,3 +131,15 @@ def test_names_of_devices():
     with pytest.raises(EstimateError, match=r"did you mean .*h100-80gb"):
         device_memory("h100-81gb")
     assert all(name.endswith(f"-{size}gb") for name, size in DEVICES.items())
+
+
+def test_fp8_takes_what_bf16_takes_and_has_fewer_strategies():
+    wide = replace(SHAPE, tensor_parallel=(32, 8))
+
+    def found(precision):
+        work = Workload(batch_size=2, precision=precision)
+        return by_name(make_plan(wide, Cluster(4, 1, 1e12), work, timelines))
+
+    low, lowest = found("bf16"), found("fp8")
+    assert set(low) - set(lowest) == {name for name in low if name.startswith(("deepspeed", "tp"))} > set()
+    assert lowest == {name: row for name, row in low.items() if name in lowest}

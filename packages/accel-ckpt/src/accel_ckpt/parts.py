@@ -10,10 +10,11 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.geometry import Box, flat_boxes
@@ -205,7 +206,7 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return
-    local = tensor.to_local().detach()
+    local = _values(tensor.to_local().detach())
     shape = tuple(tensor.shape)
     for splits in _readings(_splits(tensor, coordinate)):
         runs = [_runs(size, [split for split in splits if split.dim == d]) for d, size in enumerate(shape)]
@@ -223,6 +224,20 @@ def _parts_of_dtensor(tensor: Any) -> Iterator[Part]:
     for chosen in itertools.product(*(range(len(run)) for run in runs)):
         where = tuple(slice(cut[i], cut[i + 1]) for cut, i in zip(cuts, chosen, strict=True))
         yield Part(local[where], tuple(run[i][0] for run, i in zip(runs, chosen, strict=True)), shape)
+
+
+def _values(local: torch.Tensor) -> torch.Tensor:
+    """The memory of a rank's part: what a subclass that only says how the part is gathered holds inside.
+
+    Trainings in low precision, such as torchao's in float8, put such a subclass around weights that FSDP divides.
+    """
+    if not is_traceable_wrapper_subclass(cast(object, local)):
+        return local
+    wrapper = cast(Any, local)
+    attributes, _ = wrapper.__tensor_flatten__()
+    inside = [getattr(wrapper, name) for name in attributes]
+    alike = [inner for inner in inside if (inner.shape, inner.dtype) == (wrapper.shape, wrapper.dtype)]
+    return _values(alike[0].detach()) if len(alike) == 1 else local
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def place(tmp_path, monkeypatch):
         "eight.yaml": "num_processes: 8\n",
         "rank.yaml": "num_machines: 2\nmachine_rank: 5\nnum_processes: 2\n",
         "megatron.yaml": "distributed_type: MEGATRON_LM\n",
-        "fp8.yaml": "mixed_precision: fp8\n",
+        "msamp.yaml": "mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n",
         "cloud.yaml": "compute_environment: AMAZON_SAGEMAKER\n",
         "both.yaml": "use_cpu: true\ndistributed_type: MULTI_GPU\n",
         "typo.yaml": "fsdp_config:\n  fsdp_offload_parms: true\n",
@@ -57,8 +57,9 @@ def place(tmp_path, monkeypatch):
           "--cpu", "edit that line"]),
         ("--use_megatron_lm train.py", ["--use_megatron_lm needs Megatron-LM"]),
         ("--config_file megatron.yaml train.py", ["in megatron.yaml, line 1", "--no-use_megatron_lm"]),
-        ("--mixed-precision fp8 train.py", ["--mixed-precision fp8 needs fp8", "leave --mixed-precision out"]),
-        ("--config_file fp8.yaml train.py", ["fp8.yaml, line 1", "pass --mixed_precision no"]),
+        ("--mixed-precision fp8 --fp8_backend msamp train.py", ["--fp8_backend MSAMP", "--fp8_backend ao (torchao)"]),
+        ("--config_file msamp.yaml train.py", ["msamp.yaml, line 3", "--fp8_backend te (TransformerEngine)"]),
+        ("--use_deepspeed --mixed_precision fp8 train.py", ["does not run with DeepSpeed", "--mixed_precision bf16"]),
         ("--config_file cloud.yaml train.py", ["ec2_instance_type"]),
         ("--cpu --multi_gpu train.py", ["--cpu contradicts --multi_gpu"]),
         ("--config_file both.yaml train.py", ["both.yaml, line 1 contradicts", "both.yaml, line 2"]),
@@ -96,11 +97,11 @@ def test_a_file_for_a_bigger_machine_says_where_the_number_is(capsys, monkeypatc
 
 
 def test_a_variable_is_named(capsys, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
     assert main(["launch", "train.py"]) == 2
     error = capsys.readouterr().err
-    assert "ACCELERATE_MIXED_PRECISION=fp8 in the environment needs fp8" in error
-    assert "unset ACCELERATE_MIXED_PRECISION, or pass --mixed_precision no" in error
+    assert "ACCELERATE_USE_MEGATRON_LM=true in the environment needs Megatron-LM" in error
+    assert "unset ACCELERATE_USE_MEGATRON_LM" in error
 
 
 def test_a_port_in_use(capsys, place):

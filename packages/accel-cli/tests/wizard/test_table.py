@@ -81,6 +81,21 @@ def test_every_question_is_in_a_branch():
     assert {name for branch in BRANCHES for name in branch.asked} == set(names)
 
 
+@pytest.mark.parametrize(
+    ("place", "strategy", "offered"),
+    [("here", "FSDP", True), ("here", "DEEPSPEED", False), ("tpu", None, False), ("here", "MULTI_GPU", True)],
+)
+def test_fp8_is_offered_where_an_engine_computes_in_it(place, strategy, offered):
+    def ask(question):
+        found[question.name] = [choice.value for choice in question.choices]
+        return chosen.get(question.name, 1 if question.default is None else question.default)
+
+    found, chosen = {}, {"devices": "accelerators", "place": place, "distributed_type": strategy}
+    Interview(QUESTIONS, situation(4, lambda path, value: True), ask).run()
+    assert ("fp8" in found["mixed_precision"]) is offered
+    assert "bf16" in found["mixed_precision"]
+
+
 def test_what_cannot_run_is_not_offered():
     def nothing(path, value):
         return not any((path, value) in branch.needs for branch in BRANCHES)
@@ -95,7 +110,6 @@ def test_what_cannot_run_is_not_offered():
         chosen = {"devices": "accelerators", "place": place, "distributed_type": strategy}
         Interview(QUESTIONS, situation(4, nothing), ask).run()
     assert "MEGATRON_LM" not in offered["distributed_type"]
-    assert "fp8" not in offered["mixed_precision"]
     for name in ("deepspeed.deepspeed_multinode_launcher", "tpu.tpu_use_cluster"):
         assert name not in asked
 

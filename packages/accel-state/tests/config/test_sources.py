@@ -75,9 +75,9 @@ def test_a_value_is_described_as_the_user_wrote_it(place, path, described, origi
         ({"text": "distributed_type: MEGATRON_LM\n"},
          "distributed_type: MEGATRON_LM in f.yaml, line 1 needs Megatron-LM, which is not available in this version; "
          "pass --no-use_megatron_lm, or edit that line to train with one replica of the model per process"),
-        ({"environ": {"ACCELERATE_MIXED_PRECISION": "fp8"}},
-         "ACCELERATE_MIXED_PRECISION=fp8 in the environment needs fp8, which is not available in this version; unset "
-         "ACCELERATE_MIXED_PRECISION, or pass --mixed_precision no to train with one replica"),
+        ({"environ": {"ACCELERATE_USE_MEGATRON_LM": "true"}},
+         "ACCELERATE_USE_MEGATRON_LM=true in the environment needs Megatron-LM, which is not available in this "
+         "version; unset ACCELERATE_USE_MEGATRON_LM"),
         ({"text": "gpu_ids: 0,1\n"},
          "gpu_ids: 0,1 in f.yaml, line 1 names accelerator 0, but no accelerator was found"),
         ({"text": "num_machines: 2\nmachine_rank: 2\nnum_processes: 2\n"},
@@ -101,7 +101,8 @@ def test_errors_name_the_place_and_a_way_out_that_fits_it(place, message, resolv
         ("distributed_type: MULTI_GPU\n", "--distributed_type NO"),
         ("distributed_type: MULTI_GPU\nnum_processes: 4\n", "--cpu"),
         ("distributed_type: MEGATRON_LM\n", "--no-use_megatron_lm"),
-        ("mixed_precision: fp8\n", "--mixed_precision no"),
+        ("mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n", "--fp8_backend ao"),
+        ("mixed_precision: fp8\ndistributed_type: DEEPSPEED\n", "--mixed_precision bf16"),
         ("parallelism_config:\n  tp_size: 2\ndistributed_type: XLA\n", "--no-use_parallelism_config"),
     ],
 )

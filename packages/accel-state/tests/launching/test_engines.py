@@ -73,7 +73,7 @@ def test_no_flag_of_a_missing_engine_is_ignored(bound):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--use_megatron_lm"], ["--mixed_precision", "fp8"],
+        ["--use_megatron_lm"],
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -118,6 +118,52 @@ def test_degrees_that_nothing_uses_are_named():
     assert unused[0].endswith("to select it, add --use_parallelism_config")
     flags = parse_flags(["--use_parallelism_config", "--parallelism_config_tp_size", "2"])
     assert unused_options(resolve(environ={}, flags=flags, use_default_file=False)) == []
+
+
+def checked(words, **environ):
+    resolved = resolve(environ=environ, flags=parse_flags(words.split()), use_default_file=False)
+    return check_available(resolved), unused_options(resolved)
+
+
+@pytest.mark.parametrize("engine", ["", "--use_fsdp", "--multi_gpu"])
+def test_fp8_runs_with_whole_and_with_sharded_models(engine):
+    config, _ = checked(f"{engine} --mixed_precision fp8 --fp8_backend ao --fp8_pad_inner_dim false")
+    assert (config.fp8.backend, config.fp8.pad_inner_dim) == ("AO", False)
+
+
+@pytest.mark.parametrize("words", ["--fp8_backend msamp", "--mixed_precision fp8 --fp8_backend MSAMP"])
+def test_msamp_is_refused_with_what_replaces_it(words):
+    with pytest.raises(NotAvailableError, match=r"--fp8_backend.*MS-AMP.*--fp8_backend ao.*--fp8_backend te"):
+        checked(words)
+    with pytest.raises(NotAvailableError, match=r"ACCELERATE_FP8_BACKEND.*MS-AMP"):
+        checked("--mixed_precision fp8", ACCELERATE_FP8_BACKEND="msamp")
+
+
+@pytest.mark.parametrize(("words", "engine"), [("--use_deepspeed", "DeepSpeed"), ("--tpu", "TPUs")])
+def test_fp8_is_refused_with_engines_that_have_none(words, engine):
+    with pytest.raises(NotAvailableError, match=f"--mixed_precision fp8 does not run with {engine} .{words}"):
+        checked(f"{words} --mixed_precision fp8")
+
+
+def test_flags_of_fp8_that_nothing_uses_are_named():
+    [note] = checked("--fp8_margin 2")[1]
+    assert note == (
+        "--fp8_margin is used only if the script chooses fp8 itself; to select it, add --mixed_precision fp8"
+    )
+    notes = checked("--mixed_precision fp8 --fp8_backend ao --fp8_margin 2 --fp8_pad_inner_dim false")[1]
+    assert [note for note in notes if "installed" not in note] == [
+        "--fp8_margin 2 is for fp8 by TE, and AO computes it; it is not used"
+    ]
+
+
+@pytest.mark.parametrize(("backend", "needed"), [("ao", "torchao"), ("te", "transformer-engine")])
+def test_a_library_of_fp8_that_is_not_installed_is_named(backend, needed, monkeypatch):
+    for name in ("is_torchao_available", "is_transformer_engine_available"):
+        monkeypatch.setattr(f"accel_state.launching.engines.{name}", lambda: False)
+    [note] = checked(f"--mixed_precision fp8 --fp8_backend {backend}")[1]
+    assert note.startswith(f"--mixed_precision fp8 needs {needed}, which is not installed here; pip install ")
+    monkeypatch.setattr("accel_state.launching.engines.is_torchao_available", lambda: True)
+    assert checked("--mixed_precision fp8")[1] == []
 
 
 def test_one_tpu_machine_is_available():

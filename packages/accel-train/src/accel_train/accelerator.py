@@ -49,10 +49,12 @@ from accel_train.plugins import (
     TorchDynamoPlugin,
 )
 from accel_train.plugins.launched import launched_plugin
+from accel_train.precision_view import PrecisionView
 from accel_train.prepared import LoadHook, Options, Prepared, SaveHook
 from accel_train.process_view import ProcessView
 from accel_train.rehearsal import TrainingRehearsal
 from accel_train.setup import arguments, prepare
+from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
@@ -76,16 +78,17 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     GradScalerKwargs: "scaler",
     InitProcessGroupKwargs: "init",
     ProfileKwargs: "profile",
+    **RECIPES,
 }
 
 
-class Accelerator(ProcessView):
+class Accelerator(ProcessView, PrecisionView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
         device_placement: models, optimizer states and batches move to this process's device.
         split_batches: deprecated; use `DataLoaderConfiguration(split_batches=True)`.
-        mixed_precision: "no", "bf16" or "fp16"; None: as launched, else "no".
+        mixed_precision: "no", "bf16", "fp16" or "fp8"; None: as launched, else "no".
         gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: use the CPU although there is an accelerator device.
         dataloader_config: how loaders are prepared.
@@ -191,9 +194,7 @@ class Accelerator(ProcessView):
             mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
             parallelism=parallelism,
-            autocast=self.autocast_handler,
-            scaler=self.scaler_handler,
-            ddp=self.ddp_handler,
+            handlers=handlers,
             sync_each_batch=plugin.sync_each_batch,
         )
         self._begin(cpu, launched, given, plugin)
@@ -322,7 +323,7 @@ class Accelerator(ProcessView):
 
     @property
     def mixed_precision(self) -> str:
-        """The name of the precision: "no", "bf16" or "fp16"."""
+        """The name of the precision: "no", "bf16", "fp16" or "fp8"."""
         return self.state.mixed_precision
 
     @property

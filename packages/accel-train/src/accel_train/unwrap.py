@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from accel_train.precision.autocast import restore_forward
+from accel_train.precision.restoring import restore_model
 from accel_train.state import newest_strategy
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.ddp import inside_parallel
@@ -65,7 +65,7 @@ def unwrap(
     if recursive:
         _unwrap_children(strategy, inner)
     if not keep_fp32_wrapper:
-        restore_forward(inside_compiled(inner))
+        restore_model(inside_compiled(inner))
     if not keep_torch_compile:
         for item in inner.modules():
             if _compiled_in_place(item):

@@ -103,6 +103,7 @@ def test_translations_are_said():
     ):
         assert name in text
     assert Plugin(backward_prefetch="BACKWARD_PRE", use_orig_params=True).translations == []
+    assert Plugin(sharding_strategy="FULL_SHARD").translations == []  # the launcher's default
 
 
 @pytest.mark.parametrize(

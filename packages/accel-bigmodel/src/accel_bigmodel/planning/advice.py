@@ -170,6 +170,8 @@ def settings_for(
 
 
 def _zero(shape: ModelShape, workload: Workload, n: int, checkpointing: bool) -> Iterator[Setting]:
+    if workload.precision == "fp8":
+        return  # DeepSpeed's engine does not compute in it
     # The bucket is what "auto" in DeepSpeed's configuration becomes; without a hidden size its default.
     bucket = shape.hidden_size**2 or 500_000_000
     for stage in (1, 2, 3):
@@ -188,7 +190,7 @@ def _tensor_parallel(
     shape: ModelShape, cluster: Cluster, workload: Workload, checkpointing: bool
 ) -> Iterator[Setting]:
     n = cluster.per_machine  # its traffic is for the links inside a machine
-    if workload.precision == "fp16" or shape.adapters or n == 1 or not shape.tensor_parallel:
+    if workload.precision in ("fp16", "fp8") or shape.adapters or n == 1 or not shape.tensor_parallel:
         return
     if all(count % n == 0 for count in shape.tensor_parallel):
         yield Setting("tp", "tp", n, checkpointing=checkpointing)

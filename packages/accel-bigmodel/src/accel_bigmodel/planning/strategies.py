@@ -67,7 +67,7 @@ class Workload:
     Attributes:
         batch_size: samples of a micro-batch on one rank.
         optimizer: adamw, sgd, adafactor or 8bit.
-        precision: no, bf16 or fp16.
+        precision: no, bf16, fp16 or fp8, which takes what bf16 takes: activations are kept as under bf16.
         micro_batches: of a step; gradients are summed over them, so they are there in all but the first.
         frozen_bytes: of an element of a frozen weight.
         accelerator: whether ranks compute on accelerators; a CPU frees sooner, and steps tensor by tensor.
@@ -159,7 +159,7 @@ def numbers_of(setting: Setting, precision: str) -> str:
     """The name of the numbers in which a strategy computes; see ``planning.timelines``."""
     if precision == "no":
         return "float32"
-    low = "bfloat16" if precision == "bf16" else "float16"
+    low = "float16" if precision == "fp16" else "bfloat16"
     if setting.strategy == "deepspeed":
         return low
     return f"{low} autocast" if setting.strategy == "fsdp2" else f"float32 autocast {low}"

@@ -28,6 +28,7 @@ class _Precision(StrEnum):
     no = "no"
     bf16 = "bf16"
     fp16 = "fp16"
+    fp8 = "fp8"
 
 
 _Model = Annotated[
@@ -178,9 +179,8 @@ class _Source:
         from accel_bigmodel.planning.timelines import text_inputs, timelines_of
 
         model = with_adapters(self.model, rank) if rank else self.model
-        frozen = (
-            {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.workload.precision) if rank else None
-        )
+        low = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+        frozen = low.get(self.workload.precision) if rank else None
         shape = shape_of_model(model, adapters=rank)
         try:
             timelines = timelines_of(model, text_inputs(model, self.length), frozen=frozen)

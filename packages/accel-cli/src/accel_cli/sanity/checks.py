@@ -166,7 +166,8 @@ CHECKS: tuple[tuple[str, Callable[[Bench], None]], ...] = (
 
 
 def _model() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    # The layer in the middle is one that computes in fp8.
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
 def _batches(size: int, steps: int = 4) -> list[tuple[Tensor, Tensor]]:

@@ -65,7 +65,7 @@ _SHAPES = (
     Choice(False, "no, compile again for each shape", "n"),
 )
 
-_FP8_BACKENDS = (Choice("TE", "TE: TransformerEngine"), Choice("AO", "AO: torchao"))
+_FP8_BACKENDS = (Choice("AO", "AO: torchao"), Choice("TE", "TE: TransformerEngine, on NVIDIA GPUs only"))
 _TE = (
     "use_autocast_during_eval",
     "margin",
@@ -76,6 +76,13 @@ _TE = (
     "override_linear_precision",
 )
 """Fields of the fp8 section that TransformerEngine uses."""
+
+
+def _precisions(answers: Answers) -> Sequence[Choice]:
+    """The precisions that the launcher takes with the engine that was chosen."""
+    names = schema_of(LaunchConfig).by_path["mixed_precision"].about.choices
+    without = equals("distributed_type", "DEEPSPEED")(answers) or _TPU(answers)
+    return [Choice(name, name) for name in names if not (name == "fp8" and without)]
 
 
 def _threads_before(answers: Answers) -> int:
@@ -109,7 +116,7 @@ def _prefix(root: type[Section]) -> str:
 
 
 def fp8_questions(root: type[Section]) -> tuple[Question, ...]:
-    """The questions of mixed precision fp8, which this version may or may not offer."""
+    """The questions of mixed precision fp8."""
     prefix = _prefix(root)
     engine = equals(f"{prefix}fp8.backend", "TE")
     return (
@@ -144,7 +151,7 @@ def compile_questions(root: type[Section], asked: Condition) -> tuple[Question, 
 
 
 RUN_QUESTIONS = (
-    Question(path="mixed_precision", when=(_LOCAL,)),
+    Question(path="mixed_precision", when=(_LOCAL,), choices=_precisions),
     *fp8_questions(LaunchConfig),
     Question(path="tpu.downcast_bf16", when=(_TPU, equals("mixed_precision", "bf16"))),
     Question(

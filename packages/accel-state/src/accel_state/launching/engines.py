@@ -14,6 +14,7 @@ from accel_state.config.merge import Origin, Resolved
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
 from accel_state.errors import ConfigError, NotAvailableError
+from accel_state.host.available import is_torchao_available, is_transformer_engine_available
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -49,10 +50,7 @@ class MissingEngine:
     value: str | bool
 
 
-MISSING_ENGINES = (
-    MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),
-    MissingEngine("fp8", "fp8", "mixed_precision", "fp8"),
-)
+MISSING_ENGINES = (MissingEngine("Megatron-LM", "megatron_lm", "distributed_type", "MEGATRON_LM"),)
 """Every engine of the schema that does not exist yet, in the order in which they are refused."""
 
 MISSING_TYPES = {
@@ -63,7 +61,20 @@ MISSING_TYPES = {
 MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
 """Sections of the schema without an engine, and what people call it."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fsdp", "parallelism", "tpu", *MISSING_SECTIONS})
+_SELECTED_BY = {
+    "tpu": "--tpu",
+    "fp8": "--mixed_precision fp8",
+    "parallelism": "--use_parallelism_config",
+}
+"""What selects the engine of a section, if not ``--use_`` and its name."""
+
+_WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "XLA": "TPUs"}
+"""Distributed types whose engine computes in no fp8, and what people call them."""
+
+_LIBRARIES = {"opt_level": "MSAMP", "enable_fsdp_float8_all_gather": "AO", "pad_inner_dim": "AO"}
+"""Options of fp8 that are not TransformerEngine's, and the library that they are for."""
+
+ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "parallelism", "tpu", *MISSING_SECTIONS})
 """Sections that a run uses only if their engine is selected."""
 
 
@@ -108,6 +119,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     for engine in missing_engines(config):
         raise _missing(resolved, engine.option, engine.name)
     _check_tpu(resolved, config)
+    _check_fp8(resolved, config)
     for path, section in _changed(resolved, config):
         if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
             raise _missing(resolved, path, MISSING_SECTIONS[section])
@@ -129,8 +141,28 @@ def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
         )
 
 
+def _check_fp8(resolved: Resolved, config: LaunchConfig) -> None:
+    if config.fp8.backend == "MSAMP" and (
+        config.is_active("fp8") or resolved.origin("fp8.backend") >= Origin.FLAG
+    ):
+        raise NotAvailableError(
+            f"{resolved.describe('fp8.backend')} asks for MS-AMP, which is no longer maintained and not supported; "
+            "pass --fp8_backend ao (torchao) or --fp8_backend te (TransformerEngine)"
+        )
+    engine = next((name for name in _WITHOUT_FP8 if name == config.distributed_type), None)
+    if config.is_active("fp8") and engine is not None:
+        raise NotAvailableError(
+            f"{resolved.describe('mixed_precision')} does not run with {_WITHOUT_FP8[engine]} "
+            f"({resolved.describe('distributed_type')}); pass --mixed_precision bf16, or train with --use_fsdp or with "
+            "one replica of the model per process"
+        )
+
+
 def unused_options(resolved: Resolved) -> list[str]:
-    """A sentence for each section, and each flag, that is set although nothing selects the engine it belongs to."""
+    """A sentence for each section, and each flag, that is set although nothing selects the engine it belongs to.
+
+    And one about fp8 if no library that computes it is installed here.
+    """
     config = resolved.local()
     found = []
     for path, section in _changed(resolved, config):
@@ -139,12 +171,35 @@ def unused_options(resolved: Resolved) -> list[str]:
         if resolved.origin(path) == Origin.FILE:
             found.append(f"{section} in {resolved.file} is not used by this run")
         elif resolved.origin(path) == Origin.FLAG:
-            flag = resolved.sources.of(path).name
-            found.append(
-                f"{flag} is used only if the script passes the plugin itself; to select it, add "
-                f"{_SWITCHES.get(section, f'--use_{section}')}"
-            )
+            flag, adding = resolved.sources.of(path).name, _SELECTED_BY.get(section, f"--use_{section}")
+            by_script = "chooses fp8" if section == "fp8" else "passes the plugin"
+            found.append(f"{flag} is used only if the script {by_script} itself; to select it, add {adding}")
+    found += [*_unused_of_backend(resolved, config)]
     return list(dict.fromkeys(found))
+
+
+def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
+    """About fp8: a library that is not installed, and options for another one than that which computes."""
+    backend = config.fp8.backend
+    if not config.is_active("fp8"):
+        return
+    installed = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
+    if not any(check() for name, check in installed.items() if backend in (None, name)):
+        needed = {"AO": "torchao", "TE": "transformer-engine"}.get(
+            backend or "", "torchao or transformer-engine"
+        )
+        yield (
+            f"{resolved.describe('mixed_precision')} needs {needed}, which is not installed here; pip install "
+            f"{'transformer-engine[pytorch]' if backend == 'TE' else 'torchao'}"
+        )
+    if backend is None:
+        return
+    for path, section in _changed(resolved, config):
+        library = _LIBRARIES.get(path.removeprefix("fp8."), "TE")
+        if section == "fp8" and path != "fp8.backend" and library != backend:
+            bound = schema_of(type(config)).by_path[path]
+            if value_of(config, bound) != bound.about.launch_default:
+                yield f"{resolved.describe(path)} is for fp8 by {library}, and {backend} computes it; it is not used"
 
 
 def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,6 @@ from typing import Any
 from accel_state.config.codec import encode
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.errors import ConfigError, LaunchError, NotAvailableError
-from accel_state.launching.engines import MISSING_ENGINES
 from accel_state.launching.target import Target, check_target
 
 __all__ = [
@@ -145,12 +144,11 @@ def _check(config: SageMakerConfig, file: Path | None) -> None:
             raise ConfigError(
                 f"{name} is not set{where}, and a SageMaker job needs it; pass --{name}, such as {what}"
             )
-    for engine in MISSING_ENGINES:
-        if engine.option == "mixed_precision" and engine.value == config.mixed_precision:
-            raise NotAvailableError(
-                f"mixed_precision {config.mixed_precision}{where} needs {engine.name}, which is not available in this "
-                "version; use bf16, fp16 or no"
-            )
+    if config.is_active("fp8") and config.fp8.backend == "MSAMP":
+        raise NotAvailableError(
+            f"fp8 backend MSAMP{where} is no longer maintained and not supported; pass --fp8_backend ao (torchao) or "
+            "--fp8_backend te (TransformerEngine)"
+        )
 
 
 def find_credentials(config: SageMakerConfig) -> Credentials:

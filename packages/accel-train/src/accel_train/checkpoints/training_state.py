@@ -302,7 +302,7 @@ def _expected(here: Prepared) -> Iterator[str]:
     yield from (f"scheduler_{index}" for index in range(len(here.schedulers)))
     yield from (f"loader_{index}" for index in range(len(here.loaders)))
     yield from (f"custom_{index}" for index in range(len(here.registered)))
-    if here.plan.precision.scaler is not None:
+    if here.plan.precision.has_state:
         yield "scaler"
 
 

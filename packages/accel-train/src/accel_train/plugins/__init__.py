@@ -13,6 +13,7 @@ from accel_train.plugins.ddp import DDPCommunicationHookType, DistributedDataPar
 from accel_train.plugins.deepspeed import DeepSpeedPlugin, DeepSpeedPlugins
 from accel_train.plugins.deepspeed_config import HfDeepSpeedConfig
 from accel_train.plugins.dynamo import TorchDynamoPlugin
+from accel_train.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.parallelism import (
@@ -27,6 +28,7 @@ from accel_train.plugins.tensor_parallel import TorchTensorParallelPlugin
 from accel_train.plugins.xla import XlaPlugin
 
 __all__ = [
+    "AORecipeKwargs",
     "AutocastKwargs",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
@@ -34,15 +36,18 @@ __all__ = [
     "DeepSpeedPlugins",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "HfDeepSpeedConfig",
+    "MSAMPRecipeKwargs",
     "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",
     "StrategyPlugin",
+    "TERecipeKwargs",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",

@@ -207,9 +207,9 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
 
     @property
     def translations(self) -> list[str]:
-        """What options of version 1 mean here, a sentence each."""
+        """What options of version 1 mean here, a sentence each; none of those that change nothing."""
         found = []
-        if self.sharding_strategy is not None:
+        if self.sharding_strategy not in (None, "FULL_SHARD"):
             where = ", with a replica of the model on each machine" if self.is_hybrid else ""
             now = f"reshard_after_forward={self.reshard_after_forward}{where}"
             found.append(f"sharding_strategy={self.sharding_strategy} is {now}")

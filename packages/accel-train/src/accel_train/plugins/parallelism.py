@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from accel_state import environment
-from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, misfit
 from accel_state.config.sections.parallelism import ParallelismSection
-from accel_train.errors import ArgumentTypeError, OptionError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -278,12 +278,27 @@ class ParallelismConfig:
             IncompatibleOptionsError: the degrees do not multiply to the number of ranks.
         """
         import torch.distributed as dist
-
-        from accel_train.mesh import Mesh
+        from torch.distributed.device_mesh import init_device_mesh
 
         running = dist.is_available() and dist.is_initialized()
-        world, rank = (dist.get_world_size(), dist.get_rank()) if running else (1, 0)
-        return Mesh(self.degrees, device_type, world, rank).device_mesh
+        wrong = misfit(self.degrees, dist.get_world_size() if running else 1)
+        if wrong is not None:
+            raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
+        used = self._enabled(*DIMENSIONS)
+        if not used:
+            return None
+        mesh = init_device_mesh(
+            device_type, tuple(self.degrees[name] for name in used), mesh_dim_names=tuple(used)
+        )
+        unions = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
+        for name, members in unions.items():
+            if members:
+                mesh[tuple(members)]._flatten(name)
+        return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
         """The mesh of the `Accelerator` that got this configuration, or else one that is built at the first call.

@@ -14,10 +14,20 @@ from torch import nn
 from accel_state.trees import convert_to_fp32
 from accel_train.precision.base import DTypePolicy, Precision
 
-__all__ = ["AutocastForward", "AutocastPrecision"]
+__all__ = ["AutocastForward", "AutocastPrecision", "PrecisionForward", "restore_forward"]
 
 
-class AutocastForward:
+class PrecisionForward:
+    """A model's forward with a precision around it."""
+
+    forward: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs."""
+        return self.forward(*args, **kwargs)
+
+
+class AutocastForward(PrecisionForward):
     """A model's forward under autocast, whose floating outputs come back in float32.
 
     A fresh autocast context per call keeps it right when it is entered again (activation checkpointing runs forward
@@ -71,20 +81,24 @@ class AutocastPrecision(Precision):
         )
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Put `AutocastForward` around `model.forward`; the original stays in `model._original_forward`."""
-        if (
-            not self.uses_autocast
-            or not self.options.autocast_enabled
-            or isinstance(model.forward, AutocastForward)
-        ):
+        """Put `wrap(…)` around `model.forward`; the original stays in `model._original_forward`."""
+        original = model.forward
+        if isinstance(original, PrecisionForward):
             return model
+        wrapped = self.wrap(model, original)
+        if wrapped is not original:
+            model._original_forward = original  # type: ignore[assignment]
+            model.forward = wrapped
+        return model
+
+    def wrap(self, model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a model under autocast; `forward` itself while autocast is off."""
+        if not self.uses_autocast or not self.options.autocast_enabled:
+            return forward
         cache_enabled = self.options.cache_enabled
         if cache_enabled is None:
             cache_enabled = torch.is_autocast_cache_enabled()
-        original = model.forward
-        model._original_forward = original  # type: ignore[assignment]
-        model.forward = AutocastForward(original, self.options.device_type, self._low, cache_enabled)
-        return model
+        return AutocastForward(forward, self.options.device_type, self._low, cache_enabled)
 
     def restore(self, model: nn.Module) -> None:
         """Restore the original forward; the model pickles again."""

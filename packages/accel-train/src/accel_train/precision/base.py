@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
@@ -45,12 +45,14 @@ class PrecisionOptions:
         autocast_enabled: whether the automatic cast of prepared models is on (`AutocastKwargs.enabled`).
         cache_enabled: autocast's weight cache; None is torch's default.
         scaler_kwargs: keyword arguments of `torch.amp.GradScaler`.
+        recipe: how fp8 is computed: `AORecipeKwargs` or `TERecipeKwargs`.
     """
 
     device_type: str = "cpu"
     autocast_enabled: bool = True
     cache_enabled: bool | None = None
     scaler_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    recipe: Any = None
 
 
 class Precision:
@@ -117,6 +119,25 @@ class Precision:
     def restore(self, model: nn.Module) -> None:
         """Give `model` its own forward back, if this precision had replaced it."""
 
+    def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
+        """Parameters are about to be divided among ranks, and gathered whenever they are used.
+
+        Args:
+            module: a model or a part of it, converted.
+            whole: those of its parameters that are not divided.
+        """
+
+    def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
+        """The parameters of a model are divided.
+
+        Args:
+            model: the model.
+            prepared: what the script calls for it.
+        """
+
+    def values_changed(self, model: nn.Module) -> None:
+        """A divided model was given other values than an optimizer's step gives it. On all ranks."""
+
     def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:
         """Run backward.
 
@@ -150,6 +171,11 @@ class Precision:
 
     def update_scale(self) -> None:
         """Apply an update of the loss scale that was put off until no scaled gradient waits."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a checkpoint keeps anything of this precision."""
+        return self.scaler is not None
 
     def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any] | None:
         """What a checkpoint keeps, with what waits between steps, which stays as it is; None: nothing.

@@ -14,5 +14,6 @@ PRECISIONS: Registry[type[Precision]] = Registry(
         "no": "accel_train.precision.base:Precision",
         "bf16": "accel_train.precision.bf16:BF16Precision",
         "fp16": "accel_train.precision.fp16:FP16Precision",
+        "fp8": "accel_train.precision.fp8.precision:FP8Precision",
     },
 )

@@ -5,17 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from packaging.requirements import Requirement
 
 from accel_state.config.launch import LaunchConfig
-from accel_state.config.parallel_degrees import DIMENSIONS, misfit
+from accel_state.enums import FP8BackendType
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
-from accel_state.launching.engines import missing_engine, missing_engines, variable_of
+from accel_state.launching.engines import missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -31,6 +31,8 @@ from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
 from accel_train.sequence.parallel import SequenceParallel
+from accel_train.setup.fp8 import backend_of, fp8_recipe
+from accel_train.setup.meshes import asked_degrees, make_mesh, sequences
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -46,6 +48,8 @@ class Plan:
         precision: which numbers are computed with.
         mesh: degrees of parallelism, and the ranks that follow from them.
         device: of this rank.
+        recipe: how fp8 is computed; None in another precision.
+        fp8_backend: by which library; in another precision the one that the launcher names.
         parallelism: ranks of each kind of parallelism, complete; None: nobody gave any.
         sequence: divides sequences among ranks; None: each rank has whole ones.
     """
@@ -54,6 +58,8 @@ class Plan:
     precision: Precision
     mesh: Mesh
     device: torch.device
+    recipe: Any = None
+    fp8_backend: FP8BackendType = FP8BackendType.NO
     parallelism: ParallelismConfig | None = None
     sequence: SequenceParallel | None = None
 
@@ -67,16 +73,14 @@ class Given:
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
         parallelism: ranks of each kind of parallelism; None: as the strategy has them.
-        autocast, scaler, ddp: options of what is built.
+        handlers: options of what is built, by their key: "autocast", "scaler", "ddp", and recipes of fp8.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
     mixed_precision: str
     strategy: StrategyPlugin | str | None = None
     parallelism: ParallelismConfig | None = None
-    autocast: AutocastKwargs | None = None
-    scaler: GradScalerKwargs | None = None
-    ddp: DistributedDataParallelKwargs | None = None
+    handlers: Mapping[str, Any] = field(default_factory=dict)
     sync_each_batch: bool = False
 
 
@@ -86,11 +90,12 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     Raises:
         NotAvailableError: the environment asks for an engine that this version does not have, or what a strategy
             requires is not installed.
+        MissingDependencyError: no library that computes the precision is installed.
         OptionError: an unknown name.
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     config: Any = given.strategy
-    degrees = _degrees(given.parallelism, process.num_processes)
+    degrees = asked_degrees(given.parallelism, process.num_processes)
     name = strategy_name(config, process.num_processes, process.device, degrees)
     strategy_class = STRATEGIES.get(name)
     refuse_engines(launched, strategy_class)
@@ -98,26 +103,23 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
-    autocast, scaler = given.autocast or AutocastKwargs(), given.scaler or GradScalerKwargs()
+    recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
+    autocast = given.handlers.get("autocast") or AutocastKwargs()
+    scaler = given.handlers.get("scaler") or GradScalerKwargs()
     precision: Precision = precision_class(
         PrecisionOptions(
             device_type=device.type,
             autocast_enabled=autocast.enabled,
             cache_enabled=autocast.cache_enabled,
             scaler_kwargs=scaler.to_kwargs(),
+            recipe=recipe,
         )
     )
     if strategy_class.capabilities.computes_precision:
         precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
-        config = (given.ddp or DistributedDataParallelKwargs()) if name == "ddp" else None
-    if degrees is None:
-        mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
-    else:
-        _check_dimensions(strategy_class, degrees)
-        strategy_class.check_degrees(config, degrees)
-        mesh = Mesh(degrees, device.type, process.num_processes, process.process_index)
-        mesh.name_unions()
+        config = (given.handlers.get("ddp") or DistributedDataParallelKwargs()) if name == "ddp" else None
+    mesh = make_mesh(strategy_class, config, process, degrees)
     strategy = strategy_class(
         StrategyOptions(
             device=device,
@@ -131,36 +133,16 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     parallelism = given.parallelism
     if parallelism is not None:
         parallelism = parallelism.on(mesh.degrees, mesh.device_mesh)
-    sequence = None
-    if parallelism is not None and (parallelism.cp_enabled or parallelism.sp_enabled):
-        sequence = SequenceParallel(mesh, *parallelism.sequences)
-    return Plan(strategy, precision, mesh, device, parallelism, sequence)
-
-
-def _degrees(parallelism: ParallelismConfig | None, num_processes: int) -> dict[str, int] | None:
-    """Ranks of each dimension; None where nobody asks for any.
-
-    Raises:
-        IncompatibleOptionsError: they do not multiply to the number of ranks.
-    """
-    if parallelism is None or parallelism.total_size == 1:
-        return None  # replicas on all ranks, or as the strategy's plugin says
-    wrong = misfit(parallelism.degrees, num_processes)
-    if wrong is not None:
-        raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
-    return parallelism.degrees
-
-
-def _check_dimensions(strategy: type[Strategy], degrees: Mapping[str, int]) -> None:
-    """Refuse kinds of parallelism that a strategy does not have."""
-    known = strategy.capabilities.dimensions
-    for name, size in degrees.items():
-        if size > 1 and name not in known:
-            advice = "strategy 'fsdp2' (FullyShardedDataParallelPlugin) has it"
-            raise IncompatibleOptionsError(
-                f"strategy {strategy.name!r} cannot train with {name}_size={size}; it takes "
-                f"{', '.join(f'{other}_size' for other in DIMENSIONS if other in known)}, and {advice}."
-            )
+    return Plan(
+        strategy,
+        precision,
+        mesh,
+        device,
+        recipe,
+        backend_of(recipe, launched),
+        parallelism,
+        sequences(parallelism, mesh),
+    )
 
 
 def strategy_name(
@@ -188,7 +170,6 @@ def mixed_precision_name(
 
     Raises:
         IncompatibleOptionsError: the plugin's own configuration asks for another one.
-        NotAvailableError: a precision that this version does not have.
         OptionError: an unknown name.
     """
     asked = launched.mixed_precision if argument is None else argument
@@ -201,10 +182,6 @@ def mixed_precision_name(
             f"{own}. Leave one of them out."
         )
     name = own or name
-    if missing_engine("mixed_precision", name) is not None:
-        raise NotAvailableError(
-            f"mixed_precision={name!r} is not available yet in this version; use 'bf16', or 'no'."
-        )
     PRECISIONS.get(name)
     return name
 
@@ -216,8 +193,6 @@ def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
         NotAvailableError: rather than train another way than was asked for.
     """
     for engine in missing_engines(launched):
-        if engine.option == "mixed_precision":
-            continue  # the script may have chosen another
         own = strategy.distributed_type
         if engine.option == "distributed_type" and own is not None and own.value == engine.value:
             continue
@@ -272,13 +247,13 @@ def _check(
             "mixed_precision='no'."
         )
     if (
-        precision.name == "bf16"
+        precision.dtype is torch.bfloat16
         and device.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         raise IncompatibleOptionsError(
-            f"mixed_precision='bf16' needs a GPU with bfloat16, and {torch.cuda.get_device_name(device)} has none; "
-            "use 'fp16'."
+            f"mixed_precision={precision.name!r} needs a GPU with bfloat16, and "
+            f"{torch.cuda.get_device_name(device)} has none; use 'fp16'."
         )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
 from accel_train.errors import PrepareError
 from accel_train.plugins import TorchDynamoPlugin
-from accel_train.precision.autocast import restore_forward
 from accel_train.precision.base import Precision
+from accel_train.precision.restoring import restore_model
 from accel_train.setup.compile import compile_model
 from accel_train.unwrap import plain_module
 
@@ -38,7 +38,7 @@ class Steps:
     def convert(self, model: nn.Module) -> nn.Module:
         """Make a model compute in the precision; what an earlier accelerator did to it is undone."""
         inner = plain_module(model)
-        restore_forward(inner)
+        restore_model(inner)
         converted = self.precision.convert(inner)
         return model if converted is inner else converted
 

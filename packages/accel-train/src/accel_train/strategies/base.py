@@ -6,7 +6,7 @@ PyTorch does. A subclass overrides those in which its engine differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -122,6 +122,18 @@ class PrecisionVerbs(Protocol):
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied with."""
+        ...
+
+    def before_sharding(self, module: nn.Module, whole: Collection[nn.Parameter]) -> None:
+        """Parameters of a module, but for `whole`, are about to be divided among ranks and gathered for each use."""
+        ...
+
+    def after_sharding(self, model: nn.Module, prepared: nn.Module) -> None:
+        """A model, which the script calls as `prepared`, is divided."""
+        ...
+
+    def values_changed(self, model: nn.Module) -> None:
+        """A divided model was given other values than an optimizer's step gives it."""
         ...
 
     def backward(self, loss: Tensor, has_pending_grads: bool, kwargs: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ __all__ = ["Fp8Section"]
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Fp8Section(Section):
-    """Options of the TransformerEngine, torchao and MS-AMP recipes, for mixed precision fp8."""
+    """Options of the recipes of torchao (AO) and TransformerEngine (TE), for mixed precision fp8."""
 
     file_key = "fp8_config"
     prefix = "fp8_"
@@ -19,7 +19,7 @@ class Fp8Section(Section):
     title = "FP8"
 
     backend: str | None = option(
-        help="Library for fp8 computation.",
+        help="Library for fp8 computation: TE is TransformerEngine, AO is torchao; MSAMP is refused.",
         key="backend",
         choices=("TE", "AO", "MSAMP"),
         unset=("no",),
@@ -81,7 +81,7 @@ class Fp8Section(Section):
         prompt="Should fprop, dgrad, wgrad be executed in higher precision?",
     )
     opt_level: str | None = option(
-        help="Optimization level (MSAMP).",
+        help="Optimization level (MSAMP); not used.",
         key="opt_level",
         keys=("optimization_level",),
         choices=("O1", "O2"),

@@ -69,6 +69,7 @@ class DeepSpeedStrategy(Strategy):
         saves_windows=False,
         prepares_together=True,
         computes_precision=True,
+        precisions=frozenset({"no", "bf16", "fp16"}),
         precisions_on={"cpu": frozenset({"no", "bf16"})},
         requires=("deepspeed>=0.19.5",),
         dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp"}),

@@ -19,7 +19,7 @@ from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import FullyShardedDataParallelPlugin
-from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, SavedModel, Strategy, StrategyOptions
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
@@ -110,6 +110,7 @@ class FSDP2Strategy(Strategy):
         watch = Watch(plain, self._find_whole)
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
+        self.precision.after_sharding(plain, prepared)
         self._find_whole()
         return prepared
 
@@ -134,6 +135,7 @@ class FSDP2Strategy(Strategy):
                 widened += widen(unit)
             if start is not None:
                 start.fill(unit)
+            self.precision.before_sharding(unit, options["ignored_params"])
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
             fully_shard(unit, reshard_after_forward=after, **options)
@@ -235,6 +237,11 @@ class FSDP2Strategy(Strategy):
         if self._checked.get(optimizer) != _size(optimizer):
             self._check_optimizer(optimizer)
         return super().step(optimizer, closure)
+
+    def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
+        """Load weights for which `misfits` found nothing; what the precision derived from the old ones is dropped."""
+        super().load_model_state(model, weights, strict)
+        self.precision.values_changed(self.plain(model))
 
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
