@@ -84,7 +84,7 @@ class DividedAttention:
             raise IncompatibleOptionsError(
                 f"Attention was called with a query of shape {tuple(query.shape)} and a key of shape "
                 f"{tuple(key.shape)}; with a divided sequence both have the shape (batch, heads, positions, features) "
-                "and as many positions. Cross-attention and caches of keys are not divided: train without them."
+                "and the same number of positions. Cross-attention and caches of keys are not divided: train without them."
             )
         if dropout_p and self.cp_group is not None and self.rotation == "alltoall":
             raise IncompatibleOptionsError(
@@ -95,7 +95,7 @@ class DividedAttention:
             ranks = dist.get_world_size(self.sp_group)
             raise IncompatibleOptionsError(
                 f"sp_size {ranks} does not divide the {query.shape[HEADS]} attention heads, and sequence parallelism "
-                "gives each rank as many. Choose an sp_size that does, or context parallelism (cp_size)."
+                "gives each rank the same number. Choose an sp_size that does, or context parallelism (cp_size)."
             )
 
     def _attend(
