@@ -84,7 +84,8 @@ class DividedAttention:
             raise IncompatibleOptionsError(
                 f"Attention was called with a query of shape {tuple(query.shape)} and a key of shape "
                 f"{tuple(key.shape)}; with a divided sequence both have the shape (batch, heads, positions, features) "
-                "and the same number of positions. Cross-attention and caches of keys are not divided: train without them."
+                "and the same number of positions. Cross-attention and caches of keys are not divided: train without "
+                "them."
             )
         if dropout_p and self.cp_group is not None and self.rotation == "alltoall":
             raise IncompatibleOptionsError(
