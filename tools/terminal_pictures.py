@@ -178,6 +178,7 @@ PICTURES = (
         code=1,
     ),
     Picture("doctor", "accel doctor"),
+    Picture("doctor-world", "accel doctor --cpu --num_processes 2"),
     Picture("test", "accel test --cpu --num_processes 2"),
     Picture(
         "plan",

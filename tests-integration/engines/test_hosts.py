@@ -180,3 +180,68 @@ def test_a_host_that_does_not_answer_is_named(hosts: list[Host], tmp_path: Path)
     assert launcher.wait(60) == 1
     assert time.monotonic() - began < 30
     assert f"{hosts[0].address}:{PORT} did not answer within 3 s" in log.read_text()
+
+
+def examine(host: Host, *words: str) -> subprocess.Popen[str]:
+    """Start `accel doctor` on this host."""
+    inside = f'hostname {host.name}; exec "$@"'
+    command = ["ip", "netns", "exec", host.name, "unshare", "--uts", "bash", "-c", inside, "doctor"]
+    command += [sys.executable, "-m", "accel_cli", "doctor", "--cpu", *words]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
+    started = subprocess.Popen(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    host.launchers.append(started)
+    return started
+
+
+def doctors(hosts: list[Host], *words: str) -> list[str]:
+    machines = len(hosts)
+    place = common(hosts, *words, machines=machines)
+    place = ("--num_machines", str(machines), "--num_processes", str(machines), *place[4:])
+    started = [examine(host, *place, "--machine_rank", str(number)) for number, host in enumerate(hosts)]
+    return [process.communicate(timeout=PATIENCE)[0] for process in started]
+
+
+def spoil(host: Host, *words: str) -> None:
+    done = subprocess.run(
+        ["ip", "netns", "exec", host.name, "tc", "qdisc", "add", "dev", "eth0", "root", "netem", *words],
+        capture_output=True,
+        text=True,
+    )
+    if "qdisc kind is unknown" in done.stderr:
+        pytest.skip("this kernel has no netem (module sch_netem), which makes links slow or lossy")
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_finds_healthy_hosts_right(hosts: list[Host]) -> None:
+    outputs = doctors(hosts)
+    assert "3 ranks on 3 hosts have the same" in outputs[0], outputs[0]
+    assert "10 are right by gloo" in outputs[0]
+    assert "machines differ by at most" in outputs[0]
+    assert "is slow" not in outputs[0]
+    assert "machine 0 (10.77.0.1) has the report" in outputs[1]
+
+
+def test_doctor_names_slow_links(hosts: list[Host]) -> None:
+    spoil(hosts[2], "delay", "60ms")
+    report = doctors(hosts)[0]
+    lines = [line for line in report.splitlines() if "is slow" in line]
+    assert len(lines) == 2, report
+    assert all(f"rank 2 ({hosts[2].name}) is slow: latency" in line for line in lines), report
+
+
+def test_doctor_names_links_that_lose_packets(hosts: list[Host]) -> None:
+    spoil(hosts[2], "loss", "20%")
+    report = doctors(hosts)[0]
+    lines = [line for line in report.splitlines() if "is slow" in line]
+    assert lines, report
+    assert all(f"rank 2 ({hosts[2].name}) is slow" in line for line in lines), report
+    assert any("packets are lost" in line for line in lines), report
+
+
+def test_doctor_names_a_host_that_does_not_answer(hosts: list[Host]) -> None:
+    subprocess.run(["ip", "-n", hosts[2].name, "link", "set", "eth0", "down"], check=True)
+    outputs = doctors(hosts, "--timeout", "20")
+    assert "rank 2 of 3 did not arrive within 20 s: machine 2 of 3 is missing" in outputs[0], outputs[0]
+    assert "machine 0 did not answer at 10.77.0.1" in outputs[2], outputs[2]

@@ -272,7 +272,7 @@ def test_a_job_that_is_not_waited_for(aws, source, capfd):
         (None, KEYS[:2], [], 2, "without its other half"),
         (None, KEYS, ["--verbose"], 2, "the script's option --verbose has no value"),
         (("4.49.0", "9.9.9"), KEYS, [], 2, "9.9.9"),
-        (("bf16", "fp8"), [*KEYS, "--fp8_backend", "msamp"], [], 1, "fp8 backend MSAMP"),
+        (("bf16", "fp8"), [*KEYS, "--fp8_backend", "msamp"], [], 2, "fp8 backend MSAMP"),
         (("base_job_name: my-job", "sagemaker_inputs_file: no.tsv"), KEYS, [], 2, "no.tsv cannot be read"),
     ],
 )

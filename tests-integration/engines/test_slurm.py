@@ -84,6 +84,24 @@ def test_a_contradiction_ends_every_launcher(cluster: dict[str, str]) -> None:
     assert "--num_machines 3, but Slurm says 2" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        (("-N", "1", "-n", "2", "-O"), ()),
+        (("-N", "2", "-n", "2"), ("--num_processes", "4", "--main_process_ip", "127.0.0.1")),
+    ],
+    ids=["one for each rank", "one for each machine"],
+)
+def test_doctors_of_a_job_check_one_world(
+    cluster: dict[str, str], options: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    command = ["srun", *options, sys.executable, "-m", "accel_cli", "doctor", "--cpu", *flags]
+    done = subprocess.run(command, env=cluster, capture_output=True, text=True, timeout=180)
+    assert done.stdout.count("10 are right by gloo") == 1, done.stdout + done.stderr
+    assert f"{4 if flags else 2} ranks on" in done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
+
+
 def state_of(environ: dict[str, str], job: str, name: str) -> str:
     shown = subprocess.run(["scontrol", "show", "job", job], env=environ, capture_output=True, text=True)
     return next((word.partition("=")[2] for word in shown.stdout.split() if word.startswith(f"{name}=")), "")

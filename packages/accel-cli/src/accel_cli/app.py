@@ -66,7 +66,7 @@ COMMANDS: dict[str, Entry] = {
     "doctor": Entry(
         "look",
         "accel_cli.commands.doctor",
-        "Find what on this machine would stop or slow a training run.",
+        "Find what would stop or slow a training run: machine, network, ranks.",
     ),
     "test": Entry(
         "look", "accel_cli.commands.test", "Check the configured world: collectives, data, training, saving."

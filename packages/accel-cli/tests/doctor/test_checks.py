@@ -14,7 +14,7 @@ GOOD = Machine(
     accelerator_files=8, driver="570.1", shared_memory=64 * GB, open_files=65536, cpus=64, memory=512 * GB,
     host="node1", addresses=("10.0.0.1",), folder="/data", disk_free=900 * GB, disk_write=2e9, disk_read=3e9,
     temporary_free=90 * GB,
-    environ={"ACCELERATE_MIXED_PRECISION": "bf16"},
+    environ={"ACCELERATE_MIXED_PRECISION": "bf16", "ACCEL_DEVICE_COUNT": "0"},
 )  # fmt: skip
 
 
@@ -63,3 +63,15 @@ def test_devices_that_a_variable_hides_are_told():
     assert "CUDA_VISIBLE_DEVICES='' hides them" in hidden.found
     fewer = dataclasses.replace(GOOD, accelerators=2, environ={"CUDA_VISIBLE_DEVICES": "0,1"})
     assert any("2 of 8" in finding.found for finding in examine(fewer))
+
+
+def test_a_clock_that_is_years_behind():
+    from accel_cli.doctor.checks import examine
+    from accel_cli.doctor.machine import Machine
+
+    def status(clock):
+        findings = examine(Machine((3, 11), {}, clock=clock))
+        return {found.topic: found.status for found in findings}["clock"]
+
+    assert status(86400.0) == "problem"
+    assert status(1.9e9) == "ok"

@@ -1,86 +1,191 @@
-"""``accel doctor``: find what on this machine would stop or slow a training run."""
+"""``accel doctor``: find what on this machine, or between ranks, would stop or slow a training run."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from accel_cli.colors import colors_for
+from accel_cli.commands.launch import LaunchCommand
 from accel_cli.dialect import App
-from accel_cli.help_pages import page_width
+from accel_cli.help_pages import help_page, page_width
+from accel_state.config.flags import parse_flags
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 
-__all__ = ["app"]
+if TYPE_CHECKING:
+    from accel_cli.doctor.checks import Finding
+
+__all__ = ["app", "main"]
+
+_OWN = {
+    "config_file": True, "help": False, "-h": False, "json": False, "checkpoint_dir": True, "timeout": True,
+}  # fmt: skip
+_TIMEOUT = 60.0
+"""Seconds: ranks on a busy machine import torch in 20."""
+_USAGE = "accel doctor [flags]"
+_ABOUT = """\
+Find what would stop or slow a training run. It looks at this machine: versions, devices and drivers, CPUs and memory, \
+limits of the system, clock, network, the disk for checkpoints, environment variables and the configuration file.
+
+With several processes, from flags, the configuration file or a scheduler, it also starts them as a small world: every \
+collective is checked and timed, every link between ranks (of more than 16 ranks: neighbours at distances 1, 2, 4, …) \
+is measured, clocks and versions of machines are compared, and the rank, host or link at fault is named. Exit code 1: \
+there is a problem.
+
+  accel doctor --checkpoint_dir /data/checkpoints
+  accel doctor --num_processes 2 --cpu
+  accel doctor --num_machines 2 --num_processes 16 --machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500
+"""
+_ROWS = [
+    (
+        "--checkpoint_dir DIR",
+        "Where checkpoints go; the speed of its disk is measured. Default: this folder.",
+    ),
+    ("--num_processes N", "Ranks of the world to check, over all machines."),
+    ("--num_machines N", "Machines; run the command on each, with its --machine_rank."),
+    ("--timeout SECONDS", f"How long ranks wait for each other. Default: {_TIMEOUT:g}."),
+    ("--config_file FILE", "Configuration file to check."),
+    ("--json", "Print JSON."),
+    ("-h, --help", "Show this help."),
+]
+
+
+class DoctorCommand(LaunchCommand):
+    """The flags of ``accel launch``, and those of the doctor."""
+
+    own_flags = {
+        "--config_file": "Configuration file to check.",
+        "--checkpoint_dir": "Where checkpoints go.",
+        "--timeout": "Seconds that ranks wait for each other.",
+        "--json": "Print JSON.",
+        "--help": "Show help.",
+    }
+
+    def invoke(self, ctx: Any) -> int:
+        """Run ``main``."""
+        return main(ctx.args)
+
 
 app = App()
 
 
-@app.command()
-def doctor(
-    checkpoint_dir: Annotated[
-        str, typer.Option("--checkpoint_dir", help="Where checkpoints go; the speed of its disk is measured.")
-    ] = ".",
-    config_file: Annotated[
-        str | None, typer.Option("--config_file", help="Configuration file to check.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> int:
-    """Find what on this machine would stop or slow a training run.
+@app.command(cls=DoctorCommand)
+def doctor() -> None:
+    """Find what would stop or slow a training run."""
 
-    It looks at versions, devices and drivers, CPUs and memory, limits of the system, the network, the disk for
-    checkpoints, environment variables and the configuration file. Exit code 1: there is a problem. accel test checks a
-    world of processes.
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command.
+
+    Args:
+        arguments: flags.
+
+    Returns:
+        0, or 1 if there is a problem.
+
+    Raises:
+        ConfigError: the flags, a folder or a port are unsuitable.
     """
-    from accel_cli.doctor.checks import Finding, examine
-    from accel_cli.doctor.machine import gather_machine
-
-    folder = Path(checkpoint_dir)
+    flags = parse_flags(arguments, _OWN)
+    if not {"help", "-h"}.isdisjoint(flags.others):
+        epilog = "Flags of accel launch apply: accel launch --help-all."
+        sys.stdout.write(help_page(_USAGE, _ABOUT, [("flags", _ROWS)], epilog=epilog))
+        return 0
+    if flags.rest:
+        raise ConfigError(f"accel doctor takes flags only, and {flags.rest[0]!r} is none")
+    timeout = _seconds(flags.others.get("timeout"))
+    folder = Path(flags.others.get("checkpoint_dir") or ".")
     if not folder.is_dir():
-        raise ConfigError(f"--checkpoint_dir {checkpoint_dir} is not a folder; make it, or name another")
-    environ = snapshot()
-    try:
-        machine = gather_machine(folder, environ)
-    except OSError as error:
-        raise ConfigError(
-            f"--checkpoint_dir {checkpoint_dir} cannot be written ({error.strerror}); name another"
-        ) from error
-    findings = [*examine(machine), Finding("configuration", *_configuration(config_file))]
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2))
+        raise ConfigError(f"--checkpoint_dir {folder} is not a folder; make it, or name another")
+    configuration = _configuration(flags.others.get("config_file"))
+    from accel_cli.doctor.place import find_place
+
+    found = find_place(flags, snapshot()) if configuration.status == "ok" else None
+    findings = [*_this_machine(folder), configuration] if found is None or found.tells else []
+    measured: dict[str, Any] = {}
+    if found is not None:
+        from accel_cli.doctor.world import examine_world
+
+        findings += found.names
+        if not found.names:
+            more, measured = examine_world(found.config, found.place, snapshot(), timeout)
+            findings += more
+    if "json" in flags.others:
+        rows = [dataclasses.asdict(finding) for finding in findings]
+        print(json.dumps({"findings": rows, "world": measured} if found is not None else rows, indent=2))
     else:
-        colors = colors_for()
-        marks = {
-            "ok": colors("green", "ok     "),
-            "warning": colors("yellow", "warning"),
-            "problem": colors("red", "PROBLEM"),
-        }
-        width = max(len(finding.topic) for finding in findings)
-        indent = " " * (width + 11)
-        for finding in findings:
-            typer.echo(f"{marks[finding.status]}  {finding.topic:<{width}}  {finding.found}")
-            if finding.advice:
-                typer.echo(
-                    textwrap.fill(
-                        finding.advice, page_width(), initial_indent=indent, subsequent_indent=indent
-                    )
-                )
-        problems = sum(finding.status == "problem" for finding in findings)
-        warnings = sum(finding.status == "warning" for finding in findings)
-        typer.echo(f"problems: {problems}, warnings: {warnings}; accel test checks a world of processes")
+        _show(findings, of_world=found is not None)
     return int(any(finding.status == "problem" for finding in findings))
 
 
-def _configuration(config_file: str | None) -> tuple[str, str, str]:
+def _this_machine(folder: Path) -> list[Finding]:
+    from accel_cli.doctor.checks import examine
+    from accel_cli.doctor.machine import gather_machine
+
+    try:
+        return examine(gather_machine(folder, snapshot()))
+    except OSError as error:
+        raise ConfigError(
+            f"--checkpoint_dir {folder} cannot be written ({error.strerror}); name another"
+        ) from error
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = _TIMEOUT if text is None else float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1 <= seconds <= 86400:
+        raise ConfigError(f"--timeout {text}: expected seconds, from 1 to 86400")
+    return seconds
+
+
+def _show(findings: Sequence[Finding], *, of_world: bool) -> None:
+    colors = colors_for()
+    marks = {
+        "ok": colors("green", "ok     "),
+        "warning": colors("yellow", "warning"),
+        "problem": colors("red", "PROBLEM"),
+    }
+    width = max((len(finding.topic) for finding in findings), default=0)
+    indent = " " * (width + 11)
+    for finding in findings:
+        lines = _wrapped(finding.found, indent)
+        print(f"{marks[finding.status]}  {finding.topic:<{width}}  {lines.lstrip()}")
+        if finding.advice:
+            print(_wrapped(finding.advice, indent))
+    problems = sum(finding.status == "problem" for finding in findings)
+    warnings = sum(finding.status == "warning" for finding in findings)
+    more = "accel test checks training" if of_world else "--num_processes N checks a world of processes"
+    print(f"problems: {problems}, warnings: {warnings}; {more}")
+
+
+def _wrapped(text: str, indent: str) -> str:
+    return textwrap.fill(
+        text,
+        page_width(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,  # paths and host names can be copied
+        break_on_hyphens=False,
+    )
+
+
+def _configuration(config_file: str | None) -> Finding:
+    from accel_cli.doctor.checks import Finding
     from accel_state.config.merge import resolve
 
     try:
         resolved = resolve(config_file)
     except ConfigError as error:
-        return "problem", str(error), "accel config validate shows every mistake with its line"
-    return "ok", str(resolved.file) if resolved.file else "no file; flags and variables decide", ""
+        advice = "accel config validate shows every mistake with its line"
+        return Finding("configuration", "problem", str(error), advice)
+    return Finding(
+        "configuration", "ok", str(resolved.file) if resolved.file else "no file; flags and variables decide"
+    )

@@ -1,1 +1,1 @@
-"""What ``accel doctor`` checks on this machine."""
+"""What ``accel doctor`` checks on this machine, and in a small world of ranks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import time
 from collections.abc import Callable, Iterator
 
 from accel_cli.doctor.machine import Machine
@@ -11,6 +12,8 @@ from accel_cli.doctor.machine import Machine
 __all__ = ["CHECKS", "Finding", "examine"]
 
 _GB = 10**9
+_FIRST_DAY = 1754438400
+"""2025-08-06, when torch 2.8 appeared: no right clock shows less where it is installed."""
 _MODULES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train", "accel-cli")
 
 
@@ -145,6 +148,20 @@ def _network(machine: Machine) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def _clock(machine: Machine) -> Iterator[Finding]:
+    if not machine.clock:
+        return
+    shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(machine.clock))
+    if machine.clock < _FIRST_DAY:
+        yield Finding(
+            "clock", "problem", shown,
+            "it is years behind, so certificates are refused and checkpoints sort wrongly: timedatectl set-ntp true",
+        )  # fmt: skip
+    else:
+        states = {True: ", synchronized", False: ", not synchronized by this kernel", None: ""}
+        yield Finding("clock", "ok", f"{shown}{states[machine.clock_synchronized]}")
+
+
 def _disk(machine: Machine) -> Iterator[Finding]:
     free = machine.disk_free
     speed = ""
@@ -176,10 +193,11 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     from accel_state.config.external_variables import OTHER_VARIABLES
     from accel_state.config.launch import LaunchConfig
     from accel_state.config.schema import schema_of, variables_of
+    from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
+    from accel_state.launching.hardware import COUNT_VARIABLE
 
-    known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)} | set(
-        OTHER_VARIABLES
-    )
+    known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)}
+    known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER}
     wrong = [
         name
         for name in sorted(machine.environ)
@@ -197,7 +215,7 @@ def _variables(machine: Machine) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Callable[[Machine], Iterator[Finding]], ...] = (
-    _versions, _devices, _processors, _limits, _network, _disk, _variables,
+    _versions, _devices, _processors, _limits, _clock, _network, _disk, _variables,
 )  # fmt: skip
 """The checks, in the order in which they are shown."""
 

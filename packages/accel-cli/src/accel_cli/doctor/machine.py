@@ -45,6 +45,8 @@ class Machine:
         disk_free: free bytes there.
         disk_write, disk_read: bytes per second; None: not measured.
         temporary_free: free bytes in the folder of temporary files.
+        clock: seconds since 1970 that the clock shows; 0: not read.
+        clock_synchronized: whether the kernel takes its clock for synchronized; None: not known.
         environ: environment variables.
     """
 
@@ -68,6 +70,8 @@ class Machine:
     disk_write: float | None = None
     disk_read: float | None = None
     temporary_free: int = 0
+    clock: float = 0.0
+    clock_synchronized: bool | None = None
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
@@ -103,6 +107,8 @@ def gather_machine(folder: Path, environ: Mapping[str, str]) -> Machine:
         disk_write=write,
         disk_read=read,
         temporary_free=shutil.disk_usage(tempfile.gettempdir()).free,
+        clock=time.time(),
+        clock_synchronized=_clock_synchronized(),
         environ=environ,
     )
 
@@ -139,6 +145,16 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def _clock_synchronized() -> bool | None:
+    """What ``adjtimex`` answers (man 2 adjtimex): 5, TIME_ERROR, if nothing synchronizes the clock."""
+    if sys.platform != "linux":
+        return None
+    import ctypes
+
+    answer = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(256))  # modes 0: only reads
+    return None if answer < 0 else bool(answer != 5)
 
 
 def _driver() -> str:
