@@ -25,7 +25,6 @@ from accel_state.config import (  # noqa: E402 - the path above comes first
     SageMakerConfig,
     schema_of,
 )
-from accel_state.launching.engines import MISSING_SECTIONS  # noqa: E402 - the same
 
 INTRODUCTION = """\
 # Configuration options
@@ -40,7 +39,6 @@ option, and the program does not see it. Dashes and underscores in flags are int
 case-sensitive. Where a default is *unset*, the value after the arrow is what `accel launch` fills in
 when the section is used.
 """
-NOT_YET = "Not available yet: files with these options load, and a run that uses one is an error.\n"
 SAGEMAKER = """
 ## SageMaker
 
@@ -64,8 +62,7 @@ def render() -> str:
     """The whole page."""
     parts = [INTRODUCTION]
     for bounds in _sections(LaunchConfig).values():
-        missing = [NOT_YET] if bounds[0].section in MISSING_SECTIONS else []
-        parts += [f"\n## {bounds[0].title}\n", *missing, _place(bounds[0]), *_table(bounds)]
+        parts += [f"\n## {bounds[0].title}\n", _place(bounds[0]), *_table(bounds)]
     parts.append(SAGEMAKER)
     parts += _table([bound for bound in schema_of(SageMakerConfig).options if not bound.section])
     parts.append(PUBLISHED_INTRODUCTION)

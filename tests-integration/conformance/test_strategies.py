@@ -24,6 +24,7 @@ from accel_train.strategies.registry import STRATEGIES
 from testkit import worlds
 from testkit.conformance import (
     FLOAT32_ONLY,
+    MESHES,
     VARIANTS,
     Case,
     Record,
@@ -81,7 +82,7 @@ def strategy_of(name: str) -> str:
 def ranks_of(name: str) -> list[int]:
     if name == "xla":
         return [2, 1]
-    if name in ("hsdp", "groups"):
+    if name in ("hsdp", "groups", *MESHES):
         return [4]  # two replicas, each of two ranks
     return [1] if name == "single" else [2, 4]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -51,6 +52,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3offload": ("deepspeed", {"hf_ds_config": _OFFLOAD | {"zero_optimization": _zero(3, True)}}),
 }
 """Members of the suite beside the registered strategies: a strategy with options of its plugin."""
+
+MESHES: dict[str, dict[str, int]] = {
+    "dp_shard x tp": {"dp_shard_size": 2, "tp_size": 2},
+    "dp_replicate x tp": {"dp_replicate_size": 2, "tp_size": 2},
+    "dp_replicate x dp_shard": {"dp_replicate_size": 2, "dp_shard_size": 2},
+}
+"""Variants of which the degrees of parallelism are given, and the strategy follows."""
+VARIANTS |= {name: ("fsdp2" if "dp_shard_size" in sizes else "tp", {}) for name, sizes in MESHES.items()}
 
 ENVIRONMENTS = {"xla": {"ACCELERATE_USE_CPU": "false", "PJRT_DEVICE": "CPU"}}
 """Variables of a member's ranks, which otherwise compute on the CPU."""
@@ -149,7 +158,22 @@ class Net(nn.Module):
 def make_model(case: Case, seed: int = 0) -> Net:
     """The same weights everywhere."""
     torch.manual_seed(seed)
-    return Net(case.dtype, case.frozen, 16 if case.precision == "fp8" else DIM)  # fp8 needs multiples of 16
+    model = Net(case.dtype, case.frozen, 16 if case.precision == "fp8" else DIM)  # fp8 needs multiples of 16
+    if MESHES.get(case.strategy, {}).get("tp_size", 1) > 1 and dist.is_initialized():
+        _divide(model)
+    return model
+
+
+def _divide(model: Net) -> None:
+    """Tensor parallelism, on the mesh of the newest `Accelerator`."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from accel_train import AcceleratorState
+
+    mesh = AcceleratorState().device_mesh["tp"]
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"linear": ColwiseParallel(output_layouts=Replicate())})
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -192,9 +216,11 @@ def _selection(member: str) -> Any:
 
 def make_accelerator(case: Case, **arguments: Any) -> Any:
     """An `Accelerator` of the case."""
-    from accel_train import Accelerator, GradScalerKwargs
+    from accel_train import Accelerator, GradScalerKwargs, ParallelismConfig
 
     selected = {} if case.strategy in ("single", "ddp") else {"strategy": _selection(case.strategy)}
+    if case.strategy in MESHES:
+        selected = {"parallelism_config": ParallelismConfig(**MESHES[case.strategy])}
     os.environ.update(ENVIRONMENTS.get(case.strategy, {}))
     # A scale at which no gradient overflows: a skipped step is a test of its own.
     scaling = GradScalerKwargs(init_scale=case.scale)

@@ -169,6 +169,7 @@ BRANCHES = (
             "fsdp.transformer_cls_names_to_wrap",
             *_SHARDING,
             "fsdp.activation_checkpointing_offload",
+            "use_parallelism_config",
             *_END,
         ),
         {
@@ -184,7 +185,14 @@ BRANCHES = (
     Branch(
         "FSDP by size",
         {**_FSDP, "fsdp.auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp.min_num_params": 1000},
-        (*_PROCESSES, "fsdp.auto_wrap_policy", "fsdp.min_num_params", *_SHARDING, *_END),
+        (
+            *_PROCESSES,
+            "fsdp.auto_wrap_policy",
+            "fsdp.min_num_params",
+            *_SHARDING,
+            "use_parallelism_config",
+            *_END,
+        ),
         {"fsdp_config.fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_config.fsdp_min_num_params": 1000},
     ),
     Branch(
@@ -205,6 +213,7 @@ BRANCHES = (
             "parallelism.tp_size",
             "parallelism.cp_size",
             "parallelism.cp_comm_strategy",
+            "parallelism.sp_size",
             "parallelism.dp_replicate_size",
             "parallelism.dp_shard_size",
             *_END,
@@ -213,7 +222,6 @@ BRANCHES = (
             "parallelism_config.parallelism_config_tp_size": 2,
             "parallelism_config.parallelism_config_dp_shard_size": 2,
         },
-        needs=(("use_parallelism_config", True),),
     ),
     Branch(
         "DeepSpeed with its own file",

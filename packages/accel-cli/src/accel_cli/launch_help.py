@@ -14,11 +14,9 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import BoundOption, schema_of
 from accel_state.config.sections.run import RunOptions
 from accel_state.errors import ConfigError
-from accel_state.launching.engines import MISSING_SECTIONS, MISSING_TYPES
 
 __all__ = ["COMMON", "TOPICS", "launch_help"]
 
-_LATER = "not available yet"
 _USAGE = "accel launch [flags] script.py [the script's own arguments]"
 _INTRODUCTION = """\
 Start a script on one or many processes. Flags come before the script; everything after it is passed to the script. \
@@ -118,9 +116,8 @@ def _rows(topic: str) -> Iterator[tuple[str, str]]:
     for bound in _options(topic):
         yield _described(bound)
         for switch, (value, variable) in bound.about.switches.items():
-            later = f" {_LATER.capitalize()}." if value in MISSING_TYPES else ""
             shown = f" [{variable}]" if variable else ""
-            yield switch, f"The same as {bound.flags[0]} {value}.{later}{shown}"
+            yield switch, f"The same as {bound.flags[0]} {value}.{shown}"
 
 
 def _title(topic: str) -> str:
@@ -132,8 +129,7 @@ def _title(topic: str) -> str:
             "devices": "Processes and devices",
             "sagemaker": "SageMaker",
         }[topic]
-    later = f", {_LATER}" if topic in MISSING_SECTIONS else ""
-    return f"{title} (--help {topic}{later})"
+    return f"{title} (--help {topic})"
 
 
 def _short(bound: BoundOption) -> tuple[str, str]:

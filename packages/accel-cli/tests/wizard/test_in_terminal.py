@@ -189,6 +189,7 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "state dict type",
         "first process only",
         "activation checkpointing",
+        "several kinds of parallelism",
     ):
         reply(terminal, message)
     reply(terminal, "» 3) bf16")
@@ -227,6 +228,7 @@ def test_a_file_that_exists_gives_the_defaults(start, tmp_path):
         "state dict type",
         "first process only",
         "activation checkpointing",
+        "several kinds of parallelism",
         "precision",
     ):
         reply(terminal, message)

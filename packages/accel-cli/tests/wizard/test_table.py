@@ -13,7 +13,6 @@ from accel_cli.wizard.machine import Machine
 from accel_cli.wizard.table import QUESTIONS
 from accel_state.config.files import load, save
 from accel_state.config.merge import resolve
-from accel_state.launching.engines import MISSING_ENGINES
 from accel_state.launching.hardware import Accelerators
 from testkit.wizard_branches import BRANCHES
 
@@ -110,7 +109,7 @@ def test_what_cannot_run_is_not_offered():
         chosen = {"devices": "accelerators", "place": place, "distributed_type": strategy}
         Interview(QUESTIONS, situation(4, nothing), ask).run()
     assert "MEGATRON_LM" not in offered["distributed_type"]
-    for name in ("use_parallelism_config", "deepspeed.deepspeed_multinode_launcher", "tpu.tpu_use_cluster"):
+    for name in ("deepspeed.deepspeed_multinode_launcher", "tpu.tpu_use_cluster"):
         assert name not in asked
 
 
@@ -169,5 +168,5 @@ def test_random_answers_lead_to_a_valid_file(seed, tmp_path):
 def test_the_launcher_decides_what_is_offered():
     assert outcome.offers("mixed_precision", "bf16")
     assert outcome.offers("distributed_type", "FSDP")
-    for engine in MISSING_ENGINES:
-        assert not outcome.offers(engine.option, engine.value)
+    assert outcome.offers("fp8.backend", "AO")
+    assert not outcome.offers("fp8.backend", "MSAMP")

@@ -24,10 +24,18 @@ def write(tmp_path):
     return write_file
 
 
+@pytest.mark.parametrize("words", ["", "--use_fsdp", "--use_deepspeed", "--multi_gpu", "--cpu"])
+def test_degrees_go_with_every_way_to_share_the_work(words):
+    words += " --use_parallelism_config --parallelism_config_sp_size 2"
+    config = merged(words).config
+    assert config.use_parallelism_config
+    assert config.parallelism.sp_size == 2
+
+
 def test_a_parallelism_section_brings_fsdp_2():
-    config = merged("--use_fsdp --use_parallelism_config --parallelism_config_tp_size 2").config
+    config = merged("--use_fsdp --use_parallelism_config --parallelism_config_dp_shard_size 2").config
     assert config.fsdp.fsdp_version == 2
-    assert (config.parallelism.tp_size, config.parallelism.cp_size) == (2, 1)
+    assert (config.parallelism.dp_shard_size, config.parallelism.cp_size) == (2, 1)
     assert config.parallelism.cp_comm_strategy is None
 
 
@@ -43,7 +51,18 @@ def test_a_parallelism_section_brings_fsdp_2():
             r"--multi_gpu contradicts --num_processes 1; request at least 2 processes",
         ),
         ("--multi_gpu --gpu_ids 3", r"--multi_gpu contradicts --gpu_ids 3; name at least 2 ids"),
-        ("--use_parallelism_config", r"--use_parallelism_config needs FSDP.*add --use_fsdp"),
+        (
+            "--use_parallelism_config --use_megatron_lm",
+            r"--use_parallelism_config contradicts --use_megatron_lm, which divides models in its own way; .*leave",
+        ),
+        (
+            "--use_parallelism_config --use_fsdp --parallelism_config_tp_size 2",
+            r"--use_fsdp has nothing to shard over: dp_shard_size, cp_size and sp_size.*are 1; set",
+        ),
+        (
+            "--use_parallelism_config --use_deepspeed --parallelism_config_tp_size 2",
+            r"--parallelism_config_tp_size 2 does not go with --use_deepspeed, which has tensor .*autotp_size",
+        ),
         (
             "--use_parallelism_config --use_fsdp --fsdp_version 1",
             r"--use_parallelism_config needs FSDP version 2, but --fsdp_version 1 was given",

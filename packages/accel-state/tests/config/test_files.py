@@ -364,6 +364,6 @@ def test_old_distributed_types_are_read_as_what_they_are_now(tmp_path):
     tp = resolve(
         write(tmp_path / "tp.yaml", "distributed_type: TP\nnum_processes: 4\ntp_config:\n  tp_size: 4\n"), {}
     )
-    assert (tp.config.distributed_type, tp.config.parallelism.tp_size) == ("FSDP", 4)
-    assert tp.config.fsdp.fsdp_version == 2
-    assert "distributed_type TP is read as FSDP" in tp.notes[0]
+    assert (tp.config.distributed_type, tp.config.parallelism.tp_size) == (None, 4)
+    assert tp.config.use_parallelism_config
+    assert "distributed_type TP is read as not set" in tp.notes[0]

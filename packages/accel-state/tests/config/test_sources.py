@@ -103,7 +103,7 @@ def test_errors_name_the_place_and_a_way_out_that_fits_it(place, message, resolv
         ("distributed_type: MEGATRON_LM\n", "--no-use_megatron_lm"),
         ("mixed_precision: fp8\nfp8_config:\n  backend: MSAMP\n", "--fp8_backend ao"),
         ("mixed_precision: fp8\ndistributed_type: DEEPSPEED\n", "--mixed_precision bf16"),
-        ("parallelism_config:\n  tp_size: 2\ndistributed_type: FSDP\n", "--no-use_parallelism_config"),
+        ("parallelism_config:\n  tp_size: 2\ndistributed_type: XLA\n", "--no-use_parallelism_config"),
     ],
 )
 def test_the_advised_flags_lead_out(text, flags, resolved_from):

@@ -12,7 +12,6 @@ from accel_state.config.flags import parse_flags
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.launching.engines import MISSING_SECTIONS
 from accel_state.launching.hardware import Accelerators
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
@@ -312,7 +311,7 @@ READY = [
     path
     for path in launcher_only_fields()
     # Options of a section whose part has its own tests: DeepSpeed's launcher, the submission of jobs.
-    if path.partition(".")[0] not in {*MISSING_SECTIONS, "deepspeed", "submission"}
+    if path.partition(".")[0] not in {"deepspeed", "submission"}
 ]
 
 

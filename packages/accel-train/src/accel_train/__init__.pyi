@@ -207,6 +207,7 @@ from accel_train.plugins import AutocastKwargs as AutocastKwargs
 from accel_train.plugins import DDPCommunicationHookType as DDPCommunicationHookType
 from accel_train.plugins import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_train.plugins import DeepSpeedPlugin as DeepSpeedPlugin
+from accel_train.plugins import DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig
 from accel_train.plugins import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_train.plugins import FP8RecipeKwargs as FP8RecipeKwargs
 from accel_train.plugins import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
@@ -215,11 +216,14 @@ from accel_train.plugins import GradientAccumulationPlugin as GradientAccumulati
 from accel_train.plugins import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accel_train.plugins import MSAMPRecipeKwargs as MSAMPRecipeKwargs
 from accel_train.plugins import MegatronLMPlugin as MegatronLMPlugin
+from accel_train.plugins import ParallelismConfig as ParallelismConfig
 from accel_train.plugins import ProfileKwargs as ProfileKwargs
 from accel_train.plugins import ProjectConfiguration as ProjectConfiguration
 from accel_train.plugins import StrategyPlugin as StrategyPlugin
 from accel_train.plugins import TERecipeKwargs as TERecipeKwargs
+from accel_train.plugins import TorchContextParallelConfig as TorchContextParallelConfig
 from accel_train.plugins import TorchDynamoPlugin as TorchDynamoPlugin
+from accel_train.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_train.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_train.plugins import XlaPlugin as XlaPlugin
 from accel_train.precision.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao

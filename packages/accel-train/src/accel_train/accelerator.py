@@ -34,6 +34,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.mesh_view import MeshView
 from accel_train.plugins import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -77,7 +78,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(ProcessView, PrecisionView):
+class Accelerator(ProcessView, PrecisionView, MeshView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -103,9 +104,10 @@ class Accelerator(ProcessView, PrecisionView):
         preemption: listen for SIGTERM (under Slurm also SIGUSR1): `should_stop` then becomes true, on all ranks at the
             same step. A `PreemptionConfig` says which signals.
 
-    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin`, `megatron_lm_plugin` and
-    `parallelism_config` take a `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of
-    names to `DeepSpeedPlugin`.
+    `deepspeed_plugin`, `deepspeed_plugins`, `fsdp_plugin`, `torch_tp_plugin` and `megatron_lm_plugin` take a
+    `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of names to
+    `DeepSpeedPlugin`. `parallelism_config` takes a `ParallelismConfig`: the strategy follows from its degrees if no
+    other argument selects one ("fsdp2" if parameters are sharded, else "tp" if tensors are divided, else "ddp").
     `log_with` is not available yet; anything but None raises.
 
     Raises:
@@ -145,6 +147,7 @@ class Accelerator(ProcessView, PrecisionView):
     ) -> None:
         arguments.refuse_unknown(unknown, inspect.signature(Accelerator.__init__).parameters)
         launched = environment.decode()
+        parallelism, other = arguments.parallelism(parallelism_config, launched)
         selecting = arguments.strategy_plugin(
             strategy=strategy,
             deepspeed_plugin=deepspeed_plugin,
@@ -152,7 +155,7 @@ class Accelerator(ProcessView, PrecisionView):
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
+            parallelism_config=other,
         ) or launched_plugin(launched)
         arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
@@ -186,6 +189,7 @@ class Accelerator(ProcessView, PrecisionView):
         given = Given(
             mixed_precision=mixed_precision_name(mixed_precision, launched, selecting),
             strategy=selecting,
+            parallelism=parallelism,
             handlers=handlers,
             sync_each_batch=plugin.sync_each_batch,
         )
@@ -205,6 +209,7 @@ class Accelerator(ProcessView, PrecisionView):
             mixed_precision=given.mixed_precision,
             dynamo_plugin=self._options.dynamo,
             strategy=self._plan.strategy,
+            parallelism_config=self._plan.parallelism,
         )
         models: list[nn.Module] = []
         optimizers: list[AcceleratedOptimizer] = []
@@ -388,26 +393,6 @@ class Accelerator(ProcessView, PrecisionView):
     def deepspeed_plugin(self) -> Any:
         """The plugin that selected DeepSpeed; None if another strategy runs."""
         return self.state.deepspeed_plugin
-
-    @property
-    def parallelism_config(self) -> None:
-        """None: this version has no parallelism besides data parallelism."""
-        return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
-        return self.state.device_mesh
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether parameters are sharded with FSDP2."""
-        return self.state.is_fsdp2
-
-    @property
-    def should_save_model(self) -> bool:
-        """True on the process of each node that writes models."""
-        return self._process.is_local_main_process
 
     # Preparing
 

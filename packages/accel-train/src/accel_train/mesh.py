@@ -6,7 +6,7 @@ Ranks are laid out row by row over ``pp, dp_replicate, dp_shard, cp, sp, tp``: n
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_train.errors import IncompatibleOptionsError, OptionError
@@ -23,6 +23,15 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _READ_ALIKE = frozenset({"pp", "cp", "sp", "tp"})
 # … and in these compute the same loss. A rank of cp or sp has the loss of its part of each sequence.
 _SAME_LOSS = frozenset({"pp", "tp"})
+
+# What one replica of a model can be sharded over.
+_SHARDED = ("dp_shard", "cp", "sp")
+# The names of Accelerate for unions of dimensions.
+_UNIONS = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "dp_shard_cp": ("dp_shard", "cp"),
+    "dp_cp": ("dp_replicate", "dp_shard", "cp"),
+}
 
 
 class Mesh:
@@ -68,6 +77,7 @@ class Mesh:
 
             shape = tuple(self.degrees[name] for name in used)
             self.device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=tuple(used))
+        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self.batch = self._ranks(_READ_ALIKE, world_size, rank)
         self.loss = self._ranks(_SAME_LOSS, world_size, rank)
 
@@ -77,6 +87,7 @@ class Mesh:
         mesh = cls.__new__(cls)
         mesh.degrees = {**dict.fromkeys(DIMENSIONS, 1), "dp_replicate": world_size}
         mesh.device_mesh = None
+        mesh._flat = {}
         mesh.batch = mesh.loss = Ranks.of_world(world_size, rank)
         return mesh
 
@@ -85,14 +96,62 @@ class Mesh:
         used = tuple(name for name in sorted(names, key=DIMENSIONS.index) if self.degrees[name] > 1)
         return self.device_mesh[used] if used and self.device_mesh is not None else None
 
+    @property
+    def holders(self) -> DeviceMesh | None:
+        """The mesh for `fully_shard`: replicas, if there are several, and the ranks that one replica is sharded over.
+
+        These are all ranks whose losses are averaged: those of one sequence share a replica too.
+        """
+        sharded = [name for name in _SHARDED if self.degrees[name] > 1]
+        replicas = self.submesh("dp_replicate")
+        if len(sharded) < 2 or self.device_mesh is None:
+            return self.submesh("dp_replicate", *sharded)
+        flat = self._flattened(sharded)
+        if replicas is None:
+            return flat
+        concatenate = getattr(type(flat), "_concatenate", None)
+        if concatenate is not None:
+            joined: DeviceMesh = concatenate([replicas, flat])
+            return joined
+        return self.device_mesh["dp_replicate", self._flat_name(sharded)]  # torch before 2.10
+
+    def name_unions(self) -> None:
+        """Give PyTorch's mesh the names that scripts ask it for: ``dp``, ``dp_cp`` and ``dp_shard_cp``."""
+        for name, members in _UNIONS.items():
+            used = [member for member in members if self.degrees[member] > 1]
+            if not used or self.device_mesh is None:
+                continue
+            if self._flat_name(used) == name:
+                self._flattened(used)
+            else:
+                self.device_mesh[tuple(used)]._flatten(name)
+
+    def index(self, name: str) -> int:
+        """This rank's place in one dimension."""
+        part = self.submesh(name)
+        return 0 if part is None else part.get_local_rank()
+
+    def _flattened(self, names: Sequence[str]) -> DeviceMesh:
+        key = tuple(names)
+        if key not in self._flat:
+            assert self.device_mesh is not None
+            self._flat[key] = self.device_mesh[key]._flatten(self._flat_name(names))
+        return self._flat[key]
+
+    @staticmethod
+    def _flat_name(names: Sequence[str]) -> str:
+        """What a union of several dimensions is called."""
+        known = (name for name, members in _UNIONS.items() if tuple(names) == members)
+        return names[0] if len(names) == 1 else next(known, "_".join(names))
+
     def _ranks(self, alike: Collection[str], world_size: int, rank: int) -> Ranks:
         index_of = _indexes(tuple(self.degrees.values()), DIMENSIONS, alike)
         names = [name for name in DIMENSIONS if name not in alike and self.degrees[name] > 1]
         size = max(index_of) + 1
         group = None
         if names and size < world_size and self.device_mesh is not None:
-            part = self.device_mesh[tuple(names)]
-            group = (part._flatten() if len(names) > 1 else part).get_group()
+            part = self._flattened(names) if len(names) > 1 else self.device_mesh[names[0]]
+            group = part.get_group()
         return Ranks(size, index_of[rank], group, index_of, rank)
 
 

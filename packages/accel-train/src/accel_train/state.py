@@ -19,7 +19,7 @@ from accel_train.errors import ArgumentTypeError
 if TYPE_CHECKING:
     from accel_train.data.active_loaders import ActiveLoaders
     from accel_train.loop.accumulation import Accumulator
-    from accel_train.plugins import GradientAccumulationPlugin, TorchDynamoPlugin
+    from accel_train.plugins import GradientAccumulationPlugin, ParallelismConfig, TorchDynamoPlugin
     from accel_train.strategies.base import Strategy
 
 __all__ = ["AcceleratorState", "GradientState", "is_initialized", "newest_strategy", "register_newest"]
@@ -70,7 +70,7 @@ class AcceleratorState:
     mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin
     strategy: Strategy
-    parallelism_config: None = None
+    parallelism_config: ParallelismConfig | None = None
 
     def __new__(cls, process_state: PartialState | None = None, **decided: Any) -> AcceleratorState:
         """A new state, or without arguments the newest accelerator's."""

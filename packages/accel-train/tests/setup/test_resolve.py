@@ -10,12 +10,10 @@ import torch
 
 from accel_state.config.option import Section
 from accel_state.environment import patch_environment
-from accel_state.errors import NotAvailableError
-from accel_state.launching.engines import MISSING_ENGINES, MISSING_SECTIONS, variable_of
+from accel_state.host.available import is_megatron_lm_available
 from accel_train import Accelerator
 from accel_train.errors import OptionError
-from accel_train.plugins import SectionPlugin, StrategyPlugin
-from accel_train.precision.registry import PRECISIONS
+from accel_train.plugins import StrategyPlugin
 from accel_train.strategies.base import Strategy
 
 
@@ -70,30 +68,9 @@ def test_a_strategy_that_is_not_installed_is_named():
         Accelerator(fsdp_plugin=OutsidePlugin())
 
 
-@pytest.mark.parametrize("engine", MISSING_ENGINES, ids=lambda engine: engine.name)
-def test_a_missing_engine_that_the_launcher_asks_for_is_refused(engine):
-    variable = variable_of(engine)
-    value = "true" if "_USE_" in variable else engine.value
-    with patch_environment(**{variable: value}), pytest.raises(NotAvailableError, match=variable):
-        Accelerator()
-
-
 def test_a_script_may_choose_another_precision_than_the_launcher():
     with patch_environment(accelerate_mixed_precision="fp8"):
         assert Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
-
-
-def test_nothing_that_exists_is_called_missing():
-    # To add an engine is to remove its row from the table: its plugin extends a section, its precision is registered.
-    def plugins(base):
-        for plugin in base.__subclasses__():
-            yield plugin
-            yield from plugins(plugin)
-
-    assert not {plugin.section for plugin in plugins(SectionPlugin)} & MISSING_SECTIONS.keys()
-    registered = {"mixed_precision": PRECISIONS.names()}
-    for engine in MISSING_ENGINES:
-        assert engine.value not in registered.get(engine.option, [])
 
 
 def test_unknown_names_of_precisions_are_explained():
@@ -103,8 +80,8 @@ def test_unknown_names_of_precisions_are_explained():
         Accelerator(fp16=True)
 
 
-@pytest.mark.parametrize("engine", ["PARALLELISM_CONFIG"])
-def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch, engine):
-    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
-    with pytest.raises(RuntimeError, match=f"ACCELERATE_USE_{engine}"):
+@pytest.mark.skipif(is_megatron_lm_available(), reason="megatron-core is installed")
+def test_an_engine_asked_for_by_the_launcher_is_not_silently_replaced(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+    with pytest.raises(RuntimeError, match="'megatron' needs megatron-core"):
         Accelerator()

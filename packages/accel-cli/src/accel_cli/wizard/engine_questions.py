@@ -73,6 +73,7 @@ def process_count(answers: Answers) -> int:
 MESH_DEGREES = (
     "parallelism.tp_size",
     "parallelism.cp_size",
+    "parallelism.sp_size",
     "parallelism.dp_replicate_size",
     "parallelism.dp_shard_size",
 )
@@ -119,6 +120,7 @@ _MESH_QUESTIONS = (
     _degree("parallelism.tp_size"),
     _degree("parallelism.cp_size"),
     Question(path="parallelism.cp_comm_strategy", when=(more_than("parallelism.cp_size", 1),)),
+    _degree("parallelism.sp_size"),
     _degree("parallelism.dp_replicate_size"),
     _degree("parallelism.dp_shard_size", last=True),
 )

@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from accel_state.config.parallel_degrees import DIMENSIONS
 from accel_state.config.sources import Origin, Source, Sources
 from accel_state.errors import ConfigError
 
 __all__ = ["check", "find_contradictions"]
+
+# Degrees that one replica of a model can be sharded over.
+_SHARDED = ("dp_shard", "cp", "sp")
 
 # Options that DeepSpeed's own configuration file sets.
 _DEEPSPEED_OWN = (
@@ -128,10 +132,23 @@ def _parallelism(merged: _MergedOptions) -> None:
     if not merged.values["use_parallelism_config"]:
         return
     kind = merged.values["distributed_type"]
-    if kind not in ("FSDP", "DEEPSPEED"):
+    if kind in ("MEGATRON_LM", "XLA"):
         raise ConfigError(
-            f"{merged.describe('use_parallelism_config')} needs FSDP (or DeepSpeed, for sequence parallelism), but "
-            f"the distributed type is {kind or 'not set'}; add --use_fsdp, or {merged.remedy('use_parallelism_config')}"
+            f"{merged.describe('use_parallelism_config')} contradicts {merged.describe('distributed_type')}, which "
+            f"divides models in its own way; {merged.remedy('use_parallelism_config')}"
+        )
+    sizes = {name: merged.values[f"parallelism.{name}_size"] or 1 for name in DIMENSIONS}
+    if kind == "FSDP" and max(sizes.values()) > 1 and {sizes[name] for name in _SHARDED} == {1}:
+        raise ConfigError(
+            f"{merged.describe('distributed_type')} has nothing to shard over: dp_shard_size, cp_size and sp_size of "
+            "the parallelism configuration are 1; set --parallelism_config_dp_shard_size, or leave FSDP out, which "
+            "trains replicas"
+        )
+    if kind == "DEEPSPEED" and sizes["tp"] > 1:
+        raise ConfigError(
+            f"{merged.describe('parallelism.tp_size')} does not go with {merged.describe('distributed_type')}, which "
+            "has tensor parallelism of its own: set tensor_parallel.autotp_size in DeepSpeed's configuration, or use "
+            "FSDP, which takes all degrees"
         )
     version = merged.values["fsdp.fsdp_version"]
     if kind == "FSDP" and version is None:

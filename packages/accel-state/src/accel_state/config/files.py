@@ -53,9 +53,9 @@ _MOVED: Mapping[tuple[str | None, str], str] = {
 }
 _OLD_SECTIONS = frozenset({"tp_config"})  # of Accelerate 1.4 to 1.6
 # Distributed types of older versions (0.12 to 0.17, 1.4 to 1.6), what they are read as, and why.
-_OLD_TYPES: Mapping[str, tuple[str, str]] = {
+_OLD_TYPES: Mapping[str, tuple[str | None, str]] = {
     "MPS": ("NO", "one process, whose device PyTorch finds"),
-    "TP": ("FSDP", "tensor parallelism is a dimension of its parallelism_config"),
+    "TP": (None, "tensor parallelism is a dimension of parallelism_config"),
 }
 
 
@@ -363,8 +363,9 @@ class _Reader:
         if isinstance(before, str) and before in _OLD_TYPES:
             now, why = _OLD_TYPES[before]
             self.data["distributed_type"] = now
+            read = "not set" if now is None else now
             self.notes.append(
-                f"{self._where('distributed_type')}: distributed_type {before} is read as {now}: {why}"
+                f"{self._where('distributed_type')}: distributed_type {before} is read as {read}: {why}"
             )
 
     def _where(self, *keys: str) -> str:

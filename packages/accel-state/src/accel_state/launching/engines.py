@@ -1,13 +1,8 @@
-"""Engines that the launch schema can ask for and this version does not have; they are refused before a start.
-
-`MISSING_ENGINES` is the one table of them: the launcher, the ranks, the help and the wizard derive what they refuse or
-leave out from it. To add an engine is to remove its row.
-"""
+"""Engines of a run: options that go with none of them, or that theirs does not have, are refused before a start."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel_state.config.merge import Origin, Resolved
@@ -21,49 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENGINE_SECTIONS",
-    "MISSING_ENGINES",
-    "MISSING_SECTIONS",
-    "MISSING_TYPES",
-    "MissingEngine",
     "check_available",
-    "missing_engine",
-    "missing_engines",
     "unused_options",
-    "variable_of",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class MissingEngine:
-    """An engine without an implementation.
-
-    Attributes:
-        name: what people call it.
-        section: section of the schema that holds its options.
-        option: path of the option that asks for it.
-        value: the value of that option.
-    """
-
-    name: str
-    section: str
-    option: str
-    value: str | bool
-
-
-MISSING_ENGINES = (
-    MissingEngine("tensor, context and sequence parallelism", "parallelism", "use_parallelism_config", True),
-)
-"""Every engine of the schema that does not exist yet, in the order in which they are refused."""
-
-MISSING_TYPES = {
-    str(engine.value): engine.name for engine in MISSING_ENGINES if engine.option == "distributed_type"
+_SELECTED_BY = {
+    "tpu": "--tpu",
+    "fp8": "--mixed_precision fp8",
+    "parallelism": "--use_parallelism_config",
 }
-"""Distributed types without an engine, and what people call them."""
-
-MISSING_SECTIONS = {engine.section: engine.name for engine in MISSING_ENGINES}
-"""Sections of the schema without an engine, and what people call it."""
-
-_SELECTED_BY = {"tpu": "--tpu", "fp8": "--mixed_precision fp8"}
 """What selects the engine of a section, if not ``--use_`` and its name."""
 
 _WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "TPUs"}
@@ -72,37 +34,16 @@ _WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "
 _LIBRARIES = {"opt_level": "MSAMP", "enable_fsdp_float8_all_gather": "AO", "pad_inner_dim": "AO"}
 """Options of fp8 that are not TransformerEngine's, and the library that they are for."""
 
-ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "megatron_lm", "tpu", *MISSING_SECTIONS})
+ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "megatron_lm", "parallelism", "tpu"})
 """Sections that a run uses only if their engine is selected."""
 
 
-def missing_engine(option: str, value: object) -> MissingEngine | None:
-    """The missing engine that an option asks for with this value; None if there is none."""
-    return next(
-        (engine for engine in MISSING_ENGINES if (engine.option, engine.value) == (option, value)), None
-    )
-
-
-def missing_engines(config: LaunchConfig) -> list[MissingEngine]:
-    """Every missing engine that a configuration asks for, whatever it says in their sections."""
-    by_path = schema_of(type(config)).by_path
-    return [engine for engine in MISSING_ENGINES if value_of(config, by_path[engine.option]) == engine.value]
-
-
-def variable_of(engine: MissingEngine) -> str:
-    """The environment variable by which a launcher asks a rank for an engine."""
-    from accel_state.config.launch import LaunchConfig
-
-    bound = schema_of(LaunchConfig).by_path[engine.option]
-    switches = (variable for value, variable in bound.about.switches.values() if value == engine.value)
-    return next((variable for variable in switches if variable is not None), bound.variables[0])
-
-
 def check_available(resolved: Resolved) -> LaunchConfig:
-    """The configuration, if every requested feature is available in this version.
+    """The configuration, if the engine that it selects has every option that it asks for.
 
     Raises:
-        NotAvailableError: it needs an engine that is not available; the message names the option.
+        NotAvailableError: an engine does not have an option; the message names the option, and what there is instead.
+        ConfigError: an option that goes with another engine only.
     """
     config = resolved.config
     if isinstance(config, SageMakerConfig):
@@ -110,14 +51,9 @@ def check_available(resolved: Resolved) -> LaunchConfig:
             f"{resolved.file or 'the configuration'} describes a SageMaker job, which only accel launch "
             "starts; name another --config_file"
         )
-    for engine in missing_engines(config):
-        raise _missing(resolved, engine.option, engine.name)
     _check_tpu(resolved, config)
     _check_megatron(resolved, config)
     _check_fp8(resolved, config)
-    for path, section in _changed(resolved, config):
-        if section in MISSING_SECTIONS and resolved.origin(path) >= Origin.FLAG:
-            raise _missing(resolved, path, MISSING_SECTIONS[section])
     return config
 
 
@@ -223,10 +159,3 @@ def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, st
         given = bound.section in ENGINE_SECTIONS and resolved.origin(bound.path) != Origin.DEFAULT
         if given and value_of(config, bound) != bound.default:
             yield bound.path, bound.section
-
-
-def _missing(resolved: Resolved, path: str, engine: str) -> NotAvailableError:
-    return NotAvailableError(
-        f"{resolved.describe(path)} needs {engine}, which is not available in this version; "
-        f"{resolved.remedy(path)} to train with one replica of the model per process"
-    )

@@ -7,6 +7,7 @@ result; the supervisor runs it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Literal
 
 from accel_state.config.codec import rank_environment
 from accel_state.config.launch import LaunchConfig
+from accel_state.config.parallel_degrees import degrees_of, misfit
 from accel_state.config.sources import Sources
 from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
 from accel_state.errors import ConfigError, DeviceError
@@ -154,7 +156,7 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('distributed_type')} needs GPUs of NVIDIA or AMD, on which megatron-core computes, and none are "
             f"visible on this machine; {words.remedy('distributed_type')}"
         )
-    size = config.num_processes or machines * (1 if cpu else found)
+    size = config.num_processes or _degrees_product(config, machines if cpu else machines * found, cpu)
     if size % machines:
         raise ConfigError(
             f"{words('num_processes')} is not divisible by {words('num_machines')}; "
@@ -166,6 +168,7 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
             f"{words('machine_rank')} is out of range for {machines} machines ({words('num_machines')}); machine "
             f"ranks start at 0, so the largest is {machines - 1}"
         )
+    _check_degrees(config, size)
     local = size // machines
     if config.multi_accelerator and not config.use_cpu and size == 1:
         raise ConfigError(
@@ -182,6 +185,26 @@ def plan_world(config: LaunchConfig, accelerators: Accelerators, sources: Source
     if ids is not None and not config.use_cpu:
         _check_ids(words("gpu_ids"), ids, accelerators)
     return World(size, local, machines, config.machine_rank, cpu)
+
+
+def _degrees_product(config: LaunchConfig, found: int, cpu: bool) -> int:
+    """Processes where nothing says how many: those that are found; on the CPU what the degrees of a mesh need."""
+    if not cpu or not config.use_parallelism_config:
+        return found
+    return max(found, math.prod(degrees_of(config.parallelism).values()))
+
+
+def _check_degrees(config: LaunchConfig, size: int) -> None:
+    """Check that the degrees of a mesh multiply to the number of processes.
+
+    Raises:
+        ConfigError: they do not; it names the degrees, and what would fit.
+    """
+    if not config.use_parallelism_config:
+        return
+    wrong = misfit(degrees_of(config.parallelism), size)
+    if wrong is not None:
+        raise ConfigError(f"parallelism configuration: {wrong} (--num_processes, --parallelism_config_…)")
 
 
 class _Words:

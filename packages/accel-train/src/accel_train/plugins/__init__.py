@@ -17,6 +17,12 @@ from accel_train.plugins.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipe
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
 from accel_train.plugins.grad_scaler import GradScalerKwargs
 from accel_train.plugins.megatron_lm import MegatronLMPlugin
+from accel_train.plugins.parallelism import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
 from accel_train.plugins.profiler import ProfileKwargs
 from accel_train.plugins.project import ProjectConfiguration
 from accel_train.plugins.tensor_parallel import TorchTensorParallelPlugin
@@ -29,6 +35,7 @@ __all__ = [
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DeepSpeedPlugins",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
@@ -37,12 +44,15 @@ __all__ = [
     "HfDeepSpeedConfig",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
+    "ParallelismConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "SectionPlugin",
     "StrategyPlugin",
     "TERecipeKwargs",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
     "XlaPlugin",
 ]

@@ -20,10 +20,12 @@ from accel_train.plugins import (
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    ParallelismConfig,
     ProjectConfiguration,
     StrategyPlugin,
     TorchDynamoPlugin,
 )
+from accel_train.plugins.launched import launched_parallelism
 
 __all__ = [
     "accumulation_plugin",
@@ -31,6 +33,7 @@ __all__ = [
     "collect_handlers",
     "dynamo_plugin",
     "loader_config",
+    "parallelism",
     "project_configuration",
     "refuse_unavailable",
     "refuse_unknown",
@@ -131,6 +134,18 @@ def strategy_plugin(
             f"Accelerator() got {' and '.join(described)}, and a run has one strategy. Pass one of them."
         )
     return strategy if strategy is not None else next(iter(chosen.values()), None)
+
+
+def parallelism(given: object, launched: LaunchConfig) -> tuple[ParallelismConfig | None, object]:
+    """The degrees of parallelism, and what else was given in their place: a plugin that selects a strategy.
+
+    Args:
+        given: the argument `parallelism_config`.
+        launched: what the launcher asks for, when the script gives nothing.
+    """
+    if isinstance(given, ParallelismConfig):
+        return given, None
+    return (launched_parallelism(launched) if given is None else None), given
 
 
 def refuse_unavailable(arguments: Mapping[str, object]) -> None:

@@ -162,6 +162,9 @@ class _Objects:
         steps = Steps(plan.precision, plan.device, here.options.dynamo, {id(new[place]) for place in as_is})
         replaced = here.replaced
         plain = [strategy.plain(model) for model in parts.models]
+        if plan.sequence is not None:
+            for model in plain:
+                plan.sequence.prepare(model)
         with followed(plain, replaced, lambda: [strategy.plain(model) for model in done.models]):
             done = strategy.prepare(parts, steps)
         for optimizer in [*(_inner(known) for known in here.optimizers), *done.optimizers]:
@@ -215,6 +218,8 @@ def prepare_for_evaluation(here: Prepared, model: nn.Module, placed: bool) -> nn
             return known
         model = plain
     _check_device_map(here, model)
+    if here.plan.sequence is not None:
+        here.plan.sequence.prepare(plain)
     steps = Steps(here.plan.precision, here.plan.device, here.options.dynamo, () if placed else {id(model)})
     prepared = steps.compile(steps.place(steps.convert(model)))
     if known is not None:
@@ -264,7 +269,9 @@ def prepare_loader(
     )
     mark_prepared(prepared)
     strategy = here.plan.strategy
-    if type(strategy).shard_batch is not Strategy.shard_batch:
+    if here.plan.sequence is not None:
+        prepared.shard_batch = here.plan.sequence.shard_batch
+    elif type(strategy).shard_batch is not Strategy.shard_batch:
         prepared.shard_batch = strategy.shard_batch
     if here.preemption is not None:
         here.preemption.protect_workers(prepared)

@@ -15,7 +15,6 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.enums import FP8BackendType
 from accel_state.errors import NotAvailableError
 from accel_state.host.devices import BACKENDS
-from accel_state.launching.engines import missing_engines, variable_of
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
@@ -23,13 +22,16 @@ from accel_train.plugins import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
+    ParallelismConfig,
     StrategyPlugin,
 )
 from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
+from accel_train.sequence.parallel import SequenceParallel
 from accel_train.setup.fp8 import backend_of, fp8_recipe
+from accel_train.setup.meshes import asked_degrees, make_mesh, sequences
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
 
@@ -50,6 +52,8 @@ class Plan:
         device: of this rank.
         recipe: how fp8 is computed; None in another precision.
         fp8_backend: by which library; in another precision the one that the launcher names.
+        parallelism: ranks of each kind of parallelism, complete; None: nobody gave any.
+        sequence: divides sequences among ranks; None: each rank has whole ones.
     """
 
     strategy: Strategy
@@ -58,6 +62,8 @@ class Plan:
     device: torch.device
     recipe: Any = None
     fp8_backend: FP8BackendType = FP8BackendType.NO
+    parallelism: ParallelismConfig | None = None
+    sequence: SequenceParallel | None = None
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,14 @@ class Given:
         mixed_precision: name of a precision.
         strategy: name of a strategy, or a plugin whose type has it in `strategy`; None: the number of processes
             decides.
+        parallelism: ranks of each kind of parallelism; None: as the strategy has them.
         handlers: options of what is built, by their key: "autocast", "scaler", "ddp", and recipes of fp8.
         sync_each_batch: reduce gradients in every micro-batch.
     """
 
     mixed_precision: str
     strategy: StrategyPlugin | str | None = None
+    parallelism: ParallelismConfig | None = None
     handlers: Mapping[str, Any] = field(default_factory=dict)
     sync_each_batch: bool = False
 
@@ -89,9 +97,9 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         IncompatibleOptionsError: two choices exclude each other; names both.
     """
     config: Any = given.strategy
-    name = strategy_name(config, process.num_processes, process.device)
+    degrees = asked_degrees(given.parallelism, process.num_processes)
+    name = strategy_name(config, process.num_processes, process.device, degrees)
     strategy_class = STRATEGIES.get(name)
-    refuse_engines(launched, strategy_class)
     _check_launched(launched, strategy_class, process.device)
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
@@ -112,7 +120,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
         precision = EnginePrecision(precision)
     if config is None or isinstance(config, str):
         config = (given.handlers.get("ddp") or DistributedDataParallelKwargs()) if name == "ddp" else None
-    mesh = strategy_class.make_mesh(config, device, process.num_processes, process.process_index)
+    mesh = make_mesh(strategy_class, config, process, degrees)
     strategy = strategy_class(
         StrategyOptions(
             device=device,
@@ -120,16 +128,38 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
             precision=precision,
             config=config,
             sync_each_batch=given.sync_each_batch,
+            by_degrees=degrees is not None,
         )
     )
-    return Plan(strategy, precision, mesh, device, recipe, backend_of(recipe, launched))
+    parallelism = given.parallelism
+    if parallelism is not None:
+        parallelism = parallelism.on(mesh.degrees, mesh.device_mesh)
+    return Plan(
+        strategy,
+        precision,
+        mesh,
+        device,
+        recipe,
+        backend_of(recipe, launched),
+        parallelism,
+        sequences(parallelism, mesh),
+    )
 
 
-def strategy_name(given: StrategyPlugin | str | None, num_processes: int, device: torch.device) -> str:
-    """The strategy that was asked for: by name, or by its plugin's type; else by device and number of processes."""
+def strategy_name(
+    given: StrategyPlugin | str | None,
+    num_processes: int,
+    device: torch.device,
+    degrees: Mapping[str, int] | None = None,
+) -> str:
+    """The strategy that was asked for: by name, by its plugin's type, or by degrees; else by device and processes."""
     if given is None:
         if device.type == "xla":
             return "xla"
+        if degrees is not None and degrees["dp_shard"] > 1:
+            return "fsdp2"
+        if degrees is not None and degrees["tp"] > 1:
+            return "tp"
         return "ddp" if num_processes > 1 else "single"
     return given if isinstance(given, str) else given.strategy
 
@@ -155,23 +185,6 @@ def mixed_precision_name(
     name = own or name
     PRECISIONS.get(name)
     return name
-
-
-def refuse_engines(launched: LaunchConfig, strategy: type[Strategy]) -> None:
-    """Refuse an engine that the launcher asks for, unless it is that of the strategy which the script gave.
-
-    Raises:
-        NotAvailableError: rather than train another way than was asked for.
-    """
-    for engine in missing_engines(launched):
-        own = strategy.distributed_type
-        if engine.option == "distributed_type" and own is not None and own.value == engine.value:
-            continue
-        variable = variable_of(engine)
-        raise NotAvailableError(
-            f"The environment asks for {engine.name} ({variable} is set), which is not available yet in this version. "
-            f"Launch without it, or unset {variable}."
-        )
 
 
 def _check_launched(launched: LaunchConfig, strategy: type[Strategy], device: torch.device) -> None:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.modules.names import listed, misfits, under_own_names
-from accel_ckpt.parts import is_divided, is_leaf, shape_of
+from accel_ckpt.parts import is_divided, is_leaf, is_sharded, shape_of
 from accel_state.enums import DistributedType
+from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import any_divided, clip_by_norm, local_part, total_norm
@@ -59,6 +60,7 @@ class Capabilities:
         requires: what `pip install` must be given before it can run.
         precisions_on: by device type, the precisions that it can run there, where these are fewer.
         computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
+        dimensions: of a mesh that can have several ranks, when a script or a launcher gives degrees of parallelism.
     """
 
     precisions: frozenset[str] | None = None
@@ -73,6 +75,7 @@ class Capabilities:
     requires: tuple[str, ...] = ()
     precisions_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     computes_precision: bool = False
+    dimensions: frozenset[str] = frozenset({"dp_replicate"})
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
         """Names of the precisions that it can run on a type of device; None: all."""
@@ -162,6 +165,7 @@ class StrategyOptions:
         precision: scales, unscales and steps.
         config: the plugin whose type selected the strategy; for "ddp" `DistributedDataParallelKwargs`.
         sync_each_batch: reduce gradients in every micro-batch, not only in the last one of a window.
+        by_degrees: the mesh is what a script or a launcher gave degrees of.
     """
 
     device: torch.device
@@ -169,6 +173,7 @@ class StrategyOptions:
     precision: PrecisionVerbs
     config: Any = None
     sync_each_batch: bool = False
+    by_degrees: bool = False
 
 
 class ModelSteps(Protocol):
@@ -268,6 +273,14 @@ class Strategy:
         """The mesh of a run, from the strategy's plugin; here all ranks read different samples."""
         return Mesh.of_world(world_size, rank)
 
+    @classmethod
+    def check_degrees(cls, config: Any, degrees: Mapping[str, int]) -> None:
+        """Refuse degrees of parallelism that contradict the strategy's plugin; called instead of `make_mesh`.
+
+        Raises:
+            IncompatibleOptionsError: both say how many ranks a dimension has, and differ; or the strategy needs more.
+        """
+
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
@@ -284,6 +297,23 @@ class Strategy:
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Return what the script calls and trains: `model` itself, or a wrapper."""
         return steps.compile(steps.place(steps.convert(model)))
+
+    def check_plan(self, model: nn.Module) -> None:
+        """Check that tensor parallelism that the script or the launcher asks for divides something of a model.
+
+        Raises:
+            PrepareError: no parameter is divided among the ranks of "tp".
+        """
+        degree = self.options.mesh.degrees["tp"]
+        if not self.options.by_degrees or degree == 1:
+            return
+        if not any(map(is_sharded, model.parameters())):
+            raise PrepareError(
+                f"tp_size is {degree}, and no parameter of {type(model).__name__} is divided: every rank of a group "
+                "would compute the same. Divide it before prepare(), with parallelize_module(model, "
+                'accelerator.torch_device_mesh["tp"], plan), or load it with transformers: from_pretrained(…, '
+                f"distributed_config=DistributedConfig(tp_size={degree}))."
+            )
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside this strategy's wrapper; `model` itself if it is none."""

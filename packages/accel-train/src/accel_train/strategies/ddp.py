@@ -23,7 +23,9 @@ class DDPStrategy(Strategy):
     """Every rank holds the whole model; gradients are averaged over ranks during backward."""
 
     name: ClassVar[str] = "ddp"
-    capabilities: ClassVar[Capabilities] = Capabilities(needs_process_group=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        needs_process_group=True, dimensions=frozenset({"dp_replicate", "cp", "sp"})
+    )
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)

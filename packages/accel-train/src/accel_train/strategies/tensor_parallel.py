@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -33,7 +33,9 @@ class TensorParallelStrategy(Strategy):
     name: ClassVar[str] = "tp"
     # Torch's gradient scaler cannot unscale whole tensors and parts of others together.
     capabilities: ClassVar[Capabilities] = Capabilities(
-        precisions=frozenset({"no", "bf16"}), needs_process_group=True
+        precisions=frozenset({"no", "bf16"}),
+        needs_process_group=True,
+        dimensions=frozenset({"dp_replicate", "cp", "sp", "tp"}),
     )
 
     def __init__(self, options: StrategyOptions) -> None:
@@ -53,6 +55,16 @@ class TensorParallelStrategy(Strategy):
             )
         return Mesh({"dp_replicate": world_size // size, "tp": size}, device.type, world_size, rank)
 
+    @classmethod
+    def check_degrees(cls, config: Any, degrees: Mapping[str, int]) -> None:
+        """`tp_size` of the plugin and of the degrees are the same, if both are given."""
+        size = (config or TorchTensorParallelPlugin()).tp_size
+        if size not in (None, degrees["tp"]):
+            raise IncompatibleOptionsError(
+                f"TorchTensorParallelPlugin(tp_size={size}) and a parallelism configuration with "
+                f"tp_size={degrees['tp']} contradict each other. Leave the plugin out."
+            )
+
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
@@ -66,6 +78,7 @@ class TensorParallelStrategy(Strategy):
         model = steps.convert(model)
         plain = self.plain(model)
         check_division(plain, self.batch)
+        self.check_plan(plain)
         if not any(map(is_sharded, plain.parameters())):
             model = steps.place(model)
         self._share_start(plain)

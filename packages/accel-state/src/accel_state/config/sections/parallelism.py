@@ -52,7 +52,12 @@ class ParallelismSection(Section):
         launch_default="allgather",
         prompt="What is the context parallelism communication strategy?",
     )
-    sp_size: int | None = option(help="Ranks of sequence parallelism.", low=1, launch_default=1)
+    sp_size: int | None = option(
+        help="Ranks of sequence parallelism.",
+        low=1,
+        launch_default=1,
+        prompt="What is the sequence parallelism size?",
+    )
     sp_backend: str | None = option(
         help="Implementation of sequence parallelism.", choices=("deepspeed",), launch_default="deepspeed"
     )

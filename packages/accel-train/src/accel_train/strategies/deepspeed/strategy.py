@@ -72,6 +72,7 @@ class DeepSpeedStrategy(Strategy):
         precisions=frozenset({"no", "bf16", "fp16"}),
         precisions_on={"cpu": frozenset({"no", "bf16"})},
         requires=("deepspeed>=0.19.5",),
+        dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
 
@@ -104,6 +105,18 @@ class DeepSpeedStrategy(Strategy):
         if size == 1:
             return Mesh.of_world(world_size, rank)
         return Mesh({"dp_replicate": world_size // size, "tp": size}, device.type, world_size, rank)
+
+    @classmethod
+    def check_degrees(cls, config: Any, degrees: Mapping[str, int]) -> None:
+        """DeepSpeed's own tensor parallelism is a mesh of its own."""
+        given = config or DeepSpeedPlugin()
+        plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
+        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        if size > 1:
+            raise IncompatibleOptionsError(
+                f"DeepSpeed's configuration has tensor_parallel.autotp_size={size}, which does not go with a "
+                "parallelism configuration. Leave one of them out."
+            )
 
     # Preparing
 

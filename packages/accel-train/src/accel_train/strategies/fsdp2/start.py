@@ -8,12 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.modules.ties import find_tied_parameters, retie_parameters
+from accel_ckpt.parts import is_sharded
 from accel_state.communication.collectives import broadcast, gather_object
 from accel_train.errors import PrepareError
+from accel_train.ranks import Ranks
+from accel_train.strategies.gradients import local_part
 
 __all__ = ["Held", "Start", "agree", "check_buffers", "read_parts", "widen"]
 
@@ -69,12 +73,14 @@ class Start:
         sends: whether rank 0 sends its values to the others.
         makes: whether no rank has values, so that modules make their own.
         init: makes the values of a module's own parameters; None: its `reset_parameters`.
+        ranks: those that hold the same parts of what tensor parallelism has divided.
     """
 
     device: torch.device
     sends: bool
     makes: bool
     init: Callable[[nn.Module], None] | None = None
+    ranks: Ranks = field(default_factory=Ranks)
     _done: set[int] = field(default_factory=set)
 
     @torch.no_grad()
@@ -90,8 +96,12 @@ class Start:
                 make(module)
         if self.sends:
             tensors = [tensor.detach() for tensor in _distinct(modules)]
-            if tensors:
-                broadcast(tensors)
+            whole = [tensor for tensor in tensors if not is_sharded(tensor)]
+            if whole:
+                broadcast(whole)
+            if self.ranks.size > 1:
+                for tensor in filter(is_sharded, tensors):
+                    dist.broadcast(local_part(tensor), group=self.ranks.group, group_src=0)
 
     def check(self, model: nn.Module) -> None:
         """Check that every tensor can be given a value; changes nothing.
@@ -99,6 +109,13 @@ class Start:
         Raises:
             PrepareError: a module has tensors on the meta device, and nothing makes their values.
         """
+        for name, tensor in _named_tensors(model):
+            if tensor.is_meta and is_sharded(tensor):
+                raise PrepareError(
+                    f"{name!r} is divided by tensor parallelism and on the meta device, so no rank has all its values "
+                    "to send. Load the weights before prepare(), or pass "
+                    "FullyShardedDataParallelPlugin(checkpoint=…)."
+                )
         for module in model.modules() if self.makes else ():
             own = (*module._parameters.values(), *module._buffers.values())
             if any(tensor is not None and tensor.is_meta for tensor in own) and self._maker(module) is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, cast
 
@@ -38,7 +39,10 @@ class FSDP2Strategy(Strategy):
 
     name: ClassVar[str] = "fsdp2"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        needs_process_group=True, hides_gradients=True, saves_windows=False
+        needs_process_group=True,
+        hides_gradients=True,
+        saves_windows=False,
+        dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp", "tp"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
 
@@ -69,6 +73,22 @@ class FSDP2Strategy(Strategy):
         degrees = {"dp_replicate": replicas, "dp_shard": world_size // replicas}
         return Mesh(degrees, device.type, world_size, rank)
 
+    @classmethod
+    def check_degrees(cls, config: Any, degrees: Mapping[str, int]) -> None:
+        """A replica is sharded over several ranks, and the plugin's number of replicas is that of the degrees."""
+        plugin: FullyShardedDataParallelPlugin = config or FullyShardedDataParallelPlugin()
+        replicas = plugin.dp_replicate_size
+        if replicas not in (None, degrees["dp_replicate"]):
+            raise IncompatibleOptionsError(
+                f"FullyShardedDataParallelPlugin(dp_replicate_size={replicas}) and a parallelism configuration with "
+                f"dp_replicate_size={degrees['dp_replicate']} contradict each other. Leave one of them out."
+            )
+        if math.prod(degrees[name] for name in ("dp_shard", "cp", "sp")) == 1:
+            raise IncompatibleOptionsError(
+                f"FSDP has nothing to shard over: dp_shard_size, cp_size and sp_size of {_named(degrees)} are 1. Set "
+                "dp_shard_size, or leave FSDP out, which trains replicas."
+            )
+
     # Preparing
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
@@ -82,7 +102,9 @@ class FSDP2Strategy(Strategy):
         """Divide units, inner ones first, then what is around them; a model that is divided already stays as it is."""
         model = steps.convert(model)
         plain = self.plain(model)
-        if not is_sharded_by_script(plain, self.batch):
+        by_script = is_sharded_by_script(plain, self.batch)
+        self.check_plan(plain)
+        if not by_script:
             self._divide(plain)
         prepared = steps.compile(model)
         watch = Watch(plain, self._find_whole)
@@ -97,7 +119,7 @@ class FSDP2Strategy(Strategy):
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         units = find_units(model, plugin)
         options: dict[str, Any] = {
-            "mesh": self.options.mesh.submesh("dp_replicate", "dp_shard"),
+            "mesh": self.options.mesh.holders,
             "mp_policy": self._precision_policy(),
             "offload_policy": plugin.offload_policy,
             "ignored_params": ignored_parameters(model, plugin.ignored_modules),
@@ -148,7 +170,7 @@ class FSDP2Strategy(Strategy):
             check_buffers(model)
             return None
         sends = bool(self.plugin.sync_module_states) or any(rank.meta for rank in held)
-        start = Start(self.options.device, sends, makes, self.plugin.param_init_fn)
+        start = Start(self.options.device, sends, makes, self.plugin.param_init_fn, self.loss)
         start.check(model)
         return start
 
@@ -225,6 +247,10 @@ class FSDP2Strategy(Strategy):
         """Forget the models and the parameters that it averages."""
         self._watches.clear()
         self._whole.clear()
+
+
+def _named(degrees: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "the mesh"
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:

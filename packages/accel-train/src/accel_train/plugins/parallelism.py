@@ -1,0 +1,393 @@
+"""How many ranks each kind of parallelism has, as a script says it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from accel_state import environment
+from accel_state.config.parallel_degrees import DIMENSIONS, degrees_of, misfit
+from accel_state.config.sections.parallelism import ParallelismSection
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "DeepSpeedSequenceParallelConfig",
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+]
+
+_COMMUNICATION = ("allgather", "alltoall")
+_ATTENTION = ("sdpa",)
+_REFUSED_ATTENTION = ("flash_attention_2", "flash_attention_3", "eager")
+
+
+def _launched() -> ParallelismSection:
+    return environment.decode().parallelism
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Options of tensor parallelism.
+
+    Attributes:
+        enable_async_tp: overlap communication and computation; torch does so in compiled models only, so this warns
+            and changes nothing.
+    """
+
+    enable_async_tp: bool = False
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn(
+                "enable_async_tp=True has no effect: torch overlaps tensor parallelism in compiled models only.",
+                UserWarning,
+                stacklevel=3,
+            )
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Options of context parallelism.
+
+    Attributes:
+        cp_comm_strategy: "allgather": each rank gathers all keys and values of a layer; "alltoall": keys and values
+            pass from rank to rank, and a rank holds those of one other at a time. None: as launched, else "allgather".
+
+    Raises:
+        OptionError: another word.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = _launched().cp_comm_strategy or "allgather"
+        if self.cp_comm_strategy not in _COMMUNICATION:
+            raise OptionError(
+                f"cp_comm_strategy is {self.cp_comm_strategy!r}; expected {' or '.join(_COMMUNICATION)}."
+            )
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """Options of sequence parallelism.
+
+    Attributes:
+        sp_seq_length: length of every sequence, before it is divided; needed if it does not vary.
+        sp_seq_length_is_variable: sequences may differ in length from batch to batch. False: one of another length
+            than `sp_seq_length` is an error.
+        sp_attn_implementation: the attention that is computed on each rank, by its name in transformers; "sdpa".
+
+    Raises:
+        OptionError: a value that cannot be used.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        if None in (self.sp_seq_length, self.sp_seq_length_is_variable, self.sp_attn_implementation):
+            launched = _launched()
+            for field in fields(self):
+                if getattr(self, field.name) is None:
+                    setattr(self, field.name, getattr(launched, field.name))
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = True
+        length = self.sp_seq_length
+        if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
+            raise OptionError(f"sp_seq_length is {length!r}; expected a whole number of at least 1, or None.")
+        if not self.sp_seq_length_is_variable and length is None:
+            raise OptionError(
+                "sp_seq_length_is_variable=False needs the length: pass sp_seq_length=…, or leave it variable."
+            )
+        self.sp_attn_implementation = self.sp_attn_implementation or "sdpa"
+        if self.sp_attn_implementation not in _ATTENTION:
+            known = self.sp_attn_implementation in _REFUSED_ATTENTION
+            raise OptionError(
+                f"sp_attn_implementation is {self.sp_attn_implementation!r}; expected 'sdpa'"
+                + (", which takes the kernels of flash attention by itself where they fit." if known else ".")
+            )
+
+
+@dataclass(eq=False)
+class ParallelismConfig:
+    """Ranks of each kind of parallelism; together they are all ranks.
+
+    Ranks that differ in `dp_replicate` and `dp_shard` read different samples; those of `cp` and `sp` hold different
+    parts of the same sequences, and those of `tp` compute different parts of the same numbers. All degrees can be
+    combined.
+
+    Attributes:
+        dp_replicate_size: replicas of the model.
+        dp_shard_size: ranks that parameters, gradients and optimizer states are sharded over.
+        tp_size: ranks that tensors are divided among, by the script or a `tp_plan`.
+        cp_size: ranks that sequences are divided among, which exchange keys and values.
+        cp_backend: "torch", the name that configuration files have.
+        sp_size: ranks that sequences are divided among, which exchange heads (Ulysses).
+        sp_backend: "deepspeed", the name that configuration files have; DeepSpeed need not be installed.
+        tp_handler, cp_handler, sp_handler: options of these; None: as launched.
+
+    Unset degrees come from the launcher's environment, and are 1 otherwise.
+
+    Raises:
+        OptionError: a degree below 1, or an unknown backend.
+        ArgumentTypeError: a handler of another class.
+    """
+
+    argument: ClassVar[str] = "parallelism_config"
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    def __post_init__(self) -> None:
+        self._device_mesh: DeviceMesh | None = None
+        unset = [name for name in self._plain_names() if getattr(self, name) is None]
+        if unset:
+            launched = _launched()
+            for name in unset:
+                value = getattr(launched, name)
+                setattr(self, name, _WHEN_UNSET.get(name, 1) if value is None else value)
+        for name, size in self.degrees.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise OptionError(f"{name}_size is {size!r}; expected a whole number of at least 1.")
+        for name, only in _WHEN_UNSET.items():
+            if getattr(self, name) != only:
+                raise OptionError(f"{name} is {getattr(self, name)!r}; expected {only!r}.")
+        self._complete_handlers()
+
+    @classmethod
+    def from_section(cls, section: ParallelismSection) -> Self:
+        """What a decoded section of the launch configuration describes."""
+        given: dict[str, Any] = {f"{name}_size": size for name, size in degrees_of(section).items()}
+        given |= {
+            "cp_backend": section.cp_backend or "torch",
+            "sp_backend": section.sp_backend or "deepspeed",
+        }
+        if (section.cp_size or 1) > 1:
+            given["cp_handler"] = TorchContextParallelConfig(section.cp_comm_strategy)
+        if (section.sp_size or 1) > 1:
+            given["sp_handler"] = DeepSpeedSequenceParallelConfig(
+                section.sp_seq_length, section.sp_seq_length_is_variable, section.sp_attn_implementation
+            )
+        return cls(**given)
+
+    # Degrees
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        """Ranks of each dimension, those with one rank included, in the order of the mesh."""
+        return {name: getattr(self, f"{name}_size") for name in DIMENSIONS}
+
+    @property
+    def total_size(self) -> int:
+        """Ranks of all dimensions together."""
+        return math.prod(self.degrees.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples."""
+        return self._product("dp_replicate", "dp_shard")
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Ranks that read the same samples."""
+        return self._product("tp", "cp", "sp")
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas."""
+        return self._product("dp_replicate") > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are sharded over several ranks."""
+        return self._product("dp_shard") > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether tensors are divided among several ranks."""
+        return self._product("tp") > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether context parallelism has several ranks."""
+        return self._product("cp") > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Whether sequence parallelism has several ranks."""
+        return self._product("sp") > 1
+
+    # Names of mesh dimensions
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Dimensions with several ranks over which samples differ."""
+        return self._enabled("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Dimensions with several ranks over which samples are the same."""
+        return self._enabled("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Dimensions with several ranks that ``dp_shard_cp`` of the mesh is made of."""
+        return self._enabled("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Dimensions with several ranks that ``dp_cp`` of the mesh is made of."""
+        return self._enabled("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """Dimensions that `fully_shard` is given: replicas if there are several, and those it shards over."""
+        return [*self._enabled("dp_replicate"), "dp_shard_cp_sp" if self.sp_enabled else "dp_shard_cp"]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """All dimensions with several ranks."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    # Mesh
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """PyTorch's mesh of the dimensions with several ranks; None if there is none. All ranks must call this.
+
+        Args:
+            device_type: such as "cpu" or "cuda".
+
+        Raises:
+            IncompatibleOptionsError: the degrees do not multiply to the number of ranks.
+        """
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        running = dist.is_available() and dist.is_initialized()
+        wrong = misfit(self.degrees, dist.get_world_size() if running else 1)
+        if wrong is not None:
+            raise IncompatibleOptionsError(f"ParallelismConfig: {wrong}.")
+        used = self._enabled(*DIMENSIONS)
+        if not used:
+            return None
+        mesh = init_device_mesh(
+            device_type, tuple(self.degrees[name] for name in used), mesh_dim_names=tuple(used)
+        )
+        unions = {
+            "dp": self.dp_dim_names,
+            "dp_shard_cp": self.dp_shard_cp_dim_names,
+            "dp_cp": self.dp_cp_dim_names,
+        }
+        for name, members in unions.items():
+            if members:
+                mesh[tuple(members)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh of the `Accelerator` that got this configuration, or else one that is built at the first call.
+
+        Raises:
+            OptionError: there is none yet and no device type is given, or the mesh is on another type of device.
+        """
+        if self._device_mesh is None:
+            if device_type is None:
+                raise OptionError("There is no mesh yet; pass the type of devices: get_device_mesh('cuda').")
+            self._device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self._device_mesh.device_type != device_type:
+            raise OptionError(
+                f"The mesh is on {self._device_mesh.device_type!r} devices, and get_device_mesh({device_type!r}) asks "
+                "for another. Leave the device type out."
+            )
+        return self._device_mesh
+
+    def on(self, degrees: Mapping[str, int], device_mesh: DeviceMesh | None) -> ParallelismConfig:
+        """The same configuration with the degrees and the mesh of a run; where all degrees are 1, others follow.
+
+        This object answers `get_device_mesh()` with that mesh too.
+        """
+        self._device_mesh = device_mesh
+        sizes = {f"{name}_size": degrees[name] for name in DIMENSIONS}
+        complete = ParallelismConfig(**self._values() | sizes)
+        complete._device_mesh = device_mesh
+        return complete
+
+    def _values(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def sequences(self) -> tuple[str, int | None]:
+        """How keys and values are exchanged, and the length that every sequence must have (None: any)."""
+        cp, sp = self.cp_handler, self.sp_handler
+        communication = (cp and cp.cp_comm_strategy) or "allgather"
+        fixed = sp is not None and not sp.sp_seq_length_is_variable
+        return communication, sp.sp_seq_length if sp is not None and fixed else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as plain data."""
+        return {
+            field.name: {inner.name: getattr(value, inner.name) for inner in fields(value)}
+            if is_dataclass(value := getattr(self, field.name))
+            else value
+            for field in fields(self)
+        }
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ParallelismConfig) and self.to_json() == other.to_json()
+
+    __hash__ = object.__hash__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelismConfig:
+        copied = ParallelismConfig(**self._values())
+        copied._device_mesh = self._device_mesh  # process groups cannot be copied
+        return copied
+
+    def _product(self, *names: str) -> int:
+        return math.prod(self.degrees[name] for name in names)
+
+    def _enabled(self, *names: str) -> list[str]:
+        return [name for name in names if self.degrees[name] > 1]
+
+    @staticmethod
+    def _plain_names() -> list[str]:
+        return [f"{name}_size" for name in DIMENSIONS] + list(_WHEN_UNSET)
+
+    def _complete_handlers(self) -> None:
+        for name, kind in _HANDLERS.items():
+            handler, size = getattr(self, f"{name}_handler"), self.degrees[name]
+            if handler is None and size > 1:
+                setattr(self, f"{name}_handler", kind())
+            elif handler is not None and not isinstance(handler, kind):
+                raise ArgumentTypeError(
+                    f"{name}_handler takes {kind.__name__}(…), got {type(handler).__name__}: {handler!r:.80}."
+                )
+            elif handler is not None and size == 1:
+                warnings.warn(
+                    f"{name}_handler is given and {name}_size is 1, so its options have no effect.",
+                    UserWarning,
+                    stacklevel=4,
+                )
+
+
+_WHEN_UNSET: Mapping[str, str] = {"cp_backend": "torch", "sp_backend": "deepspeed"}
+_HANDLERS: Mapping[str, type] = {
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
+}

@@ -1,0 +1,1 @@
+"""Sequences divided among ranks: context parallelism, sequence parallelism (Ulysses), and both together."""

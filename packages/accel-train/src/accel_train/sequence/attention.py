@@ -1,0 +1,158 @@
+"""Attention over sequences that are divided among ranks, in place of `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from accel_train.errors import IncompatibleOptionsError
+from accel_train.sequence.exchange import (
+    HEADS,
+    SEQUENCE,
+    gather_sequence,
+    heads_to_sequence,
+    sequence_to_heads,
+)
+from accel_train.sequence.ring import ring_attention
+
+__all__ = ["DividedAttention"]
+
+
+@dataclass(frozen=True)
+class DividedAttention:
+    """Attends from this rank's positions to those of all ranks.
+
+    Ulysses (sequence parallelism; Jacobs et al. 2023, arXiv 2309.14509) exchanges heads for positions before and after.
+    Context parallelism gathers keys and values, or passes them around. With both, Ulysses comes first: its groups hold
+    neighbouring parts of the sequence.
+
+    Attributes:
+        sp_group: ranks that exchange heads; None: no sequence parallelism.
+        cp_group: ranks that exchange keys and values; None: no context parallelism.
+        rotation: "allgather": every rank holds all keys and values of a layer while it computes; "alltoall": those of
+            two ranks at a time.
+    """
+
+    sp_group: Any = None
+    cp_group: Any = None
+    rotation: str = "allgather"
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As `torch.nn.functional.scaled_dot_product_attention`, for this rank's positions.
+
+        Raises:
+            IncompatibleOptionsError: a mask, which would be of this rank's positions alone; a query and a key of
+                different lengths; a number of heads that the ranks cannot divide; dropout under "alltoall".
+        """
+        self._check(query, key, attn_mask, dropout_p)
+        if scale is None:
+            scale = 1 / math.sqrt(query.shape[-1])
+        if self.sp_group is None:
+            return self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+        ranks = dist.get_world_size(self.sp_group)
+        key, value = (_repeated(tensor, query.shape[HEADS], ranks) for tensor in (key, value))
+        query, key, value = (sequence_to_heads(tensor, self.sp_group) for tensor in (query, key, value))
+        output = self._attend(query, key, value, dropout_p, is_causal, scale, enable_gqa)
+        return heads_to_sequence(output, self.sp_group)
+
+    def _check(self, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float) -> None:
+        if attn_mask is not None:
+            raise IncompatibleOptionsError(
+                f"Attention was called with a mask of shape {tuple(attn_mask.shape)}, which was made for the "
+                f"{query.shape[SEQUENCE]} positions of this rank; with a divided sequence it would need those of all "
+                "ranks. Pass is_causal=True or no mask: pad sequences on the right, leave `attention_mask` out of the "
+                "batch, and use models without a sliding window."
+            )
+        if query.dim() != 4 or query.shape[SEQUENCE] != key.shape[SEQUENCE]:
+            raise IncompatibleOptionsError(
+                f"Attention was called with a query of shape {tuple(query.shape)} and a key of shape "
+                f"{tuple(key.shape)}; with a divided sequence both have the shape (batch, heads, positions, features) "
+                "and the same number of positions. Cross-attention and caches of keys are not divided: train without "
+                "them."
+            )
+        if dropout_p and self.cp_group is not None and self.rotation == "alltoall":
+            raise IncompatibleOptionsError(
+                f"Attention was called with dropout {dropout_p}, which cp_comm_strategy 'alltoall' does not have. Use "
+                "'allgather', or set the model's attention dropout to 0."
+            )
+        if self.sp_group is not None and query.shape[HEADS] % dist.get_world_size(self.sp_group):
+            ranks = dist.get_world_size(self.sp_group)
+            raise IncompatibleOptionsError(
+                f"sp_size {ranks} does not divide the {query.shape[HEADS]} attention heads, and sequence parallelism "
+                "gives each rank the same number. Choose an sp_size that does, or context parallelism (cp_size)."
+            )
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+        enable_gqa: bool,
+    ) -> Tensor:
+        group = self.cp_group
+        if group is None:
+            return scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout_p,
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        if self.rotation == "alltoall":
+            key, value = (
+                _repeated(tensor, query.shape[HEADS], query.shape[HEADS]) for tensor in (key, value)
+            )
+            return ring_attention(query, key, value, group, is_causal=is_causal, scale=scale)
+        key, value = gather_sequence(key, group), gather_sequence(value, group)
+        if not is_causal:
+            return scaled_dot_product_attention(
+                query, key, value, dropout_p=dropout_p, scale=scale, enable_gqa=enable_gqa
+            )
+        rank, length = dist.get_rank(group), query.shape[SEQUENCE]
+        known = (rank + 1) * length  # no position of this rank attends to later ones
+        # Kernels of accelerators know this pattern; the CPU's make a mask of it anyway.
+        bias = (
+            torch.ones(length, known, dtype=torch.bool).tril(known - length)
+            if query.device.type == "cpu"
+            else causal_lower_right(length, known)
+        )
+        return scaled_dot_product_attention(
+            query,
+            key[:, :, :known],
+            value[:, :, :known],
+            attn_mask=bias,
+            dropout_p=dropout_p,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+
+def _repeated(tensor: Tensor, heads: int, ranks: int) -> Tensor:
+    """Keys or values with so many heads that the ranks can divide them; each is repeated in its place."""
+    own = tensor.shape[HEADS]
+    if own % ranks == 0:
+        return tensor
+    times = ranks // own if ranks % own == 0 else heads // own
+    return tensor.repeat_interleave(times, HEADS)

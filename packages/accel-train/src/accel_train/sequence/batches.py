@@ -1,0 +1,171 @@
+"""This rank's positions of a batch that all ranks of a sequence read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_state.trees import recursively_apply
+from accel_train.errors import IncompatibleOptionsError
+
+__all__ = ["ModelFacts", "Place", "cut_batch"]
+
+_IGNORED = -100
+"""Label that losses leave out: the default `ignore_index` of torch's cross entropy."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which part of each sequence a rank has.
+
+    Attributes:
+        index: of the part, from 0.
+        parts: how many there are.
+        name: the degrees that divide sequences, for errors.
+        length: what every sequence must have; None: anything that can be divided.
+    """
+
+    index: int
+    parts: int
+    name: str
+    length: int | None = None
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a model takes besides its inputs.
+
+    Attributes:
+        positions: it takes `position_ids`.
+        is_causal: it shifts `labels` itself, unless it is given `shift_labels`.
+        counts: it divides the sum of its losses by `num_items_in_batch`.
+    """
+
+    positions: bool = False
+    is_causal: bool = False
+    counts: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelFacts:
+        """Find out, without running the model."""
+        parameters = inspect.signature(model.forward).parameters
+        keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        loss = getattr(getattr(model, "loss_function", None), "__name__", "")  # of transformers
+        return cls(
+            positions="position_ids" in parameters,
+            is_causal=loss == "ForCausalLMLoss",
+            counts=keywords and loss in ("ForCausalLMLoss", "ForMaskedLMLoss"),
+        )
+
+
+def cut_batch(batch: Any, place: Place, facts: ModelFacts) -> Any:
+    """Cut every tensor of (samples, positions, …) to the positions of this rank.
+
+    A mapping with `input_ids` or `inputs_embeds` also gets what a transformers model would otherwise take from the
+    positions that it sees: `position_ids`; `shift_labels`, because the label of a rank's last position is on the next
+    rank; and `num_items_in_batch`, so that the mean of the ranks' losses is the loss over all positions that count.
+
+    Args:
+        batch: of all positions, on any device.
+        place: this rank's.
+        facts: of the model that is trained.
+
+    Raises:
+        IncompatibleOptionsError: sequences that cannot be divided, of another length than was set, or padded so that
+            attention needs a mask.
+    """
+    length = _length(batch)
+    if length is None:
+        raise IncompatibleOptionsError(
+            f"{place.name} divides sequences, but the batch ({type(batch).__name__}) has no tensor of the shape "
+            "(samples, positions, …). Let the collate function return one, or leave out cp_size and sp_size."
+        )
+    if place.length not in (None, length):
+        raise IncompatibleOptionsError(
+            f"A batch has sequences of {length} positions, and sp_seq_length is {place.length} with "
+            "sp_seq_length_is_variable=False. Pad to that length, or let lengths vary."
+        )
+    if length % place.parts:
+        raise IncompatibleOptionsError(
+            f"A batch has sequences of {length} positions, which {place.name} cannot divide into {place.parts} equal "
+            f"parts. Pad them to a multiple of {place.parts}, as `pad_to_multiple_of={place.parts}` of transformers' "
+            "collators does."
+        )
+    more: dict[str, Any] = {}
+    if isinstance(batch, Mapping) and ("input_ids" in batch or "inputs_embeds" in batch):
+        more = _additions(batch, length, facts)
+        if "attention_mask" in batch:
+            _check_mask(batch["attention_mask"], facts, place)
+            batch = {name: value for name, value in batch.items() if name != "attention_mask"}
+        batch = {**batch, **more}
+    share = length // place.parts
+    start = place.index * share
+
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != length:
+            return tensor
+        return tensor[:, start : start + share].contiguous()
+
+    found = recursively_apply(cut, batch)
+    if "num_items_in_batch" in more:
+        found["num_items_in_batch"] = found["num_items_in_batch"] / place.parts
+    return found
+
+
+def _additions(batch: Mapping[str, Any], length: int, facts: ModelFacts) -> dict[str, Any]:
+    more: dict[str, Any] = {}
+    some = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    if facts.positions and batch.get("position_ids") is None:
+        more["position_ids"] = torch.arange(length, device=some.device).expand(some.shape[0], length)
+    labels = batch.get("labels")
+    if not facts.counts or not isinstance(labels, Tensor) or labels.shape[1:2] != (length,):
+        return more
+    if facts.is_causal:
+        if batch.get("shift_labels") is None:
+            more["shift_labels"] = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        labels = more.get("shift_labels", batch.get("shift_labels"))
+    if batch.get("num_items_in_batch") is None:
+        assert isinstance(labels, Tensor)
+        more["num_items_in_batch"] = (labels != _IGNORED).sum().clamp_(min=1)
+    return more
+
+
+def _check_mask(mask: Any, facts: ModelFacts, place: Place) -> None:
+    """Attention over divided sequences has no mask: see that none is needed."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise IncompatibleOptionsError(
+            f"The batch has an attention_mask of shape {tuple(getattr(mask, 'shape', ()))}; with {place.name} only a "
+            "mask of (samples, positions) for padding on the right can be left out. Use a model and data that need no "
+            "other mask."
+        )
+    kept = mask.bool()
+    if bool(kept.all()):
+        return
+    if not facts.is_causal or bool((kept[:, 1:] & ~kept[:, :-1]).any()):
+        raise IncompatibleOptionsError(
+            f"The batch has an attention_mask with padding {'before' if facts.is_causal else 'among'} the positions "
+            f"that count, which {place.name} cannot mask. Pad causal language models on the right, where no position "
+            "attends to the padding (tokenizer.padding_side='right'); pack the samples of other models to full length."
+        )
+
+
+def _length(batch: Any) -> int | None:
+    """Positions of the sequences of a batch."""
+    if isinstance(batch, Mapping):
+        for name in ("input_ids", "inputs_embeds"):
+            if isinstance(batch.get(name), Tensor):
+                return int(batch[name].shape[1])
+    return next((int(leaf.shape[1]) for leaf in _leaves(batch) if leaf.dim() >= 2), None)
+
+
+def _leaves(batch: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    recursively_apply(lambda leaf: found.append(leaf) or leaf, batch)  # type: ignore[func-returns-value]
+    yield from found

@@ -1,0 +1,206 @@
+"""Sequence parallelism of a run: which part of each sequence this rank has, and how its models attend to the others."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from accel_state.trees import recursively_apply
+from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.mesh import Mesh
+from accel_train.sequence.attention import DividedAttention
+from accel_train.sequence.batches import ModelFacts, Place, cut_batch
+
+__all__ = ["SequenceParallel"]
+
+
+class SequenceParallel:
+    """Cuts batches, and puts divided attention in the place of `scaled_dot_product_attention` in prepared models.
+
+    Args:
+        mesh: with several ranks in "cp", "sp" or both.
+        rotation: how context parallelism exchanges keys and values.
+        length: what every sequence must have; None: any.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rotation: str = "allgather",
+        length: int | None = None,
+    ) -> None:
+        cp, sp = mesh.degrees["cp"], mesh.degrees["sp"]
+        groups = {name: part.get_group() for name in ("cp", "sp") if (part := mesh.submesh(name)) is not None}
+        index = 0
+        for name in ("cp", "sp"):  # parts of neighbouring ranks are neighbours
+            part = mesh.submesh(name)
+            index = index * mesh.degrees[name] + (0 if part is None else part.get_local_rank())
+        named = " and ".join(f"{name}_size {size}" for name, size in (("cp", cp), ("sp", sp)) if size > 1)
+        self._place = Place(index, cp * sp, named, length)
+        self._attention = DividedAttention(groups.get("sp"), groups.get("cp"), rotation)
+        self._facts: ModelFacts | None = None
+        self._prepared: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._cut: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Make a model attend to the positions of all ranks; it is changed in place, once.
+
+        Raises:
+            IncompatibleOptionsError: it has attention that cannot be divided.
+        """
+        if model in self._prepared:
+            return model
+        _check_attention(model, self._place.name)
+        if self._facts is None:
+            self._facts = ModelFacts.of(model)
+        self._prepared.add(model)
+        watch = _Watch(self._attention, self._place.name)
+        for module in model.modules():
+            # Not only the outermost: blocks that are checkpointed run again in backward, by themselves.
+            if module is model or next(module.children(), None) is not None:
+                module.register_forward_pre_hook(watch.enter, prepend=True)
+                module.register_forward_hook(watch.leave, always_call=True)
+        watch.root = weakref.ref(model)
+        return model
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This rank's positions of a batch."""
+        found = cut_batch(batch, self._place, self._facts or ModelFacts())
+        recursively_apply(self._remember, found)
+        return found
+
+    def _remember(self, tensor: Tensor) -> Tensor:
+        self._cut[id(tensor)] = tensor
+        return tensor
+
+    @contextmanager
+    def cut_buffers(
+        self,
+        buffers: Sequence[Tensor],
+        dimensions: Sequence[int],
+        kept: Sequence[Tensor] = (),
+    ) -> Iterator[None]:
+        """Context in which tensors hold this rank's positions; those that a prepared loader has cut stay as they are.
+
+        Args:
+            buffers: changed in place.
+            dimensions: that of the positions, for each.
+            kept: buffers that stay cut when the context ends.
+
+        Raises:
+            OptionError: not as many dimensions as buffers.
+            IncompatibleOptionsError: a size that cannot be divided.
+        """
+        if len(buffers) != len(dimensions):
+            raise OptionError(
+                f"maybe_context_parallel got {len(buffers)} buffers and {len(dimensions)} buffer_seq_dims; it takes "
+                "the dimension of the positions for each buffer."
+            )
+        pairs = [
+            (buffer, dimension)
+            for buffer, dimension in zip(buffers, dimensions, strict=True)
+            if self._cut.get(id(buffer)) is not buffer
+        ]
+        for buffer, dimension in pairs:
+            if buffer.shape[dimension] % self._place.parts:
+                raise IncompatibleOptionsError(
+                    f"A buffer of shape {tuple(buffer.shape)} cannot be divided into {self._place.parts} equal parts "
+                    f"along dimension {dimension}, as {self._place.name} needs. Pad it to a multiple."
+                )
+        whole = [(buffer, buffer.data) for buffer, _ in pairs]
+        for buffer, dimension in pairs:
+            buffer.data = buffer.data.chunk(self._place.parts, dimension)[self._place.index].contiguous()
+        try:
+            yield
+        finally:
+            for buffer, data in whole:
+                if not any(buffer is one for one in kept):
+                    buffer.data = data
+
+
+class _Mode(TorchFunctionMode):
+    """Divided attention wherever `scaled_dot_product_attention` is called."""
+
+    def __init__(self, attention: DividedAttention, calls: list[int]) -> None:
+        super().__init__()
+        self._attention = attention
+        self._calls = calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            self._calls[0] += 1
+            return self._attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _Watch(threading.local):
+    """Enters the mode with the outermost module that runs in a thread; autograd has threads of its own."""
+
+    def __init__(self, attention: DividedAttention, name: str) -> None:
+        self.root: weakref.ref[nn.Module] | None = None
+        self._attention, self._name = attention, name
+        self._depth = 0
+        self._mode: _Mode | None = None
+        self._calls = [0]
+        self._seen = False
+
+    def enter(self, module: nn.Module, _args: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._calls[0] = 0
+            self._mode = _Mode(self._attention, self._calls)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def leave(self, module: nn.Module, _args: Any, _output: Any) -> None:
+        self._depth -= 1
+        if self._depth or self._mode is None:
+            return
+        self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._mode = None
+        if not self._seen and self._calls[0]:
+            self._seen = True
+        if not self._seen and self.root is not None and module is self.root():
+            raise PrepareError(
+                f"{type(module).__name__} computed without a call of torch.nn.functional.scaled_dot_product_attention, "
+                f"the one place where {self._name} joins the positions of the ranks; each would train on its own part "
+                "alone. Write its attention with that function (transformers: attn_implementation='sdpa')."
+            )
+
+
+def _check_attention(model: nn.Module, name: str) -> None:
+    for path, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            raise IncompatibleOptionsError(
+                f"{path or type(model).__name__!r} is a torch.nn.MultiheadAttention, which has fused paths that "
+                f"{name} cannot divide. Use a module that calls torch.nn.functional.scaled_dot_product_attention."
+            )
+        config = getattr(module, "config", None)
+        kind = getattr(config, "_attn_implementation", None)
+        if kind is not None and kind != "sdpa":
+            raise IncompatibleOptionsError(
+                f"{type(module).__name__} attends by {kind!r}; {name} divides 'sdpa' alone. Create the model with "
+                "attn_implementation='sdpa'."
+            )
+    narrow = _narrow_layers(model)
+    if narrow:
+        raise IncompatibleOptionsError(
+            f"{type(model).__name__} has attention layers of type {', '.join(narrow)}, which need a mask, and {name} "
+            "attends without one. Use a model whose layers attend to all positions, or leave out cp_size and sp_size."
+        )
+
+
+def _narrow_layers(model: nn.Module) -> list[str]:
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    return sorted(set(kinds) - {"full_attention"})

@@ -1,0 +1,122 @@
+"""Degrees of parallelism as a script gives them: defaults, names, checks and copies."""
+
+import copy
+import warnings
+
+import pytest
+
+from accel_state.config.sections.parallelism import ParallelismSection
+from accel_state.environment import patch_environment
+from accel_train import (
+    DeepSpeedSequenceParallelConfig,
+    ParallelismConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
+
+
+def test_unset_degrees_are_1():
+    config = ParallelismConfig()
+    assert set(config.degrees.values()) == {1}
+    assert (config.cp_backend, config.sp_backend) == ("torch", "deepspeed")
+    assert config.active_mesh_dims == []
+    assert config.build_device_mesh("cpu") is None
+
+
+def test_unset_degrees_come_from_the_launcher():
+    with patch_environment(
+        PARALLELISM_CONFIG_TP_SIZE="2",
+        PARALLELISM_CONFIG_CP_SIZE="4",
+        PARALLELISM_CONFIG_CP_COMM_STRATEGY="alltoall",
+    ):
+        config = ParallelismConfig(cp_size=2)
+    assert (config.tp_size, config.cp_size) == (2, 2)
+    assert config.cp_handler == TorchContextParallelConfig("alltoall")
+    assert config.sequences == ("alltoall", None)
+
+
+def test_a_section_is_read_without_the_environment():
+    section = ParallelismSection(sp_size=2, sp_seq_length=64, sp_seq_length_is_variable=False)
+    with patch_environment(PARALLELISM_CONFIG_TP_SIZE="2"):
+        config = ParallelismConfig.from_section(section)
+    assert (config.tp_size, config.sp_size) == (1, 2)
+    assert config.sequences == ("allgather", 64)
+
+
+def test_sizes_and_names_of_dimensions():
+    config = ParallelismConfig(2, 3, tp_size=5, cp_size=7, sp_size=11)
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (2310, 6, 385)
+    assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
+    assert config.non_dp_dim_names == ["tp", "cp", "sp"]
+    assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
+    assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
+    assert config.active_mesh_dims == ["dp_replicate", "dp_shard", "tp", "cp", "sp"]
+    assert ParallelismConfig(dp_replicate_size=2, cp_size=2).fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    enabled = [getattr(config, f"{name}_enabled") for name in config.degrees]
+    assert enabled == [True] * 5
+    assert not ParallelismConfig().tp_enabled
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tp_size": 0}, OptionError, "tp_size is 0; expected a whole number of at least 1"),
+        ({"dp_shard_size": True}, OptionError, "dp_shard_size is True"),
+        ({"cp_size": "2"}, OptionError, "cp_size is '2'"),
+        ({"cp_backend": "ring"}, OptionError, "cp_backend is 'ring'; expected 'torch'"),
+        ({"sp_backend": "torch"}, OptionError, "sp_backend is 'torch'; expected 'deepspeed'"),
+        ({"cp_size": 2, "cp_handler": "alltoall"}, ArgumentTypeError, "takes TorchContextParallelConfig"),
+    ],
+)
+def test_what_cannot_be_used_is_named(arguments, error, message):
+    with pytest.raises(error, match=message):
+        ParallelismConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TorchContextParallelConfig("ring"),
+            "cp_comm_strategy is 'ring'; expected allgather or alltoall",
+        ),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=0), "sp_seq_length is 0"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False), "needs the length"),
+        (
+            lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="flash_attention_2"),
+            "kernels of flash",
+        ),
+    ],
+)
+def test_handlers_check_their_values(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
+
+
+def test_options_without_effect_are_said():
+    with pytest.warns(UserWarning, match="cp_handler is given and cp_size is 1"):
+        ParallelismConfig(cp_handler=TorchContextParallelConfig("alltoall"))
+    with pytest.warns(UserWarning, match="enable_async_tp=True has no effect"):
+        TorchTensorParallelConfig(enable_async_tp=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig("alltoall"))
+
+
+def test_a_mesh_needs_its_ranks_and_a_type_of_device():
+    config = ParallelismConfig(tp_size=2)
+    with pytest.raises(IncompatibleOptionsError, match="tp 2 multiply to 2, and there are 1 processes"):
+        config.build_device_mesh("cpu")
+    with pytest.raises(OptionError, match="pass the type of devices"):
+        config.get_device_mesh()
+
+
+def test_copies_and_plain_data():
+    config = ParallelismConfig(sp_size=2)
+    assert copy.deepcopy(config) == config
+    assert config != ParallelismConfig(sp_size=4)
+    data = config.to_json()
+    assert data["sp_size"] == 2
+    assert data["sp_handler"]["sp_attn_implementation"] == "sdpa"
+    assert data["tp_handler"] is None

@@ -1,0 +1,303 @@
+"""Models over divided sequences, against the same models in one process on whole sequences."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accel_state import PartialState
+from accel_train.errors import IncompatibleOptionsError, OptionError, PrepareError
+from accel_train.mesh import Mesh
+from accel_train.sequence.parallel import SequenceParallel
+from testkit import worlds
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        query, key, value = self.qkv(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(
+            F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+        )
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.mlp, self.norm = Attention(), nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return x + self.mlp(F.gelu(self.attention(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Takes positions, as a model must whose sequences are divided."""
+
+    def __init__(self, again=False):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(30, 16), nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 30)
+        self.again = again
+
+    def forward(self, input_ids, position_ids):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.again else block(x)
+        return self.head(x)
+
+
+def built(again=False):
+    torch.manual_seed(3)
+    return Model(again).double()
+
+
+def batches(step, length=16):
+    made = torch.Generator().manual_seed(step)
+    return {
+        "input_ids": torch.randint(30, (2, length), generator=made),
+        "targets": torch.randint(30, (2, length), generator=made),
+    }
+
+
+def loss_of(model, batch):
+    return F.cross_entropy(
+        model(batch["input_ids"], batch["position_ids"]).flatten(0, 1), batch["targets"].flatten()
+    )
+
+
+def average(model):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def mesh_of(degrees):
+    state = PartialState(cpu=True)
+    return Mesh(degrees, "cpu", state.num_processes, state.process_index)
+
+
+def trained(degrees, rotation, again):
+    sequence = SequenceParallel(mesh_of(degrees), rotation)
+    model = sequence.prepare(built(again))
+    other = built()  # a model that is not prepared computes as ever, also now
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        batch = sequence.shard_batch(batches(step))
+        loss = loss_of(model, batch)
+        loss.backward()
+        average(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole = {**batches(step), "position_ids": torch.arange(16).expand(2, 16)}
+        assert loss_of(other, whole).isfinite()
+    dist.all_reduce(loss)
+    return loss.item() / dist.get_world_size(), [p.detach() for p in model.parameters()]
+
+
+def in_one_process():
+    model = built()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        loss = loss_of(model, {**batches(step), "position_ids": torch.arange(16).expand(2, 16)})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "rotation", "again"),
+    [
+        ({"sp": 2}, "allgather", False),
+        ({"sp": 2}, "allgather", True),
+        ({"cp": 2}, "allgather", False),
+        ({"cp": 2}, "alltoall", True),
+        ({"cp": 2, "sp": 2}, "alltoall", False),
+    ],
+    ids=str,
+)
+def test_training_is_that_of_one_process(degrees, rotation, again):
+    expected_loss, expected = in_one_process()
+    ranks = 4 if len(degrees) == 2 else 2
+    for loss, found in worlds.run(trained, ranks, degrees, rotation, again):
+        assert loss == pytest.approx(expected_loss, abs=1e-12)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def llama(kind="llama", **more):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if kind == "llama":
+        config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="sdpa", **more)
+        return transformers.LlamaForCausalLM(config).double()
+    sizes.pop("intermediate_size")
+    config = transformers.GPT2Config(
+        vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def text(padded):
+    made = torch.Generator().manual_seed(5)
+    ids = torch.randint(60, (3, 16), generator=made)
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    if padded:
+        labels[0, 11:] = -100
+        labels[1, 5:] = -100
+        mask = (labels != -100).long()
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def language_model(kind, degrees, again):
+    sequence = SequenceParallel(mesh_of(degrees))
+    found = []
+    for padded in (False, True):
+        model = llama(kind)
+        if again:
+            model.gradient_checkpointing_enable()
+        model = sequence.prepare(model)
+        batch = sequence.shard_batch(text(padded))
+        assert "attention_mask" not in batch
+        loss = model(**batch).loss
+        loss.backward()
+        average(model)
+        dist.all_reduce(loss)
+        found.append((loss.item() / dist.get_world_size(), [p.grad for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees", "again"),
+    [
+        ("llama", {"sp": 2}, False),
+        ("llama", {"cp": 2}, True),
+        ("gpt2", {"cp": 2}, False),
+        ("gpt2", {"sp": 2}, False),
+    ],
+    ids=str,
+)
+def test_losses_and_gradients_of_language_models(kind, degrees, again):
+    ranks = worlds.run(language_model, 2, kind, degrees, again)
+    for padded in (False, True):
+        # Models of transformers compute their loss in float32, whatever they are in.
+        whole = llama(kind)
+        loss = whole(**text(padded)).loss
+        loss.backward()
+        for found in ranks:
+            near, gradients = found[padded]
+            assert near == pytest.approx(loss.item(), abs=2e-6)
+            torch.testing.assert_close(gradients, [p.grad for p in whole.parameters()], rtol=0, atol=1e-7)
+
+
+def refusals(degrees):
+    sequence = SequenceParallel(mesh_of(degrees), length=None)
+    told = {}
+
+    def refused(name, call, kind=IncompatibleOptionsError):
+        try:
+            call()
+        except kind as error:
+            told[name] = str(error)
+
+    refused("length", lambda: sequence.shard_batch(batches(0, 15)))
+    refused("no sequence", lambda: sequence.shard_batch({"x": torch.ones(3)}))
+    refused("multihead", lambda: sequence.prepare(nn.Sequential(nn.MultiheadAttention(8, 2))))
+    model = sequence.prepare(nn.Sequential(nn.Linear(4, 4)))
+    refused("no attention", lambda: model(torch.ones(2, 4, 4)), PrepareError)
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x, heads=4, **more):
+            query = self.inner(x).unsqueeze(1).expand(-1, heads, -1, -1)
+            return F.scaled_dot_product_attention(query, query, query, **more)
+
+    masked = sequence.prepare(Masked())
+    refused("mask", lambda: masked(torch.ones(2, 4, 4), attn_mask=torch.ones(4, 4).bool()))
+    refused("heads", lambda: masked(torch.ones(2, 4, 4), heads=3))
+    assert masked(torch.ones(2, 4, 4)).shape == (2, 4, 4, 4), "an error leaves nothing behind"
+    fixed = SequenceParallel(mesh_of(degrees), length=16)
+    refused("fixed", lambda: fixed.shard_batch(batches(0, 32)))
+    return told
+
+
+def test_what_cannot_be_divided_is_refused():
+    for told in worlds.run(refusals, 2, {"sp": 2}):
+        assert (
+            "15 positions, which sp_size 2 cannot divide into 2 equal parts. Pad them to a multiple of 2"
+            in told["length"]
+        )
+        assert "no tensor of the shape (samples, positions, …)" in told["no sequence"]
+        assert "'0' is a torch.nn.MultiheadAttention" in told["multihead"]
+        assert "without a call of torch.nn.functional.scaled_dot_product_attention" in told["no attention"]
+        assert "mask of shape (4, 4)" in told["mask"]
+        assert "sp_size 2 does not divide the 3 attention heads" in told["heads"]
+        assert "sequences of 32 positions, and sp_seq_length is 16" in told["fixed"]
+
+
+def transformers_refusals(degrees):
+    transformers = pytest.importorskip("transformers")
+    sequence = SequenceParallel(mesh_of(degrees))
+    told = []
+    sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    eager = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
+    narrow = transformers.MistralConfig(**sizes, **heads, sliding_window=4, attn_implementation="sdpa")
+    for config in (eager, narrow):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            sequence.prepare(model)
+        except IncompatibleOptionsError as error:
+            told.append(str(error))
+    sequence.prepare(llama())
+    batch = text(True)
+    batch["attention_mask"] = batch["attention_mask"].flip(1)
+    try:
+        sequence.shard_batch(batch)
+    except IncompatibleOptionsError as error:
+        told.append(str(error))
+    return told
+
+
+def test_transformers_models_that_need_a_mask_are_refused():
+    for told in worlds.run(transformers_refusals, 2, {"cp": 2}):
+        assert "attends by 'eager'; cp_size 2 divides 'sdpa' alone" in told[0]
+        assert "sliding_attention" in told[1]
+        assert "Pad causal language models on the right" in told[2]
+
+
+def buffers(degrees):
+    sequence = SequenceParallel(mesh_of(degrees))
+    mine = sequence.shard_batch({"input_ids": torch.arange(32).view(2, 16)})["input_ids"]
+    other, kept = torch.arange(16).view(16, 1), torch.arange(16)
+    before = copy.copy(other)
+    with sequence.cut_buffers([mine, other, kept], [1, 0, 0], kept=[kept]):
+        inside = (mine.shape, other.flatten().tolist(), kept.tolist())
+    assert torch.equal(other, before)
+    with (
+        pytest.raises(OptionError, match="1 buffers and 2 buffer_seq_dims"),
+        sequence.cut_buffers([mine], [0, 1]),
+    ):
+        pass
+    return inside, kept.tolist()
+
+
+def test_buffers_are_cut_while_the_context_lasts():
+    found = worlds.run(buffers, 2, {"cp": 2})
+    for rank, (inside, kept) in enumerate(found):
+        part = list(range(8 * rank, 8 * rank + 8))
+        assert inside == ((2, 8), part, part)
+        assert kept == part
