@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -413,3 +416,66 @@ def test_one_process_is_told_what_to_start():
 
     with pytest.raises(IncompatibleOptionsError, match="cp 2 multiply to 2, and there are 1 processes"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
+
+
+SCRIPT = """
+import sys
+import torch
+sys.path.insert(0, {folder!r})
+from test_parallelism import Sentences, divide, losses_of, make, make_optimizer
+from torch.utils.data import DataLoader
+from accel_train import Accelerator
+
+accelerator = Accelerator()
+model = make()
+if accelerator.parallelism_config.tp_enabled:
+    divide(model, accelerator.torch_device_mesh["tp"])
+loader = DataLoader(Sentences(4096), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, make_optimizer(model), loader)
+for number, batch in enumerate(loader):
+    places = batch.get("position_ids", torch.arange(8).expand(len(batch["input_ids"]), 8))
+    loss = losses_of(model, batch, places).mean()
+    if number == 1 and accelerator.process_index == 1:
+        raise ValueError("one rank fails")
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def command(tmp_path, *words, timeout):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(Path(__file__).parent)))
+    return subprocess.run(
+        [sys.executable, "-m", "accel_cli", *words, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def degrees_as_flags(**degrees):
+    flags = [
+        word for name, size in degrees.items() for word in (f"--parallelism_config_{name}_size", str(size))
+    ]
+    return ["--use_parallelism_config", *flags]
+
+
+@pytest.mark.full
+def test_a_mesh_of_1024_ranks_is_rehearsed(tmp_path):
+    degrees = degrees_as_flags(dp_replicate=8, dp_shard=16, cp=2, sp=2, tp=2)
+    done = command(tmp_path, "rehearse", "--num_processes", "1024", *degrees, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dp_replicate 8 x dp_shard 16 x cp 2 x sp 2 x tp 2" in done.stdout
+    wrong = command(tmp_path, "rehearse", "--num_processes", "1024", *degrees_as_flags(tp=2), timeout=120)
+    assert wrong.returncode == 2
+    assert "tp 2 multiply to 2, and there are 1024 processes" in wrong.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tp", "cp", "sp", "dp_shard"])
+def test_a_rank_that_fails_leaves_nobody_waiting(name, tmp_path):
+    done = command(tmp_path, "launch", "--cpu", *degrees_as_flags(**{name: 2}), timeout=90)
+    assert done.returncode == 1
+    assert "one rank fails" in done.stderr

@@ -395,7 +395,12 @@ class Strategy:
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""
-        if any(parameter.grad is not None for parameter in parameters):  # torch fails without any
+        if any_divided(parameters):  # torch clamps no whole gradients together with divided ones
+            with torch.no_grad():
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        local_part(parameter.grad).clamp_(-clip_value, clip_value)
+        elif any(parameter.grad is not None for parameter in parameters):  # torch fails without any
             nn.utils.clip_grad_value_(parameters, clip_value)
 
     def step(

@@ -167,6 +167,8 @@ def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimi
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape != old.shape:
         return value
     if hasattr(new, "device_mesh") and hasattr(new, "placements"):
+        if is_sharded(value):
+            return _divided_again(value, new)
         from torch.distributed.tensor import distribute_tensor
 
         # Every rank has the same whole value, so nothing needs to be sent.
@@ -178,3 +180,18 @@ def _divided(value: Any, old: Tensor, new: Tensor, optimizer: torch.optim.Optimi
         f"holds as {tuple(new.shape)} after preparation. Prepare the optimizer before it has state, then load the "
         "state with load_state()."
     )
+
+
+@torch.no_grad()
+def _divided_again(value: Any, new: Any) -> Tensor:
+    """State that tensor parallelism has divided, divided over the dimensions that sharding has added, as it does."""
+    local, mesh = value.to_local(), new.device_mesh
+    for place, placement in enumerate(new.placements):
+        if placement.is_replicate() or mesh.mesh_dim_names[place] in value.device_mesh.mesh_dim_names:
+            continue
+        parts = local.chunk(mesh.size(place), placement.dim)
+        index = mesh.get_local_rank(place)
+        local = parts[index] if index < len(parts) else local.narrow(placement.dim, 0, 0)
+    found = torch.zeros_like(new.detach(), dtype=value.dtype)
+    found.to_local().copy_(local)  # type: ignore[attr-defined]
+    return found
