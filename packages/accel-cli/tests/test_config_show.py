@@ -136,9 +136,10 @@ def test_validate_reports_everything_that_is_wrong(capsys, place):
 
 
 def test_validate_names_what_this_version_cannot_run(capsys, place):
-    (place / "m.yaml").write_text("use_parallelism_config: true\ndistributed_type: FSDP\n")
+    options = "megatron_lm_config:\n  megatron_lm_use_custom_fsdp: true\n"
+    (place / "m.yaml").write_text("distributed_type: MEGATRON_LM\n" + options)
     assert main(["config", "validate", "m.yaml"]) == 2
-    assert "m.yaml, line 1 needs tensor, context" in capsys.readouterr().err
+    assert "m.yaml, line 3 is not available" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["- 1\n", "a: [\n", None])

@@ -44,7 +44,7 @@ def test_a_problem_is_exit_code_1(home, monkeypatch, capsys):
 def test_a_wrong_configuration_is_a_problem(home, capsys):
     (home / "c.yaml").write_text("num_proceses: 2\n")
     assert main(["doctor", "--config_file", str(home / "c.yaml"), "--checkpoint_dir", str(home)]) == 1
-    assert "did you mean num_processes" in capsys.readouterr().out
+    assert "did you mean num_processes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_folder_that_does_not_exist(home, capsys):
