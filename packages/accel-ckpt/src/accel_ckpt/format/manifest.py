@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -108,7 +109,8 @@ class Manifest:
         """
         for name, record in self.files.items():
             path = inside(directory, name)
-            if not path.is_file():
+            size = _size_of_file(path)
+            if size is None:
                 if not directory.exists():
                     raise CheckpointNotFoundError(
                         f"{directory} was removed while it was read, as by a training that keeps few checkpoints"
@@ -116,7 +118,6 @@ class Manifest:
                 raise CorruptCheckpointError(
                     f"{path} is missing, but the manifest of the checkpoint lists it"
                 )
-            size = path.stat().st_size
             if size != record.size:
                 raise CorruptCheckpointError(f"{path} has {size} bytes, but the manifest says {record.size}")
 
@@ -126,6 +127,15 @@ class Manifest:
         for name, record in self.files.items():
             path = inside(directory, name)
             check_digest(path, file_digest(path), record.xxh3)
+
+
+def _size_of_file(path: Path) -> int | None:
+    """Bytes of a file; None if there is none, also if it goes while this looks."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from accel_cli.migration.result import Remark
 
 __all__ = ["accelerator_attributes", "missing_attributes"]
 
-_SOURCES = ("accelerator.py", "process_view.py")
+_SOURCES = ("accelerator.py", "process_view.py", "precision_view.py", "mesh_view.py")
 
 
 @functools.cache
