@@ -140,9 +140,9 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
         eod_mask_loss: positions whose token ends a document do not count in the loss.
         no_save_optim, no_load_optim: checkpoints are saved, or loaded, without the optimizer's state.
         is_train_batch_min: has no effect: each batch is cut into micro-batches, whatever its size.
-        train_iters, lr_decay_style, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, min_lr,
-            weight_decay_incr_style, start_weight_decay, end_weight_decay: of the schedule that a
+        train_iters, lr_decay_style, lr_decay_iters, lr_warmup_iters, lr_warmup_fraction, min_lr: of the schedule that a
             `MegatronLMDummyScheduler` stands for.
+        weight_decay_incr_style, start_weight_decay, end_weight_decay: of the same schedule.
         seq_length: the length that every batch must have; None: any.
         eval_iters, eval_interval: have no effect: the script's loop evaluates.
         return_logits: a call with labels returns the logits as well.
