@@ -59,6 +59,16 @@ def test_the_innermost_module_is_inside_wrappers_in_any_order(wraps):
     assert innermost(wrapped) is wrapped
 
 
+def test_a_script_that_compiles_nothing_loads_no_compiler():
+    code = (
+        "import sys, torch; from accel_train import Accelerator; "
+        "accelerator = Accelerator(cpu=True); accelerator.prepare(torch.nn.Linear(1, 1)); "
+        "found = {'torch._dynamo', 'torch.distributed.fsdp', 'torch.distributed.tensor'} & sys.modules.keys(); "
+        "assert not found, found"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_asking_imports_no_compiler():
     code = (
         "import sys, torch; from accel_train.strategies.wrappers import is_compiled_module as asked; "

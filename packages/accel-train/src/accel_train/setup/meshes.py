@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_state.config.parallel_degrees import DIMENSIONS, misfit
 from accel_state.world.process import PartialState
 from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import ParallelismConfig
-from accel_train.sequence.parallel import SequenceParallel
 from accel_train.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from accel_train.sequence.parallel import SequenceParallel
 
 __all__ = ["asked_degrees", "make_mesh", "sequences"]
 
@@ -59,4 +61,7 @@ def sequences(parallelism: ParallelismConfig | None, mesh: Mesh) -> SequencePara
     """What divides sequences among ranks; None: each rank has whole ones."""
     if parallelism is None or not (parallelism.cp_enabled or parallelism.sp_enabled):
         return None
+    # Here, because torch loads its compiler with attention's biases.
+    from accel_train.sequence.parallel import SequenceParallel
+
     return SequenceParallel(mesh, *parallelism.sequences)

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.requirements import Requirement
@@ -29,11 +29,13 @@ from accel_train.plugins.launched import launched_plugin_type
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.precision.engine import EnginePrecision
 from accel_train.precision.registry import PRECISIONS
-from accel_train.sequence.parallel import SequenceParallel
 from accel_train.setup.fp8 import backend_of, fp8_recipe
 from accel_train.setup.meshes import asked_degrees, make_mesh, sequences
 from accel_train.strategies.base import Strategy, StrategyOptions
 from accel_train.strategies.registry import STRATEGIES
+
+if TYPE_CHECKING:
+    from accel_train.sequence.parallel import SequenceParallel
 
 __all__ = ["Given", "Plan", "mixed_precision_name", "module_of", "resolve", "strategy_name"]
 
