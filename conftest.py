@@ -23,9 +23,6 @@ def pytest_configure(config: pytest.Config) -> None:
     # Heed the signals that tests send; a run that was started by nohup or in the background ignores them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # Workers of pytest-xdist take SIGTERM for Ctrl-C.
-    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
 

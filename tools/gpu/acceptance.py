@@ -158,9 +158,6 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] | None = Non
     if arguments.list:
         print("\n".join(check.name for check in selected))
         return 0
-    signal.signal(
-        signal.SIGTERM, signal.default_int_handler
-    )  # leave a table behind, whoever stops the program
     name, version = (None, "") if arguments.cpu else probe()
     where = "CPU" if arguments.cpu else name or "no accelerator"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -201,4 +198,6 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] | None = Non
 
 
 if __name__ == "__main__":
+    # Leave a table behind, whoever stops the program.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(main())
