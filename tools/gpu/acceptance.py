@@ -198,6 +198,6 @@ def main(argv: Sequence[str] | None = None, checks: Sequence[Check] | None = Non
 
 
 if __name__ == "__main__":
-    # Leave a table behind, whoever stops the program.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if "--child" not in sys.argv:  # leave a table behind, whoever stops the program
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(main())
