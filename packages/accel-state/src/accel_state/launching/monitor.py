@@ -140,12 +140,14 @@ class Monitor:
         Args:
             ranks: those that run.
         """
+        assert STACK_SIGNAL is not None, "a monitor is only made where there are such signals"
         pulses = {rank: self._file.read(rank) for rank in ranks}
         present = {rank: pulse for rank, pulse in pulses.items() if pulse.pid}
         before = {rank: self._size(f"stack.{rank}") for rank in present}
         for rank, pulse in present.items():
             (self.folder / f"answer.{rank}").unlink(missing_ok=True)
-            self._ask(rank, pulse)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(pulse.pid, STACK_SIGNAL)
         self._wait_for_answers(present, before)
         stacks = [
             self._stack(rank, pulse, before[rank])
@@ -164,19 +166,22 @@ class Monitor:
         """Whether ranks report their steps."""
         return self._timed
 
-    def _ask(self, rank: int, pulse: Pulse) -> None:
-        assert STACK_SIGNAL is not None, "a monitor is only made where there are such signals"
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
-            os.kill(pulse.pid, STACK_SIGNAL)
-        with contextlib.suppress(OSError):  # its thread has not opened the pipe yet: no answer then
+    def _ask(self, rank: int) -> bool:
+        """Ask for the collectives of a rank; False: its thread has not opened the pipe yet."""
+        try:
             question = os.open(self.folder / f"ask.{rank}", os.O_WRONLY | os.O_NONBLOCK)
+        except OSError:
+            return False
+        with contextlib.suppress(BrokenPipeError):  # it has just ended
             os.write(question, b"?")
-            os.close(question)
+        os.close(question)
+        return True
 
     def _wait_for_answers(self, present: Mapping[int, Pulse], before: Mapping[int, int]) -> None:
         until = time.monotonic() + _PATIENCE
-        waiting = set(present)
+        waiting, unasked = set(present), set(present)
         while waiting and time.monotonic() < until:
+            unasked = {rank for rank in unasked if not self._ask(rank)}
             time.sleep(_LOOK)
             waiting = {rank for rank in waiting if not self._has_answered(rank, present[rank], before[rank])}
 
