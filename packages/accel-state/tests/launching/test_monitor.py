@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_state.launching.answers import STACK_SIGNAL
+from accel_state.launching.heartbeat import HeartbeatFile
 from accel_state.launching.monitor import CAN_WATCH, Limits, Monitor
 from testkit.launchers import Launcher
 
@@ -56,8 +58,8 @@ def test_ranks_without_progress_are_shown_and_ended(launcher):
 
 
 def test_progress_of_one_rank_is_progress(launcher):
-    body = "pulse.joined()\nif rank == 0:\n    for _ in range(20):\n        time.sleep(0.1); pulse.beat()\n"
-    done = run(launcher, "--step_timeout", "1", body=body)
+    body = "pulse.joined()\nif rank == 0:\n    for _ in range(30):\n        time.sleep(0.1); pulse.beat()\n"
+    done = run(launcher, "--step_timeout", "2", body=body)
     assert done.returncode == 0, done.stderr
 
 
@@ -70,9 +72,9 @@ def test_a_rank_that_does_not_join_is_shown_before_it_has_loaded_anything(launch
 
 
 def test_a_save_has_a_time_out_of_its_own(launcher):
-    body = "pulse.joined()\nwith pulse.saving():\n    time.sleep(2 if 'short' in sys.argv else 100)\n"
+    body = "pulse.joined()\nwith pulse.saving():\n    time.sleep(3 if 'short' in sys.argv else 100)\n"
     script = launcher.script(JOIN + body)
-    flags = ("--num_processes", "2", "--grace_period", "2", "--step_timeout", "0.7")
+    flags = ("--num_processes", "2", "--grace_period", "2", "--step_timeout", "2")
     assert launcher.run(*flags, script, "short").returncode == 0
     done = launcher.run(*flags, "--checkpoint_timeout", "1", script)
     assert done.returncode == 124
@@ -140,9 +142,9 @@ def test_a_request_that_is_passed_on_belongs_to_the_ranks(launcher):
 
 
 def test_a_suspended_run_does_not_stall(launcher):
-    process = started(launcher, "--step_timeout", "2.5", body="pulse.joined()")
+    process = started(launcher, "--step_timeout", "4", body="pulse.joined()")
     process.send_signal(signal.SIGTSTP)
-    time.sleep(3.5)
+    time.sleep(5)
     process.send_signal(signal.SIGCONT)
     time.sleep(1)
     assert process.poll() is None, process.communicate()[1]
@@ -169,6 +171,38 @@ def test_ranks_that_others_start_cannot_be_watched(launcher):
     )  # fmt: skip
     assert done.returncode != 0
     assert "--step_timeout: another program starts the ranks of this run" in done.stderr
+
+
+def test_being_asked_does_no_harm_to_busy_threads_or_to_a_rank_that_ends():
+    code = """
+import os, threading, time
+from accel_state.launching.answers import attach
+def descend(depth):
+    return depth and descend(depth - 1)
+def work():
+    while True:
+        descend(20)
+        exec("def f(): pass\\nf()", {})
+for _ in range(3):
+    threading.Thread(target=work, daemon=True).start()
+attach(os.environ).joined()
+time.sleep(2)
+raise SystemExit(7)
+"""
+    monitor = Monitor(1, Limits(step=1))
+    try:
+        monitor.begin()
+        environ = os.environ | {"ACCEL_RUN_FOLDER": str(monitor.folder)}
+        environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+        with subprocess.Popen([sys.executable, "-c", code], env=environ) as rank:
+            heart = HeartbeatFile(monitor.folder / "heart")
+            while rank.poll() is None:
+                if heart.read(0).pid:
+                    rank.send_signal(STACK_SIGNAL)
+                time.sleep(0.001)
+        assert rank.returncode == 7
+    finally:
+        monitor.close()
 
 
 def test_a_process_that_is_stopped_does_not_answer(tmp_path):

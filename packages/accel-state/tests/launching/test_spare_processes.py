@@ -32,7 +32,13 @@ def launcher(tmp_path):
 FAILS_ONCE = """
 open(f"seen_{rank}_{os.environ['TORCHELASTIC_RESTART_COUNT']}", "w").write(str("torch" in sys.modules))
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-    time.sleep(8)
+    import psutil  # until the spares wait for their orders
+    idle, until = False, time.monotonic() + 40
+    while not idle and time.monotonic() < until:
+        spares = [p for p in psutil.Process().parent().children() if "--spare" in p.cmdline()]
+        before = [sum(p.cpu_times()[:2]) for p in spares]
+        time.sleep(2)
+        idle = len(spares) == 2 and before == [sum(p.cpu_times()[:2]) for p in spares] and min(before) > 0.5
     sys.exit(3 if rank == 1 else 0)
 print(__name__, sys.argv[1:], os.environ["WORLD_SIZE"], sys.stdin.readline())
 """
@@ -92,8 +98,10 @@ def test_a_spare_that_is_not_warm_is_left_alone(pool):
 
 def test_a_spare_that_has_ended_is_not_used(pool):
     pool.fill(environment())
-    spares()[0].kill()
-    time.sleep(0.3)
+    spare = spares()[0]
+    spare.kill()
+    while spare.status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
     assert take(pool) == {}
     assert pool.faults == ["it has ended"]
     pool.fill(environment())

@@ -9,7 +9,7 @@ from accel_state.launching.straggler_report import render_phases, slowest
 def pulse(steps=10, **milliseconds):
     by_name = {name: phase for phase, name in PHASES.items()}
     spent = dict.fromkeys(PHASES, 0) | {by_name[name]: int(ms * 1e6) for name, ms in milliseconds.items()}
-    return Pulse(1, 1, 1, 1, FORWARD, 0, steps, spent)
+    return Pulse(1, 1, 1, FORWARD, 0, steps, spent)
 
 
 def test_the_slow_rank_is_the_one_that_others_wait_for_in_backward():

@@ -1,8 +1,9 @@
-"""A rank's answers to its launcher: its Python stacks, and the collectives that it waits in.
+"""A rank's answers to its launcher: the Python stack of its main thread, and the collectives that it waits in.
 
-Nothing here runs until the launcher asks. Stacks are written by ``faulthandler``, in a signal handler in C, so that a
-rank that is blocked in C code answers too. Collectives are looked up by a thread that sleeps in the opening of a named
-pipe.
+Nothing here runs until the launcher asks. The stack is written by ``faulthandler``, in a signal handler in C, so that a
+rank that is blocked in C code answers too. Other threads are left out: they run on while the handler would follow their
+frames, which ends the process with a segmentation fault sooner or later. Collectives are looked up by a thread that
+sleeps in the opening of a named pipe.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from accel_state.launching.heartbeat import Heartbeat, HeartbeatFile
 __all__ = ["STACK_SIGNAL", "attach", "explain_by", "heartbeat", "training_heartbeat"]
 
 STACK_SIGNAL: int | None = getattr(signal, "SIGRTMIN", None) and signal.SIGRTMIN + 9
-"""Makes a rank write its stacks. A real-time signal, which programs hardly ever use; None where there are none."""
+"""Makes a rank write its stack. A real-time signal, which programs hardly ever use; None where there are none."""
 
 _logger = logging.getLogger(__name__)
 _explanations: list[Callable[[], list[str]]] = []
@@ -34,10 +35,10 @@ _explanations: list[Callable[[], list[str]]] = []
 class _Attachment:
     """What connects this process to its launcher; it lives as long as the process."""
 
-    def __init__(self, pulse: Heartbeat, timed: bool, stacks: IO[bytes]) -> None:
+    def __init__(self, pulse: Heartbeat, timed: bool, stack: IO[bytes]) -> None:
         self.pulse = pulse
         self.timed = timed
-        self.stacks = stacks
+        self.stack = stack
         self.pid = os.getpid()
 
 
@@ -60,15 +61,21 @@ def attach(environ: Mapping[str, str]) -> Heartbeat | None:
         folder, rank = Path(environ[RUN_FOLDER]), int(environ.get("RANK", "0"))
         try:
             file = HeartbeatFile(folder / "heart")
-            pulse = file.claim(rank, threading.main_thread().ident or 0)
-            if pulse is None:
-                return None
-            stacks = (folder / f"stack.{rank}").open("ab", buffering=0)
+            stack = (folder / f"stack.{rank}").open("ab", buffering=0)
         except OSError as error:  # the launcher has ended, and has removed its folder
             _logger.debug("no launcher in %s: %s", folder, error)
             return None
-        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-        _attachment = _Attachment(pulse, file.timed, stacks)
+        # Before the claim: from then on the launcher may send the signal, which ends a process that does not expect it.
+        # Ignored outside of the handler, because the interpreter takes that away before the process ends.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+        pulse = file.claim(rank)
+        if pulse is None:
+            faulthandler.unregister(STACK_SIGNAL)
+            stack.close()
+            return None
+        _attachment = _Attachment(pulse, file.timed, stack)
         threading.Thread(target=_answer, args=(folder, rank), name="accel-answers", daemon=True).start()
     return heartbeat()
 

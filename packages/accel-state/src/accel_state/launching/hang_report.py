@@ -11,7 +11,7 @@ from accel_state.launching.tracebacks import fold_frames, library_of, listed
 
 __all__ = ["RankStack", "differing", "is_whole", "parse_stack", "render_hang"]
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<id>[0-9a-f]+)")
+_HEAD = "Stack (most recent call first)"
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<name>.*)$')
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "accel_state/communication/collectives.py")
 _OWN = ("accel_state/launching/worker.py", "<frozen runpy>")
@@ -61,42 +61,30 @@ class RankStack:
         return f"is in no collective,{at}" if at else "is in no collective"
 
 
-def parse_stack(text: str, thread: int) -> tuple[Frame, ...]:
-    """The frames of one thread in the output of ``faulthandler``, outermost first.
+def parse_stack(text: str) -> tuple[Frame, ...]:
+    """The frames in the output of ``faulthandler`` for one thread, outermost first.
 
     Args:
-        text: the output.
-        thread: identity of the thread; if it is not in the output, the last thread is taken, which is the main one.
+        text: the output; of several, the last one counts.
     """
-    threads: dict[int, list[Frame]] = {}
-    current: list[Frame] = []
+    found: list[Frame] = []
     for line in text.splitlines():
-        head = _THREAD.match(line)
-        if head is not None:
-            current = threads[int(head["id"], 16)] = []
-            continue
         frame = _FRAME.match(line)
         if frame is not None:
             number = int(frame["line"]) if frame["line"].isdecimal() else 0
-            current.append((frame["file"], number, frame["name"]))
-    if not threads:
-        return ()
-    found = threads.get(thread, next(reversed(threads.values())))
-    found = [frame for frame in found if not frame[0].replace("\\", "/").endswith(_OWN)]
-    return tuple(reversed(found))
+            found.append((frame["file"], number, frame["name"]))
+        elif line.startswith(_HEAD):
+            found.clear()
+    return tuple(frame for frame in reversed(found) if not frame[0].replace("\\", "/").endswith(_OWN))
 
 
-def is_whole(text: str, thread: int) -> bool:
-    """Whether the output of ``faulthandler``, which is written line by line, has come to the end of the main thread.
+def is_whole(text: str) -> bool:
+    """Whether the output of ``faulthandler``, which is written line by line, has come to the outermost frame.
 
     Args:
         text: the output so far.
-        thread: identity of the main thread, which is written last.
     """
-    lines = text.splitlines()
-    heads = (_THREAD.match(line) for line in lines)
-    begun = any(head is not None and int(head["id"], 16) == thread for head in heads)
-    return begun and text.endswith("\n") and _OUTERMOST.search(lines[-1]) is not None
+    return text.endswith("\n") and _OUTERMOST.search(text.splitlines()[-1]) is not None
 
 
 def differing(stacks: Sequence[RankStack]) -> list[int]:

@@ -35,7 +35,7 @@ _BYTES: Final = 8 * _SLOTS
 _TIMED: Final = 1
 """Slot of the first record, which is the file's own: whether ranks report their progress."""
 
-_PID, _THREAD, _JOINED, _SINCE, _PHASE, _SAVING, _STEPS = range(7)
+_PID, _JOINED, _SINCE, _PHASE, _SAVING, _STEPS = range(6)
 START: Final = 15
 """Before the first batch or backward; no part of a step."""
 OTHER: Final = 16
@@ -127,7 +127,6 @@ class Pulse:
 
     Attributes:
         pid: its process.
-        thread: identity of its main thread, as ``faulthandler`` prints it.
         joined: when it joined its world.
         since: when its current phase began: its latest progress.
         phase: its current phase.
@@ -138,7 +137,6 @@ class Pulse:
     """
 
     pid: int
-    thread: int
     joined: int
     since: int
     phase: int
@@ -179,18 +177,16 @@ class HeartbeatFile:
         """Whether ranks report their progress."""
         return bool(self._view[_TIMED])
 
-    def claim(self, rank: int, thread: int) -> Heartbeat | None:
+    def claim(self, rank: int) -> Heartbeat | None:
         """The record of this process as rank ``rank``; None if it belongs to another process, such as its parent.
 
         Args:
             rank: index of the rank on this machine.
-            thread: identity of the main thread.
         """
         view = self._record(rank)
         if view is None or view[_PID] not in (0, os.getpid()):
             return None
-        view[_THREAD] = thread
-        view[_PID] = os.getpid()  # last: the launcher sends signals to a process that has announced itself
+        view[_PID] = os.getpid()  # from now on the launcher sends signals
         return Heartbeat(view)
 
     def read(self, rank: int) -> Pulse:
@@ -199,7 +195,6 @@ class HeartbeatFile:
         assert view is not None, "the launcher knows how many ranks there are"
         pulse = Pulse(
             view[_PID],
-            view[_THREAD],
             view[_JOINED],
             view[_SINCE],
             view[_PHASE],

@@ -183,15 +183,13 @@ class Monitor:
         while waiting and time.monotonic() < until:
             unasked = {rank for rank in unasked if not self._ask(rank)}
             time.sleep(_LOOK)
-            waiting = {rank for rank in waiting if not self._has_answered(rank, present[rank], before[rank])}
+            waiting = {rank for rank in waiting if not self._has_answered(rank, before[rank])}
 
-    def _has_answered(self, rank: int, pulse: Pulse, start: int) -> bool:
-        return (self.folder / f"answer.{rank}").exists() and is_whole(
-            self._written(rank, start), pulse.thread
-        )
+    def _has_answered(self, rank: int, start: int) -> bool:
+        return (self.folder / f"answer.{rank}").exists() and is_whole(self._written(rank, start))
 
     def _written(self, rank: int, start: int) -> str:
-        """What a rank has written of its stacks since the file had `start` bytes."""
+        """What a rank has written of its stack since the file had `start` bytes."""
         path = self.folder / f"stack.{rank}"
         return path.read_bytes()[start:].decode(errors="replace") if path.exists() else ""
 
@@ -209,7 +207,7 @@ class Monitor:
             note = (
                 f"after {pulse.steps} steps, in phase {PHASES.get(pulse.phase, 'start')} for {seconds:.0f} s"
             )
-        return RankStack(rank, parse_stack(text, pulse.thread), tuple(collectives), note)
+        return RankStack(rank, parse_stack(text), tuple(collectives), note)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
