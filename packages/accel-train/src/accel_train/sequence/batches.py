@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accel_state.trees import recursively_apply
+from accel_state.trees import flatten, recursively_apply
 from accel_train.errors import IncompatibleOptionsError
 
 __all__ = ["ModelFacts", "Place", "cut_batch"]
@@ -162,10 +162,4 @@ def _length(batch: Any) -> int | None:
         for name in ("input_ids", "inputs_embeds"):
             if isinstance(batch.get(name), Tensor):
                 return int(batch[name].shape[1])
-    return next((int(leaf.shape[1]) for leaf in _leaves(batch) if leaf.dim() >= 2), None)
-
-
-def _leaves(batch: Any) -> Iterator[Tensor]:
-    found: list[Tensor] = []
-    recursively_apply(lambda leaf: found.append(leaf) or leaf, batch)  # type: ignore[func-returns-value]
-    yield from found
+    return next((int(leaf.shape[1]) for leaf in flatten(batch)[0] if leaf.dim() >= 2), None)

@@ -8,12 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["gather_sequence", "heads_to_sequence", "sequence_to_heads"]
+__all__ = ["gather_sequence", "heads_to_sequence", "precise", "sequence_to_heads"]
 
 HEADS = 1
 """Dimension of the heads in queries, keys and values: (batch, heads, sequence, features)."""
 SEQUENCE = 2
 """Dimension of the positions."""
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """In what to sum numbers of a dtype: in float32 at least."""
+    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def sequence_to_heads(tensor: Tensor, group: Any) -> Tensor:
@@ -82,5 +87,4 @@ class _Gather(torch.autograd.Function):
         summands = torch.empty_like(sent)
         dist.all_to_all_single(summands, sent, group=ctx.group)
         # Summed here rather than on the way: sums of 16 bits would lose digits with every rank.
-        precise = torch.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
-        return summands.sum(0, dtype=precise).to(gradient.dtype), None
+        return summands.sum(0, dtype=precise(gradient.dtype)).to(gradient.dtype), None

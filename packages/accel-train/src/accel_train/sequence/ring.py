@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accel_train.sequence.exchange import precise
+
 __all__ = ["attend", "attend_backward", "ring_attention"]
 
 
@@ -41,7 +43,7 @@ class _Ring(torch.autograd.Function):
     ) -> Tensor:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         visiting = torch.stack((key, value))
-        output = query.new_zeros(query.shape, dtype=_precise(query.dtype))
+        output = query.new_zeros(query.shape, dtype=precise(query.dtype))
         total = output.new_full(query.shape[:-1], -torch.inf)
         for turn in range(ranks):
             source = (rank - turn) % ranks
@@ -64,10 +66,10 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         query, key, value, output, total = ctx.saved_tensors
         rank, ranks = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
-        precise = _precise(query.dtype)
+        dtype = precise(query.dtype)
         visiting = torch.stack((key, value))
-        sums = torch.zeros_like(visiting, dtype=precise)  # of the gradients of the visiting keys and values
-        for_query = torch.zeros_like(query, dtype=precise)
+        sums = torch.zeros_like(visiting, dtype=dtype)  # of the gradients of the visiting keys and values
+        for_query = torch.zeros_like(query, dtype=dtype)
         for turn in range(ranks):
             source = (rank - turn) % ranks
             coming = _Passing(visiting, ctx.group, rank, ranks) if turn < ranks - 1 else None
@@ -104,10 +106,6 @@ class _Passing:
         for request in self._requests:
             request.wait()
         return self._arrives
-
-
-def _precise(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 else dtype
 
 
 def _attend(
@@ -187,8 +185,8 @@ def attend_backward(
 
 
 def _scores(query: Tensor, key: Tensor, is_causal: bool, scale: float) -> Tensor:
-    precise = _precise(query.dtype)
-    scores = query.to(precise) @ key.to(precise).transpose(-2, -1) * scale
+    dtype = precise(query.dtype)
+    scores = query.to(dtype) @ key.to(dtype).transpose(-2, -1) * scale
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)

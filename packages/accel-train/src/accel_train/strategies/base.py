@@ -36,6 +36,7 @@ __all__ = [
     "SavedModel",
     "Strategy",
     "StrategyOptions",
+    "leaf_misfits",
 ]
 
 
@@ -447,19 +448,7 @@ class Strategy:
         own = self.model_state(model)
         if not any(is_divided(leaf) for leaf in own.values()):
             return misfits(self.plain(model), weights.whole(), strict)
-        about = weights.about
-        shapes = [
-            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
-            for name, leaf in own.items()
-            if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
-        ]
-        problems = [listed(shapes)] if shapes else []
-        if strict:
-            for where, names in (("there", own.keys() - about.keys()), ("here", about.keys() - own.keys())):
-                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
-        if not problems:
-            weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
-        return problems
+        return leaf_misfits(own, weights, strict)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights for which `misfits` found nothing; each rank reads what it holds."""
@@ -563,3 +552,33 @@ def _multiply(gradients: list[Tensor], factor: float | Tensor) -> None:
     dense = [gradient for gradient in gradients if not gradient.is_sparse]
     if dense:
         torch._foreach_mul_(dense, factor)
+
+
+def leaf_misfits(
+    own: Mapping[str, Any], weights: SavedModel, strict: bool, aliases: Collection[str] = ()
+) -> list[str]:
+    """Why saved weights do not fit what a rank holds; if they fit, reads and checks what loading will read.
+
+    Args:
+        own: what `Strategy.model_state` returns.
+        weights: the saved ones.
+        strict: whether both must have the same names.
+        aliases: names in `own` of tensors that `weights` has under another name.
+
+    Raises:
+        CorruptCheckpointError: a file is not what was written.
+    """
+    about = weights.about
+    shapes = [
+        f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
+        for name, leaf in own.items()
+        if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
+    ]
+    problems = [listed(shapes)] if shapes else []
+    if strict:
+        missing, unknown = own.keys() - about.keys() - set(aliases), about.keys() - own.keys()
+        for where, names in (("there", missing), ("here", unknown)):
+            problems += [f"not {where}: {listed(sorted(names))}"] if names else []
+    if not problems:
+        weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
+    return problems

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from accel_ckpt import NamedModel, Part
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
-from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Leaf, fill_part
+from accel_train.strategies.engines import check_groups
 
 __all__ = ["EngineState", "Share", "share_of"]
 
@@ -283,21 +283,7 @@ class EngineState:
         Raises:
             StateMismatchError: it is of other parameters, or groups them otherwise.
         """
-        here = {frozenset(group) for group in self.names(models) if group}
-        there = {frozenset(group["params"]) for group in tree["param_groups"] if group["params"]}
-        mine, saved = set().union(*here), set().union(*there)
-        problems = []
-        if mine - saved:
-            problems.append(f"it lacks {listed(sorted(mine - saved))}")
-        if saved - mine:
-            problems.append(f"{listed(sorted(saved - mine))} are in none of the groups here")
-        if not problems and here != there:
-            problems.append("its parameters are grouped otherwise")
-        if problems:
-            raise StateMismatchError(
-                f"the saved optimizer does not fit: {'; '.join(problems)}. Build the optimizer as it was when the "
-                "checkpoint was saved"
-            )
+        check_groups(self.names(models), tree)
 
     def load_optimizer_state(self, tree: Mapping[str, Any], models: Sequence[nn.Module | NamedModel]) -> None:
         """Put back what `optimizer_state` returned, or the state of a plain optimizer of the same parameters."""

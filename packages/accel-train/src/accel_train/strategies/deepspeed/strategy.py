@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,8 +11,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ckpt import NamedModel, Part
-from accel_ckpt.modules.names import listed
-from accel_ckpt.parts import is_leaf, shape_of
 from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
@@ -23,8 +20,8 @@ from accel_train.strategies.base import (
     ModelSteps,
     Parts,
     SavedModel,
-    Strategy,
     StrategyOptions,
+    leaf_misfits,
 )
 from accel_train.strategies.deepspeed.changes import Watch
 from accel_train.strategies.deepspeed.config import Script, check_known, engine_config
@@ -37,6 +34,7 @@ from accel_train.strategies.deepspeed.placeholders import (
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 from accel_train.strategies.deepspeed.state import EngineState, share_of
+from accel_train.strategies.engines import EngineStrategy
 
 __all__ = ["DeepSpeedStrategy"]
 
@@ -56,7 +54,7 @@ class _Trained:
     watch: Watch
 
 
-class DeepSpeedStrategy(Strategy):
+class DeepSpeedStrategy(EngineStrategy[_Trained]):
     """One engine for each model that is prepared with its optimizer; ZeRO stages 0 to 3, with offload.
 
     The engine accumulates gradients without counting (`managed_gradient_accumulation: false`), and steps when the
@@ -75,13 +73,13 @@ class DeepSpeedStrategy(Strategy):
         dimensions=frozenset({"dp_replicate", "dp_shard", "cp", "sp"}),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
+    stepper: ClassVar[str] = "DeepSpeed's engine"
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         config = options.config or DeepSpeedPlugin()
         self.plugins = config if isinstance(config, DeepSpeedPlugins) else DeepSpeedPlugins({"": config})
         check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
-        self._trained: list[_Trained] = []
         self._evaluated: list[Any] = []  # engines without optimizer
         self.plugin.set_mixed_precision(self.precision.name)
         self.plugin.set_deepspeed_weakref()
@@ -132,7 +130,7 @@ class DeepSpeedStrategy(Strategy):
                 continue
             made = self._train(model, parts, number, steps)
             models[place], optimizers[number] = made.engine, made.optimizer
-        for item in self._trained:
+        for item in self.made:
             schedulers = [_scheduler_of(item, given) for given in schedulers]
         return Parts(models, optimizers, schedulers, parts.loaders)
 
@@ -175,7 +173,7 @@ class DeepSpeedStrategy(Strategy):
             groups,
             Watch(engine, plain, engine.basic_optimizer),
         )
-        self._trained.append(made)
+        self.made.append(made)
         return made
 
     def _optimizer_for(
@@ -213,22 +211,15 @@ class DeepSpeedStrategy(Strategy):
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside DeepSpeed's engine."""
-        engines = [*(item.engine for item in self._trained), *self._evaluated]
+        engines = [*(item.engine for item in self.made), *self._evaluated]
         return model.module if any(model is engine for engine in engines) else model  # type: ignore[return-value]
 
     def release(self) -> None:
         """Let the engines free what they hold."""
-        for item in self._trained:
+        for item in self.made:
             item.engine.destroy()
-        self._trained.clear()
+        self.made.clear()
         self._evaluated.clear()
-
-    def _of_model(self, model: nn.Module) -> _Trained | None:
-        plain = self.plain(model)
-        return next((item for item in self._trained if item.model is plain), None)
-
-    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> _Trained | None:
-        return next((item for item in self._trained if item.optimizer is optimizer), None)
 
     # One micro-batch
 
@@ -246,7 +237,7 @@ class DeepSpeedStrategy(Strategy):
             raise ArgumentTypeError(
                 f"backward({unknown[0]}=…) is not known to DeepSpeed's engine, which takes retain_graph only."
             )
-        trained = [item for model in models if (item := self._of_model(model)) is not None]
+        trained = [item for model in models if (item := self.of_model(model)) is not None]
         if not trained:
             raise PrepareError(
                 "backward() was called, and no model was prepared with its optimizer, which DeepSpeed needs to train "
@@ -275,14 +266,14 @@ class DeepSpeedStrategy(Strategy):
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply gradients; those of an engine in its step."""
         wanted = {id(parameter) for parameter in parameters}
-        for item in self._trained:
+        for item in self.made:
             if item.gradients.waiting and not wanted.isdisjoint(item.gradients.keys):
                 item.gradients.scale(factor)
 
     def _named(self, parameters: Sequence[Tensor]) -> list[_Trained]:
         """The engines of parameters, of which all must be given: partitions hold pieces of several."""
         wanted = {id(parameter) for parameter in parameters}
-        found = [item for item in self._trained if not wanted.isdisjoint(item.gradients.keys)]
+        found = [item for item in self.made if not wanted.isdisjoint(item.gradients.keys)]
         for item in found:
             missing = item.gradients.keys - wanted
             if missing:
@@ -309,10 +300,6 @@ class DeepSpeedStrategy(Strategy):
             return torch.zeros((), device=self.options.device)
         return found[0].gradients.clip(max_norm, norm_type)
 
-    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
-        return torch.zeros((), device=self.options.device)
-
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element in the engine's step."""
         for item in self._named(parameters):
@@ -324,59 +311,11 @@ class DeepSpeedStrategy(Strategy):
             else:
                 item.gradients.limit(clip_value)
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: the engine undoes the loss scale in its step."""
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> tuple[bool, Any]:
-        """Let the engine of an optimizer step.
-
-        Raises:
-            ArgumentTypeError: a closure, which the engine does not take.
-        """
-        item = self._of_optimizer(optimizer)
-        if item is None:
-            return super().step(optimizer, closure)
-        if closure is not None:
-            raise ArgumentTypeError(
-                "optimizer.step(closure) is not known to DeepSpeed's engine. Use an optimizer without closures."
-            )
-        return item.gradients.step(), None
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop what waits; after a step the engine has done so itself."""
-        item = self._of_optimizer(optimizer)
-        if item is None:
-            super().zero_grad(optimizer, set_to_none)
-        else:
-            item.gradients.drop()
-
-    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-        """The parameters of each group; the engine leaves empty groups behind."""
-        item = self._of_optimizer(optimizer)
-        return super().parameter_groups(optimizer) if item is None else item.groups
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step."""
-        return any(item.gradients.waiting for item in self._trained)
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing to hold back: the step ends a window, and stages 2 and 3 divide gradients in every backward."""
-        yield
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: the step reduces whatever waits."""
-        yield
-
     # State
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """What this rank holds: in float32 where the optimizer updates float32 copies."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is not None:
             return item.state.model_state(named)
         if any(self.plain(engine) is self.plain(model) for engine in self._evaluated):
@@ -385,7 +324,7 @@ class DeepSpeedStrategy(Strategy):
 
     def exported_state(self, model: nn.Module) -> dict[str, Any]:
         """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is None or not item.state.is_low:
             return self.model_state(model)
         if item.state.stage == 3:
@@ -400,26 +339,14 @@ class DeepSpeedStrategy(Strategy):
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
         """Why saved weights cannot be loaded to a model."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is None or not item.state.is_divided:
             return super().misfits(model, weights, strict)
-        own, about = self.model_state(model), weights.about
-        shapes = [
-            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
-            for name, leaf in own.items()
-            if is_leaf(leaf) and name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
-        ]
-        problems = [listed(shapes)] if shapes else []
-        if strict:
-            for where, names in (("there", own.keys() - about.keys()), ("here", about.keys() - own.keys())):
-                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
-        if not problems:
-            weights.check({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
-        return problems
+        return leaf_misfits(self.model_state(model), weights, strict)
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is None:
             super().load_model_state(model, weights, strict)
             return
@@ -441,7 +368,7 @@ class DeepSpeedStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
     ) -> Any:
         """An optimizer's state by parameter name; leaves as in `model_state`."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             return super().optimizer_state(optimizer, models)
         return item.state.optimizer_state(models)
@@ -450,7 +377,7 @@ class DeepSpeedStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
         """Check that `load_optimizer_state` can load a state."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             super().check_optimizer_state(optimizer, tree, models)
         else:
@@ -460,7 +387,7 @@ class DeepSpeedStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
         """Put an optimizer's state back; whole tensors are divided as the engine divides them."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             super().load_optimizer_state(optimizer, tree, models)
         else:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from accel_ckpt import Part
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
-from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import fill_part
+from accel_train.strategies.engines import check_groups
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.layout import Dims, Rule
 from accel_train.strategies.megatron.runtime import Groups
@@ -269,21 +269,7 @@ class EngineState:
         Raises:
             StateMismatchError: it is of other parameters, groups them otherwise, or was saved without its state.
         """
-        here = {frozenset(names) for names in self.names if names}
-        there = {frozenset(group["params"]) for group in tree["param_groups"] if group["params"]}
-        mine, saved = set().union(*here), set().union(*there)
-        problems = []
-        if mine - saved:
-            problems.append(f"it lacks {listed(sorted(mine - saved))}")
-        if saved - mine:
-            problems.append(f"{listed(sorted(saved - mine))} are in none of the groups here")
-        if not problems and here != there:
-            problems.append("its parameters are grouped otherwise")
-        if problems:
-            raise StateMismatchError(
-                f"the saved optimizer does not fit: {'; '.join(problems)}. Build the optimizer as it was when the "
-                "checkpoint was saved"
-            )
+        check_groups(self.names, tree)
         if loads and tree.get(WITHOUT_STATE):
             raise StateMismatchError(
                 "the optimizer was saved without its state (no_save_optim). Set MegatronLMPlugin(no_load_optim=True) "

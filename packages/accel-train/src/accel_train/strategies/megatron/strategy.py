@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt import NamedModel
-from accel_ckpt.modules.names import listed
-from accel_ckpt.parts import shape_of
 from accel_state.enums import DistributedType
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
@@ -22,9 +19,10 @@ from accel_train.strategies.base import (
     ModelSteps,
     Parts,
     SavedModel,
-    Strategy,
     StrategyOptions,
+    leaf_misfits,
 )
+from accel_train.strategies.engines import EngineStrategy
 from accel_train.strategies.megatron.build import Built, build, empty_out
 from accel_train.strategies.megatron.engine import MegatronEngine
 from accel_train.strategies.megatron.gradients import EngineGradients, make_optimizer, regrouped
@@ -53,7 +51,7 @@ class _Trained:
     groups: list[list[Tensor]] | None = None
 
 
-class MegatronStrategy(Strategy):
+class MegatronStrategy(EngineStrategy[_Trained]):
     """One model, divided by Megatron-core's layers among tensor and pipeline ranks, with replicas of the whole.
 
     The given model's weights are converted; the names in checkpoints and exports are those of the given model, so a
@@ -72,12 +70,12 @@ class MegatronStrategy(Strategy):
         requires=("megatron-core>=0.16",),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
+    stepper: ClassVar[str] = "Megatron's optimizer"
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self.plugin: MegatronLMPlugin = options.config or MegatronLMPlugin()
         self._groups: Groups | None = None
-        self._made: list[_Trained] = []
         self._factor = 1.0
 
     @classmethod
@@ -116,7 +114,7 @@ class MegatronStrategy(Strategy):
             if optimizer is None
             else self._train(plain, built, optimizer, compute)
         )
-        self._made.append(made)
+        self.made.append(made)
         schedulers = [self._scheduler_of(made, given) for given in parts.schedulers]
         return Parts([made.engine], parts.optimizers, schedulers, parts.loaders)
 
@@ -221,20 +219,13 @@ class MegatronStrategy(Strategy):
 
     def release(self) -> None:
         """Forget the engine."""
-        self._made.clear()
-
-    def _of_model(self, model: nn.Module) -> _Trained | None:
-        plain = self.plain(model)
-        return next((item for item in self._made if item.model is plain), None)
-
-    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> _Trained | None:
-        return next((item for item in self._made if item.optimizer is optimizer), None)
+        self.made.clear()
 
     # One micro-batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
         """The engine computes gradients in forward, so it must know the factor before."""
-        for item in self._made:
+        for item in self.made:
             item.engine.loss_factor = loss_factor
 
     def backward(
@@ -251,7 +242,7 @@ class MegatronStrategy(Strategy):
                 f"backward({sorted(kwargs)[0]}=…) is not known to Megatron's engine, whose schedule runs backward by "
                 "itself. Leave it out."
             )
-        if not any(item.gradients is not None for item in self._made):
+        if not any(item.gradients is not None for item in self.made):
             raise PrepareError(
                 "backward() was called, and no model was prepared with its optimizer, which Megatron needs to train "
                 "it. Pass both to one call: `accelerator.prepare(model, optimizer)`."
@@ -268,7 +259,7 @@ class MegatronStrategy(Strategy):
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
         """Multiply what waits."""
         wanted = {id(parameter) for parameter in parameters}
-        for item in self._made:
+        for item in self.made:
             if item.gradients is not None and item.gradients.waiting and wanted & self._ids(item):
                 item.gradients.scale(factor)
 
@@ -281,7 +272,7 @@ class MegatronStrategy(Strategy):
     def _clipped(self, parameters: Sequence[Tensor]) -> EngineGradients | None:
         """The engine of parameters, of which all must be given."""
         wanted = {id(parameter) for parameter in parameters}
-        for item in self._made:
+        for item in self.made:
             if item.gradients is None or wanted.isdisjoint(self._ids(item)):
                 continue
             trained = {id(p) for p in item.engine.parameters() if p.requires_grad}
@@ -303,95 +294,30 @@ class MegatronStrategy(Strategy):
             return torch.zeros((), device=self.options.device)
         return found.clip(max_norm, norm_type)
 
-    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
-        return torch.zeros((), device=self.options.device)
-
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element."""
         found = self._clipped(parameters)
         if found is not None:
             found.limit(clip_value)
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Nothing: gradients are not scaled."""
-
-    def step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
-    ) -> tuple[bool, Any]:
-        """Reduce gradients over ranks, clip them as the plugin says, and step.
-
-        Raises:
-            ArgumentTypeError: a closure, which Megatron's optimizer does not take.
-        """
-        item = self._of_optimizer(optimizer)
-        if item is None or item.gradients is None:
-            return super().step(optimizer, closure)
-        if closure is not None:
-            raise ArgumentTypeError(
-                "optimizer.step(closure) is not known to Megatron's optimizer. Use an optimizer without closures."
-            )
-        return item.gradients.step(), None
-
-    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        """Drop what waits; after a step the engine has done so itself."""
-        item = self._of_optimizer(optimizer)
-        if item is None or item.gradients is None:
-            super().zero_grad(optimizer, set_to_none)
-        else:
-            item.gradients.drop()
-
-    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
-        """The stage's parameters of each group."""
-        item = self._of_optimizer(optimizer)
-        return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
-
-    @property
-    def gradients_wait(self) -> bool:
-        """Whether an engine holds gradients that wait for a step."""
-        return any(item.gradients is not None and item.gradients.waiting for item in self._made)
-
-    @contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Nothing to hold back: gradients are reduced when something uses them."""
-        yield
-
-    @contextmanager
-    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
-        """Nothing: the step reduces whatever waits."""
-        yield
-
     # State
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """What this rank holds, by the names of the script's model; in float32 where the optimizer updates that."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         return super().model_state(model, named) if item is None else item.state.model_state()
 
     def misfits(self, model: nn.Module, weights: SavedModel, strict: bool) -> list[str]:
         """Why saved weights cannot be loaded to a model."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is None:
             return super().misfits(model, weights, strict)
-        own, about = item.state.model_state(), weights.about
-        known = _without_tied(own, about)
-        shapes = [
-            f"{name} is {list(about[name].shape)} there and {list(shape_of(leaf))} here"
-            for name, leaf in known.items()
-            if name in about and tuple(about[name].shape) != tuple(shape_of(leaf))
-        ]
-        problems = [listed(shapes)] if shapes else []
-        if strict:
-            missing, unknown = known.keys() - about.keys(), about.keys() - own.keys()
-            for where, names in (("there", missing), ("here", unknown)):
-                problems += [f"not {where}: {listed(sorted(names))}"] if names else []
-        if not problems:
-            weights.check({name: leaf for name, leaf in known.items() if name in about})
-        return problems
+        own = item.state.model_state()
+        return leaf_misfits(own, weights, strict, own.keys() - _without_tied(own, weights.about).keys())
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights; each rank reads what it holds."""
-        item = self._of_model(model)
+        item = self.of_model(model)
         if item is None:
             super().load_model_state(model, weights, strict)
             return
@@ -404,7 +330,7 @@ class MegatronStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]
     ) -> Any:
         """An optimizer's state by parameter name; without its tensors if the plugin says `no_save_optim`."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             return super().optimizer_state(optimizer, models)
         return item.state.optimizer_state(optimizer, saves=not self.plugin.no_save_optim)
@@ -413,7 +339,7 @@ class MegatronStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
         """Check that `load_optimizer_state` can load a state."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             super().check_optimizer_state(optimizer, tree, models)
         else:
@@ -423,7 +349,7 @@ class MegatronStrategy(Strategy):
         self, optimizer: torch.optim.Optimizer, tree: Any, models: Sequence[nn.Module]
     ) -> None:
         """Put an optimizer's state back, unless the plugin says `no_load_optim`."""
-        item = self._of_optimizer(optimizer)
+        item = self.of_optimizer(optimizer)
         if item is None:
             super().load_optimizer_state(optimizer, tree, models)
         elif not self.plugin.no_load_optim:
@@ -431,11 +357,11 @@ class MegatronStrategy(Strategy):
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """The generators by which this rank drops elements of what it divides."""
-        return {} if self._of_model(model) is None else {"random_states": random_states()}
+        return {} if self.of_model(model) is None else {"random_states": random_states()}
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""
-        if self._of_model(model) is not None:
+        if self.of_model(model) is not None:
             restore_random_states(state.get("random_states", {}))
 
 

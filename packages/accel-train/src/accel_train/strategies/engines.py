@@ -1,0 +1,150 @@
+"""What strategies have in common whose engine holds gradients and steps: DeepSpeed's and Megatron-core's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.modules.names import listed
+from accel_train.errors import ArgumentTypeError
+from accel_train.strategies.base import Strategy, StrategyOptions
+
+__all__ = ["EngineStrategy", "check_groups"]
+
+
+class _Gradients(Protocol):
+    """The gradients of an engine."""
+
+    @property
+    def waiting(self) -> bool: ...
+
+    def step(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+
+class _Made(Protocol):
+    """What an engine was made of; without optimizer and gradients it is only evaluated."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None: ...
+
+    @property
+    def gradients(self) -> _Gradients | None: ...
+
+    @property
+    def groups(self) -> list[list[Tensor]] | None: ...
+
+
+MadeT = TypeVar("MadeT", bound=_Made)
+
+
+class EngineStrategy(Strategy, Generic[MadeT]):
+    """Finds the engine of a model or an optimizer, and leaves to it what concerns gradients.
+
+    Attributes:
+        made: the engines, and what they were made of.
+    """
+
+    #: What steps, as errors call it.
+    stepper: ClassVar[str]
+
+    def __init__(self, options: StrategyOptions) -> None:
+        super().__init__(options)
+        self.made: list[MadeT] = []
+
+    def of_model(self, model: nn.Module) -> MadeT | None:
+        """The engine of a model, wrapped or not."""
+        plain = self.plain(model)
+        return next((item for item in self.made if item.model is plain), None)
+
+    def of_optimizer(self, optimizer: torch.optim.Optimizer) -> MadeT | None:
+        """The engine that steps an optimizer."""
+        return next((item for item in self.made if item.optimizer is optimizer), None)
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+        """Norm of what is complete; inside a window gradients are not, and completing them would end it."""
+        return torch.zeros((), device=self.options.device)
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Nothing: an engine that scales losses undoes it in its step."""
+
+    def step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None
+    ) -> tuple[bool, Any]:
+        """Let the engine of an optimizer reduce and clip gradients, and step.
+
+        Raises:
+            ArgumentTypeError: a closure, which the engine does not take.
+        """
+        item = self.of_optimizer(optimizer)
+        if item is None or item.gradients is None:
+            return super().step(optimizer, closure)
+        if closure is not None:
+            raise ArgumentTypeError(
+                f"optimizer.step(closure) is not known to {self.stepper}. Use an optimizer without closures."
+            )
+        return item.gradients.step(), None
+
+    def zero_grad(self, optimizer: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        """Drop what waits; after a step the engine has done so itself."""
+        item = self.of_optimizer(optimizer)
+        if item is None or item.gradients is None:
+            super().zero_grad(optimizer, set_to_none)
+        else:
+            item.gradients.drop()
+
+    def parameter_groups(self, optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:
+        """The parameters of each group of the script; engines leave empty groups behind."""
+        item = self.of_optimizer(optimizer)
+        return super().parameter_groups(optimizer) if item is None or item.groups is None else item.groups
+
+    @property
+    def gradients_wait(self) -> bool:
+        """Whether an engine holds gradients that wait for a step."""
+        return any(item.gradients is not None and item.gradients.waiting for item in self.made)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Nothing to hold back: the engine decides when it reduces, in its step at the latest."""
+        yield
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Nothing: the step reduces whatever waits."""
+        yield
+
+
+def check_groups(groups: Sequence[Sequence[str]], tree: Mapping[str, Any]) -> None:
+    """Check that a saved optimizer has the parameters of one here, in the same groups; empty groups do not count.
+
+    Args:
+        groups: names of the parameters here, by group.
+        tree: the saved state by parameter name.
+
+    Raises:
+        StateMismatchError: it is of other parameters, or groups them otherwise.
+    """
+    here = {frozenset(names) for names in groups if names}
+    there = {frozenset(group["params"]) for group in tree["param_groups"] if group["params"]}
+    mine, saved = set().union(*here), set().union(*there)
+    problems = []
+    if mine - saved:
+        problems.append(f"it lacks {listed(sorted(mine - saved))}")
+    if saved - mine:
+        problems.append(f"{listed(sorted(saved - mine))} are in none of the groups here")
+    if not problems and here != there:
+        problems.append("its parameters are grouped otherwise")
+    if problems:
+        raise StateMismatchError(
+            f"the saved optimizer does not fit: {'; '.join(problems)}. Build the optimizer as it was when the "
+            "checkpoint was saved"
+        )
