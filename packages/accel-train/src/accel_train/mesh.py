@@ -23,6 +23,9 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _READ_ALIKE = frozenset({"pp", "cp", "sp", "tp"})
 # … and in these compute the same loss. A rank of cp or sp has the loss of its part of each sequence.
 _SAME_LOSS = frozenset({"pp", "tp"})
+# Ranks that differ only in these run the same program on the same samples, so they must draw the same random numbers.
+# Stages of a pipeline have layers of their own, which draw as often as they do.
+_DRAW_ALIKE = _READ_ALIKE - {"pp"}
 
 # What one replica of a model can be sharded over.
 _SHARDED = ("dp_shard", "cp", "sp")
@@ -48,6 +51,7 @@ class Mesh:
         device_mesh: PyTorch's mesh of the dimensions with more than one rank; None if there is none.
         batch: ranks that read different samples.
         loss: ranks whose losses are averaged, and whose items are summed.
+        draws: ranks that may draw different random numbers while they train.
 
     Raises:
         OptionError: an unknown dimension, or a degree below 1.
@@ -80,6 +84,8 @@ class Mesh:
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self.batch = self._ranks(_READ_ALIKE, world_size, rank)
         self.loss = self._ranks(_SAME_LOSS, world_size, rank)
+        index_of = _indexes(tuple(self.degrees.values()), DIMENSIONS, _DRAW_ALIKE)
+        self.draws = Ranks(max(index_of) + 1, index_of[rank], None, index_of, rank)
 
     @classmethod
     def of_world(cls, world_size: int, rank: int) -> Mesh:
@@ -88,7 +94,7 @@ class Mesh:
         mesh.degrees = {**dict.fromkeys(DIMENSIONS, 1), "dp_replicate": world_size}
         mesh.device_mesh = None
         mesh._flat = {}
-        mesh.batch = mesh.loss = Ranks.of_world(world_size, rank)
+        mesh.batch = mesh.loss = mesh.draws = Ranks.of_world(world_size, rank)
         return mesh
 
     def submesh(self, *names: str) -> DeviceMesh | None:

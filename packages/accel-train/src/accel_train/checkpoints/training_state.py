@@ -27,6 +27,7 @@ from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared, Registered
+from accel_train.setup.draws import share_draws
 from accel_train.strategies.base import SavedModel
 
 __all__ = ["Pairs", "Saved", "apply", "collect", "fit", "named_models", "read"]
@@ -403,6 +404,7 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
         here.project.iteration = progress["save_iteration"]
     if saved.rng is not None:
         set_rng_state(saved.rng)
+    share_draws(here.plan.strategy.draws)  # another mesh may have saved them
 
 
 def _restore_replicas(here: Prepared, replicas: Mapping[str, Any]) -> None:

@@ -18,6 +18,7 @@ from accel_train.errors import PrepareError
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.prepared import Prepared, mark_prepared
+from accel_train.setup.draws import share_draws
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
 from accel_train.strategies.relink import followed
@@ -102,6 +103,8 @@ class _Objects:
             )
         for outdated in self._outdated:
             here.forget_model(outdated)
+        if new:
+            share_draws(strategy.batch)
         for place, model, prepared in zip(new, new.values(), parts.models, strict=True):
             self._register_model(model, prepared)
             self.results[place] = prepared

@@ -255,6 +255,7 @@ class Strategy:
 
     Attributes:
         batch: ranks that read different samples.
+        draws: ranks that may draw different random numbers while they train.
         loss: ranks over which gradients are averaged when a window ends, and items are summed.
     """
 
@@ -266,6 +267,7 @@ class Strategy:
     def __init__(self, options: StrategyOptions) -> None:
         self.options = options
         self.batch: Ranks = options.mesh.batch
+        self.draws: Ranks = options.mesh.draws
         self.loss: Ranks = options.mesh.loss
         self.precision = options.precision
 
