@@ -86,7 +86,11 @@ def heartbeat() -> Heartbeat | None:
 
 
 def training_heartbeat() -> Heartbeat | None:
-    """The same, if the launcher wants to know about every step; else None, so that steps cost nothing."""
+    """This rank's record, if the launcher wants to know about every step; else None, so that steps cost nothing.
+
+    A training loop without ``Accelerator`` calls its ``beat()`` at every step, so that ``accel launch --step_timeout``
+    sees progress.
+    """
     return heartbeat() if _attachment is not None and _attachment.timed else None
 
 
