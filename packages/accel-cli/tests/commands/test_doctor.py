@@ -50,3 +50,13 @@ def test_a_wrong_configuration_is_a_problem(home, capsys):
 def test_a_folder_that_does_not_exist(home, capsys):
     assert main(["doctor", "--checkpoint_dir", str(home / "gone")]) == 2
     assert "gone is not a folder; make it, or name another" in capsys.readouterr().err
+
+
+def test_an_advice_in_a_pipe_is_one_line(home, monkeypatch, capsys):
+    monkeypatch.setattr(machines, "_addresses", lambda name: ())
+    monkeypatch.setenv("COLUMNS", "60")
+    main(["doctor", "--json", "--checkpoint_dir", str(home)])
+    [advice] = [one["advice"] for one in json.loads(capsys.readouterr().out) if one["topic"] == "host name"]
+    assert len(advice) > 60
+    main(["doctor", "--checkpoint_dir", str(home)])
+    assert advice in [line.strip() for line in capsys.readouterr().out.splitlines()]

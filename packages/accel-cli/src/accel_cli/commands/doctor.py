@@ -167,6 +167,8 @@ def _show(findings: Sequence[Finding], *, of_world: bool) -> None:
 
 
 def _wrapped(text: str, indent: str) -> str:
+    if not sys.stdout.isatty():
+        return indent + text  # a log is searched by line
     return textwrap.fill(
         text,
         page_width(),
