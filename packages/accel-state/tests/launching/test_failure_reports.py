@@ -2,25 +2,11 @@
 
 import os
 import re
-import signal
 import time
-from pathlib import Path
 
 import pytest
 
-from testkit.launchers import Launcher
-
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups of POSIX systems")
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path, Path(__file__).with_name("launching_driver.py"))
-    yield made
-    left = made.leftovers()
-    for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
-    assert not left
 
 
 def test_torchs_prefix_of_tracebacks_is_not_repeated(launcher):

@@ -13,9 +13,7 @@ import pytest
 from accel_state.launching.answers import STACK_SIGNAL
 from accel_state.launching.heartbeat import HeartbeatFile
 from accel_state.launching.monitor import CAN_WATCH, Limits, Monitor
-from testkit.launchers import Launcher
 
-DRIVER = Path(__file__).with_name("launching_driver.py")
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="real-time signals and /proc of Linux")
 
 JOIN = """
@@ -32,13 +30,8 @@ def sleeper(ready=None):
 
 
 @pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path, DRIVER)
-    yield made
-    left = made.leftovers()
-    for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
-    assert not left
+def launcher(launcher, tmp_path):
+    yield launcher
     told = tmp_path / "folder"
     assert not told.exists() or not Path(told.read_text()).exists()
 

@@ -1,11 +1,9 @@
 """Spare processes that take the places of ranks at a restart."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -13,20 +11,8 @@ import pytest
 from accel_state.launching.plan import ProcessSpec
 from accel_state.launching.spare_processes import SparePool
 from accel_state.launching.target import Target
-from testkit.launchers import Launcher
 
-DRIVER = Path(__file__).with_name("launching_driver.py")
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="sockets that children inherit")
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path, DRIVER)
-    yield made
-    left = made.leftovers()
-    for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
-    assert not left
 
 
 FAILS_ONCE = """

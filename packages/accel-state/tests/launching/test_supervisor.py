@@ -15,20 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from testkit.launchers import Launcher
-
 DRIVER = Path(__file__).with_name("launching_driver.py")
 posix = pytest.mark.skipif(os.name != "posix", reason="signals and process groups of POSIX systems")
-
-
-@pytest.fixture
-def launcher(tmp_path):
-    made = Launcher(tmp_path, DRIVER)
-    yield made
-    left = made.leftovers()
-    for line in left:
-        os.kill(int(line.split()[0]), signal.SIGKILL)
-    assert not left
 
 
 def wait_for(path: Path, count: int = 1, timeout: float = 20.0) -> None:
