@@ -133,7 +133,7 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
         decoder_last_pipeline_num_layers: layers of the last stage.
         attention_dropout, hidden_dropout: None: as the model's configuration says.
         attention_softmax_in_fp32: None: Megatron-core's default, yes.
-        attention_backend: Megatron-core's own attention is used, which is what False asks for.
+        attention_backend: True: attention by PyTorch's fused kernels. False or None: Megatron-core's own.
         use_rotary_position_embeddings: must agree with the model's configuration.
         calculate_per_token_loss: the loss is the mean over the tokens of all micro-batches and ranks; else the mean of
             the means of each micro-batch.
@@ -249,7 +249,15 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
             raise IncompatibleOptionsError(
                 "lr_warmup_iters and lr_warmup_fraction both say how long the warm-up is; give one of them."
             )
+        self._check_attention()
         return self._recomputation()
+
+    def _check_attention(self) -> None:
+        if self.attention_backend and self.attention_softmax_in_fp32 is False:
+            raise IncompatibleOptionsError(
+                "attention_softmax_in_fp32=False has no effect on PyTorch's fused attention, which attention_backend "
+                "selects and which computes the softmax in float32. Leave one of them out."
+            )
 
     def _degree(self, name: str) -> int:
         return getattr(self, name) or 1

@@ -153,7 +153,7 @@ def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     Raises:
         OptionError: an option that only models of transformers have.
     """
-    for name in ("eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
+    for name in ("attention_backend", "eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
         if getattr(plugin, name):
             raise OptionError(
                 f"{name} is of models that are converted from transformers, and custom_model_provider_function builds "
