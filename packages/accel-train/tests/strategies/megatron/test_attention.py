@@ -5,14 +5,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from accel_train.strategies.megatron.attention import FusedAttention, attended
+from accel_train.strategies.megatron.context import ContextPart
+from testkit import worlds
 
 SCALE = 1 / math.sqrt(8)
 CAUSAL, PADDING = SimpleNamespace(name="causal"), SimpleNamespace(name="padding")
 
 
-def config(**changed):
+def megatron_config(**changed):
     return SimpleNamespace(
         **{
             "kv_channels": 8,
@@ -25,7 +28,7 @@ def config(**changed):
 
 
 def attention(mask_type=CAUSAL, **changed):
-    return FusedAttention(config(**changed), 1, mask_type, "self", None)
+    return FusedAttention(megatron_config(**changed), 1, mask_type, "self", None)
 
 
 def inputs(length=6, samples=3, heads=4, groups=4, dtype=torch.float64):
@@ -95,7 +98,7 @@ def test_without_a_mask_other_layers_attend_to_everything():
 
 
 def test_the_scale_that_megatron_gives():
-    module = FusedAttention(config(), 1, CAUSAL, "self", None, softmax_scale=0.7)
+    module = FusedAttention(megatron_config(), 1, CAUSAL, "self", None, softmax_scale=0.7)
     compare(module, inputs(), None, torch.ones(6, 6).triu(1).bool().expand(3, 6, 6), scale=0.7)
 
 
@@ -134,3 +137,46 @@ def test_what_the_kernels_do_not_compute_is_refused_by_name(field, value):
 def test_arguments_of_other_kinds_of_attention_are_refused(name):
     with pytest.raises(TypeError, match=f"Attention was called with {name}"):
         attention()(*inputs(), None, **{name: torch.zeros(1)})
+
+
+def divided(groups, mask, mask_type):
+    """What this rank makes of its positions, and its summands of the gradients of all positions."""
+    dist.init_process_group("gloo")
+    part = ContextPart.of(dist.group.WORLD)
+    module = FusedAttention(
+        megatron_config(context_parallel_size=part.parts),
+        1,
+        mask_type,
+        "self",
+        pg_collection=SimpleNamespace(cp=part.group),
+    )
+    given = inputs(12, groups=groups)
+    own = None if mask is None else part.cut(mask, 2)
+    found = module(*(part.cut(tensor, 0) for tensor in given), own)
+    weights = torch.arange(found.numel() * part.parts).sin().view(12, 3, 32).double()
+    gradients = torch.autograd.grad((found * part.cut(weights, 0)).sum(), given)
+    for gradient in gradients:
+        dist.all_reduce(gradient)
+    return part.whole(found, 0).detach(), gradients
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("groups", "padded", "mask_type"),
+    [(4, False, CAUSAL), (2, False, CAUSAL), (2, True, CAUSAL), (2, False, PADDING)],
+    ids=["causal", "grouped", "padded", "everything"],
+)
+def test_ranks_that_divide_sequences(ranks, groups, padded, mask_type):
+    later = torch.ones(12, 12).triu(1).bool() | torch.zeros(3, 1, 12, 12).bool()
+    if padded:
+        later[1, :, :, 7:] = True
+        later[2, :, :, 3] = True
+    masked = later[:, 0] if mask_type is CAUSAL else torch.zeros(3, 12, 12).bool()
+    given = inputs(12, groups=groups)
+    expected = written_out(*given, masked)
+    weights = torch.arange(expected.numel()).sin().view(12, 3, 32).double()
+    gradients = torch.autograd.grad((expected * weights).sum(), given)
+    kind = SimpleNamespace(name=mask_type.name)
+    for found, summed in worlds.run(divided, ranks, groups, later if padded else None, kind):
+        torch.testing.assert_close(found, expected.detach())
+        torch.testing.assert_close(summed, gradients)

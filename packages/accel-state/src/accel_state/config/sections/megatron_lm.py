@@ -17,8 +17,6 @@ UNAVAILABLE = {
     "optimizer states, and DeepSpeed (--use_deepspeed --offload_optimizer_device cpu) keeps them in host memory",
     "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer, and the script's own is stepped here; "
     "use_distributed_optimizer divides optimizer states",
-    "context_parallel_size": "Megatron's attention divides sequences only with Transformer Engine's layers, which are "
-    "not built in; sequence_parallelism divides activations along the sequence among the ranks of tensor parallelism",
     "expert_model_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
     "expert_tensor_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
 }
@@ -77,7 +75,9 @@ class MegatronLMSection(Section):
     expert_model_parallel_size: int | None = option(
         help="Ranks of expert parallelism; not available yet.", low=1
     )
-    context_parallel_size: int | None = option(help="Ranks of context parallelism; not available yet.", low=1)
+    context_parallel_size: int | None = option(
+        help="Ranks of context parallelism, which divide each sequence.", low=1
+    )
     attention_dropout: float | None = option(help="Dropout after attention, from 0 to 1.", low=0, high=1)
     hidden_dropout: float | None = option(help="Dropout of hidden states, from 0 to 1.", low=0, high=1)
     attention_softmax_in_fp32: bool | None = option(help="Compute the softmax of attention in float32.")

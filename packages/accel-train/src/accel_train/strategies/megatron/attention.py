@@ -9,10 +9,13 @@ import contextlib
 import math
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from accel_train.errors import ArgumentTypeError, OptionError
+from accel_train.strategies.megatron.context import ContextPart
 
 __all__ = ["FusedAttention"]
 
@@ -23,6 +26,9 @@ _FIXED: dict[str, tuple[Any, str]] = {
     "qk_clip": (False, "scores are not kept, so their maximum is not known"),
     "log_max_attention_logit": (False, "scores are not kept, so their maximum is not known"),
     "multi_latent_attention": (False, "keys and values have one size"),
+    "cp_comm_type": (None, "ranks that divide sequences gather all keys and values"),
+    "hierarchical_context_parallel_sizes": (None, "ranks that divide sequences gather all keys and values"),
+    "hybrid_context_parallel": (False, "all sequences are divided alike"),
     "attention_softmax_in_fp32": (True, "the kernels compute the softmax in float32 at least"),
 }
 
@@ -37,6 +43,7 @@ class FusedAttention(nn.Module):
         attention_type: "self".
         attention_dropout: None: as the configuration says.
         softmax_scale: what scores are multiplied with; None: 1 / √(size of a head).
+        pg_collection: Megatron's process groups, with `cp`, where ranks divide sequences.
         others: what Megatron passes to other kinds of attention.
 
     Raises:
@@ -51,6 +58,7 @@ class FusedAttention(nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **others: Any,
     ) -> None:
         super().__init__()
@@ -60,6 +68,8 @@ class FusedAttention(nn.Module):
         self.scale = 1 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.mask_type = attn_mask_type
         # Under sequence parallelism Megatron's layers run as a whole on the generators that their ranks do not share.
+        divided = getattr(config, "context_parallel_size", 1) > 1
+        self._context = ContextPart.of(pg_collection.cp) if divided else None
         self._has_own_draws = not config.sequence_parallel
 
     def forward(
@@ -75,11 +85,11 @@ class FusedAttention(nn.Module):
         """Attend.
 
         Args:
-            query: (positions, samples, heads, features), the heads of this rank.
+            query: (positions, samples, heads, features), the heads and the positions of this rank.
             key: the same, with the heads of keys; a multiple of them are the heads of `query`.
             value: like `key`.
-            attention_mask: (samples or 1, 1, positions or 1, positions), True where a position is not attended to;
-                None: what `attn_mask_type` says.
+            attention_mask: (samples or 1, 1, positions or 1, positions of all ranks), True where a position is not
+                attended to; None: what `attn_mask_type` says.
             attn_mask_type: of this call; None: of the layer.
             attention_bias: None.
             packed_seq_params: None.
@@ -113,14 +123,37 @@ class FusedAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """Attention; all tensors are (samples, heads, positions, features)."""
-        if mask is None:
+        if self._context is not None:
+            key, value = self._context.whole(torch.cat((key, value), 1), 2).chunk(2, 1)
+        if mask is not None:
+            return self._kernel(query, key, value, attn_mask=attended(mask))
+        if self._context is None or not causal:
             return self._kernel(query, key, value, is_causal=causal)
-        return self._kernel(query, key, value, attn_mask=attended(mask))
+        found = []
+        for number, piece in zip(self._context.pieces, query.chunk(2, 2), strict=True):
+            length = piece.shape[2]
+            known = (number + 1) * length  # no position of this piece attends to later ones
+            found.append(self._last(piece, key[:, :, :known], value[:, :, :known]))
+        return torch.cat(found, 2)
+
+    def _last(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the last positions to themselves and to all before them."""
+        length, known = query.shape[2], key.shape[2]
+        if length == known:
+            return self._kernel(query, key, value, is_causal=True)
+        # Kernels of accelerators know this pattern; the CPU's make a mask of it anyway.
+        bias = (
+            torch.ones(length, known, dtype=torch.bool).tril(known - length)
+            if query.device.type == "cpu"
+            else causal_lower_right(length, known)
+        )
+        return self._kernel(query, key, value, attn_mask=bias)
 
     def _kernel(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
         """One call of PyTorch's attention."""
         grouped = query.shape[1] != key.shape[1]
-        if grouped and (query.dtype.itemsize > 2 or how.get("attn_mask") is not None):
+        masks = how.get("attn_mask") is not None and not isinstance(how["attn_mask"], CausalBias)
+        if grouped and (query.dtype.itemsize > 2 or masks):
             # Only the kernel for 16 bits without a mask has groups; the others would fall back to a tensor of scores.
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)

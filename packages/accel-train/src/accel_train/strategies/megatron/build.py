@@ -115,10 +115,11 @@ def _gpt(
     }
     other = divide_other(plugin, kinds)["transformer"]
     config = TransformerConfig(**{**options, **other}, attention_backend=AttnBackend.local)
+    fused = plugin.attention_backend or (plugin.context_parallel_size or 1) > 1
     padded = -(-architecture.vocabulary // groups.tp_size) * groups.tp_size
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layer_specs(config, FusedAttention if plugin.attention_backend else None),
+        transformer_layer_spec=layer_specs(config, FusedAttention if fused else None),
         vocab_size=padded,
         pre_process=groups.is_first,
         post_process=groups.is_last,

@@ -124,6 +124,7 @@ def transformer_options(
     options |= {
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": plugin.sequence_parallelism,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -162,6 +163,7 @@ def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": plugin.sequence_parallelism,
         **_set(plugin),
     }
