@@ -27,6 +27,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # which needs a device to copy to
         return factory(*args, **kwargs)
 
     return made

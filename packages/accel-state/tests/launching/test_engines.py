@@ -14,7 +14,7 @@ from accel_state.launching.plan import plan_world
     ("name", "words"),
     [
         ("use_custom_fsdp", "true"), ("overlap_cpu_optimizer_d2h_h2d", "true"), ("optimizer_cpu_offload", "true"),
-        ("use_precision_aware_optimizer", "true"), ("attention_backend", "true"), ("context_parallel_size", "2"),
+        ("use_precision_aware_optimizer", "true"),
         ("expert_model_parallel_size", "2"), ("expert_tensor_parallel_size", "2"),
     ],
 )  # fmt: skip

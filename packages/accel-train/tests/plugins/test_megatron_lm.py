@@ -37,7 +37,7 @@ def test_the_order_of_positional_arguments_is_that_of_accelerate():
 
 REFUSED = {
     "use_custom_fsdp": True, "overlap_cpu_optimizer_d2h_h2d": True, "optimizer_cpu_offload": True,
-    "use_precision_aware_optimizer": True, "attention_backend": True, "context_parallel_size": 2,
+    "use_precision_aware_optimizer": True,
     "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 2, "pipeline_model_parallel_split_rank": 1,
     "num_layers_per_virtual_pipeline_stage": 1, "train_samples": 9, "lr_decay_samples": 9, "lr_warmup_samples": 9,
     "consumed_samples": [0, 0, 0], "no_wd_decay_cond": len, "scale_lr_cond": len, "lr_mult": 2.0,
@@ -58,6 +58,13 @@ def test_what_has_no_effect_is_refused_with_what_replaces_it(name):
     [
         ({"sequence_parallelism": True}, "tp_degree is 1"),
         ({"decoder_last_pipeline_num_layers": 2}, "pp_degree is 1"),
+        ({"context_parallel_size": 2, "attention_backend": False}, "asks for Megatron-core's own"),
+        (
+            {"context_parallel_size": 2, "attention_softmax_in_fp32": False},
+            "which context_parallel_size selects",
+        ),
+        ({"context_parallel_size": 4, "seq_length": 12}, "seq_length=12 is not a multiple of 8"),
+        ({"attention_backend": True, "attention_softmax_in_fp32": False}, "computes the softmax in float32"),
         ({"recompute_granularity": "half"}, "known: full, selective"),
         ({"recompute_granularity": "full"}, "needs recompute_method and recompute_num_layers"),
         ({"recompute_method": "block", "recompute_num_layers": 1}, "need recompute_granularity='full'"),

@@ -112,10 +112,10 @@ _REFUSED: dict[str, str] = {
 )
 @dataclass(frozen=True, repr=False, eq=False)
 class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
-    """Train with Megatron-core: tensor, pipeline and data parallelism, and its distributed optimizer.
+    """Train with Megatron-core: tensor, pipeline, context and data parallelism, and its distributed optimizer.
 
     Passing one selects the strategy "megatron"; unset fields come from the launcher's environment. The ranks that
-    tp_degree and pp_degree leave are those of data parallelism.
+    tp_degree, pp_degree and context_parallel_size leave are those of data parallelism.
 
     Attributes:
         tp_degree: ranks that divide each layer.
@@ -133,7 +133,10 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
         decoder_last_pipeline_num_layers: layers of the last stage.
         attention_dropout, hidden_dropout: None: as the model's configuration says.
         attention_softmax_in_fp32: None: Megatron-core's default, yes.
-        attention_backend: Megatron-core's own attention is used, which is what False asks for.
+        attention_backend: True: attention by PyTorch's fused kernels. False or None: Megatron-core's own, unless
+            context_parallel_size divides sequences.
+        context_parallel_size: ranks that divide each sequence, whose length must be a multiple of twice their number;
+            they attend by PyTorch's kernels.
         use_rotary_position_embeddings: must agree with the model's configuration.
         calculate_per_token_loss: the loss is the mean over the tokens of all micro-batches and ranks; else the mean of
             the means of each micro-batch.
@@ -170,6 +173,7 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
         {
             "tp_degree": 1,
             "pp_degree": 1,
+            "context_parallel_size": 1,
             "num_micro_batches": 1,
             "gradient_clipping": 1.0,
             "use_distributed_optimizer": False,
@@ -249,7 +253,28 @@ class MegatronLMPlugin(StrategyPlugin, SectionPlugin, MegatronLMSection):
             raise IncompatibleOptionsError(
                 "lr_warmup_iters and lr_warmup_fraction both say how long the warm-up is; give one of them."
             )
+        self._check_attention()
         return self._recomputation()
+
+    def _check_attention(self) -> None:
+        context = self._degree("context_parallel_size")
+        if context > 1 and self.attention_backend is False and self.custom_model_provider_function is None:
+            raise IncompatibleOptionsError(
+                f"context_parallel_size={context} divides sequences in PyTorch's fused attention, and "
+                "attention_backend=False asks for Megatron-core's own, which needs whole ones. Leave attention_backend "
+                "out, or set it to True."
+            )
+        if (self.attention_backend or context > 1) and self.attention_softmax_in_fp32 is False:
+            cause = "attention_backend" if self.attention_backend else "context_parallel_size"
+            raise IncompatibleOptionsError(
+                f"attention_softmax_in_fp32=False has no effect on PyTorch's fused attention, which {cause} selects "
+                "and which computes the softmax in float32. Leave one of them out."
+            )
+        if self.seq_length is not None and context > 1 and self.seq_length % (2 * context):
+            raise IncompatibleOptionsError(
+                f"seq_length={self.seq_length} is not a multiple of {2 * context}, and context_parallel_size={context} "
+                "gives each rank two pieces of equal length of every sequence. Change one of them."
+            )
 
     def _degree(self, name: str) -> int:
         return getattr(self, name) or 1

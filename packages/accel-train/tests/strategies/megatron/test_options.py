@@ -43,6 +43,8 @@ def test_every_field_reaches_megatron():
         "recompute_num_layers": 1, "params_dtype": torch.float32, "bf16": False, "num_layers": 4,
     }  # fmt: skip
     assert expected.items() <= found.items()
+    assert found["context_parallel_size"] == 1
+    assert options(context_parallel_size=3)["context_parallel_size"] == 3
 
 
 def test_unset_fields_leave_the_model_and_megatron_alone():
@@ -76,6 +78,7 @@ def test_of_a_model_of_the_scripts_own_only_what_is_set_must_agree():
     assert provided_options(MegatronLMPlugin(attention_dropout=0.5)) == {
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
         "sequence_parallel": False,
         "attention_dropout": 0.5,
     }

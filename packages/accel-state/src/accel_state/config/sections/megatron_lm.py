@@ -17,10 +17,6 @@ UNAVAILABLE = {
     "optimizer states, and DeepSpeed (--use_deepspeed --offload_optimizer_device cpu) keeps them in host memory",
     "use_precision_aware_optimizer": "it needs Transformer Engine's optimizer, and the script's own is stepped here; "
     "use_distributed_optimizer divides optimizer states",
-    "attention_backend": "the fused attention is Transformer Engine's, whose layers are not built in; "
-    "Megatron-core's own attention is used",
-    "context_parallel_size": "Megatron's attention divides sequences only with Transformer Engine's layers, which are "
-    "not built in; sequence_parallelism divides activations along the sequence among the ranks of tensor parallelism",
     "expert_model_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
     "expert_tensor_parallel_size": "mixture-of-experts models are not built in; use tp_degree and pp_degree",
 }
@@ -73,11 +69,15 @@ class MegatronLMSection(Section):
     recompute_granularity: str | None = option(help="Activation recomputation: full or selective.")
     recompute_method: str | None = option(help="How layers to recompute are grouped: uniform or block.")
     recompute_num_layers: int | None = option(help="Layers per recomputed group.", low=0)
-    attention_backend: bool | None = option(help="Use the fused attention backend; not available yet.")
+    attention_backend: bool | None = option(
+        help="Compute attention by PyTorch's fused kernels instead of Megatron-core's own code."
+    )
     expert_model_parallel_size: int | None = option(
         help="Ranks of expert parallelism; not available yet.", low=1
     )
-    context_parallel_size: int | None = option(help="Ranks of context parallelism; not available yet.", low=1)
+    context_parallel_size: int | None = option(
+        help="Ranks of context parallelism, which divide each sequence.", low=1
+    )
     attention_dropout: float | None = option(help="Dropout after attention, from 0 to 1.", low=0, high=1)
     hidden_dropout: float | None = option(help="Dropout of hidden states, from 0 to 1.", low=0, high=1)
     attention_softmax_in_fp32: bool | None = option(help="Compute the softmax of attention in float32.")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from accel_train.errors import ArgumentTypeError, DataError
+from accel_train.strategies.megatron.context import ContextPart
 
 __all__ = ["Batch", "micro_batches", "shifted", "supplied"]
 
@@ -22,10 +23,12 @@ IGNORED = -100
 class Batch:
     """What a model is called with, and what its loss is computed from.
 
+    Where ranks divide sequences, all but the mask of the loss is of this rank's positions alone.
+
     Attributes:
         tokens: of each position.
         labels: the token that is to follow each position; None: there is no loss.
-        loss_mask: 1 where a position counts in the loss.
+        loss_mask: 1 where a position counts in the loss; of the positions of all ranks.
         attention_mask: True where a position must not be attended to; None: only those that follow.
         positions: numbers of the positions.
     """
@@ -37,12 +40,13 @@ class Batch:
     positions: Tensor
 
     @classmethod
-    def of(cls, given: Mapping[str, Any], eod_token: int | None) -> Batch:
+    def of(cls, given: Mapping[str, Any], eod_token: int | None, context: ContextPart | None = None) -> Batch:
         """From the arguments of a transformers model.
 
         Args:
             given: `input_ids`, and perhaps `labels`, `attention_mask` and `position_ids`.
             eod_token: positions with this token do not count in the loss; None: all with a label do.
+            context: this rank's positions; None: all.
         """
         tokens = given["input_ids"]
         positions = given.get("position_ids")
@@ -54,11 +58,35 @@ class Batch:
             labels, mask = shifted(labels)
             if eod_token is not None:
                 mask = mask * (tokens != eod_token)
-        return cls(tokens, labels, mask, _masked(given.get("attention_mask")), positions)
+        found = cls(tokens, labels, mask, None, positions).divided(context)
+        found.attention_mask = _masked(given.get("attention_mask"), context)
+        return found
+
+    def divided(self, context: ContextPart | None) -> Batch:
+        """The same for the positions of this rank."""
+        if context is None:
+            return self
+        length = self.tokens.shape[1]
+        mask = self.attention_mask
+        if mask is not None and mask.shape[-2] == length:  # else it is of all positions alike
+            mask = context.cut(mask, -2)
+        labels = None if self.labels is None else context.cut(self.labels)
+        return Batch(context.cut(self.tokens), labels, self.loss_mask, mask, context.cut(self.positions))
 
 
-def supplied(function: Callable[..., Any], given: Mapping[str, Any]) -> Batch:
+def supplied(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    context: ContextPart | None = None,
+    check: Callable[[int], None] = lambda length: None,
+) -> Batch:
     """What the script's `custom_get_batch_function` makes of a micro-batch.
+
+    Args:
+        function: the script's.
+        given: the micro-batch.
+        context: this rank's positions; None: all.
+        check: called with the length of the sequences before they are cut.
 
     Raises:
         ArgumentTypeError: it returns something else than five things.
@@ -69,7 +97,9 @@ def supplied(function: Callable[..., Any], given: Mapping[str, Any]) -> Batch:
             f"custom_get_batch_function returned {type(found).__name__}; it must return tokens, labels, loss mask, "
             "attention mask and position ids."
         )
-    return Batch(*found)
+    batch = Batch(*found)
+    check(batch.tokens.shape[1])
+    return batch.divided(context)
 
 
 def shifted(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,12 +110,12 @@ def shifted(labels: Tensor) -> tuple[Tensor, Tensor]:
     return following.masked_fill(~known, 0), known.float()
 
 
-def _masked(attention_mask: Tensor | None) -> Tensor | None:
-    """Megatron's mask of a batch with padding: what follows, and what is padding."""
+def _masked(attention_mask: Tensor | None, context: ContextPart | None) -> Tensor | None:
+    """Megatron's mask of a batch with padding, for the positions of this rank: what follows, and what is padding."""
     if attention_mask is None or bool(attention_mask.all()):
         return None
-    length = attention_mask.shape[1]
-    follows = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu(1)
+    places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+    follows = places > (places if context is None else context.cut(places, 0))[:, None]
     return follows[None, None] | (attention_mask == 0)[:, None, None, :]
 
 

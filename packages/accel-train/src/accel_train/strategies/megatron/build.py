@@ -14,6 +14,7 @@ from accel_ckpt import NamedModel, Part
 from accel_state.communication.collectives import broadcast
 from accel_train.errors import OptionError, PrepareError
 from accel_train.plugins import MegatronLMPlugin
+from accel_train.strategies.megatron.attention import FusedAttention
 from accel_train.strategies.megatron.families import Architecture, architecture_of
 from accel_train.strategies.megatron.layout import Dims, Rule, Whole
 from accel_train.strategies.megatron.norms import layer_specs
@@ -114,10 +115,11 @@ def _gpt(
     }
     other = divide_other(plugin, kinds)["transformer"]
     config = TransformerConfig(**{**options, **other}, attention_backend=AttnBackend.local)
+    fused = plugin.attention_backend or (plugin.context_parallel_size or 1) > 1
     padded = -(-architecture.vocabulary // groups.tp_size) * groups.tp_size
     module = GPTModel(
         config=config,
-        transformer_layer_spec=layer_specs(config),
+        transformer_layer_spec=layer_specs(config, FusedAttention if fused else None),
         vocab_size=padded,
         pre_process=groups.is_first,
         post_process=groups.is_last,

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.errors import AccumulationError, ArgumentTypeError, DataError
+from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, OptionError
 from accel_train.plugins import MegatronLMPlugin
 from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied
 from accel_train.strategies.megatron.build import Built
-from accel_train.strategies.megatron.runtime import Groups
+from accel_train.strategies.megatron.context import ContextPart
+from accel_train.strategies.megatron.runtime import Groups, draws
 
 __all__ = ["MegatronEngine", "MegatronOutput"]
 
@@ -94,6 +95,7 @@ class MegatronEngine(nn.Module):
         self._given = [given]  # no child: its values are elsewhere
         self._built = built
         self._groups = groups
+        self._context = ContextPart.of(groups.cp_group) if groups.cp_size > 1 else None
         self._plugin = plugin
         self._trained = trained
         self.loss_factor = 1.0
@@ -111,7 +113,7 @@ class MegatronEngine(nn.Module):
         return getattr(self.given, "config", self._built.config)
 
     def forward(self, input_ids: Tensor | None = None, **others: Any) -> MegatronOutput:
-        """Call the model, as one of transformers; every rank of a tensor or pipeline group with the same batch.
+        """Call the model, as one of transformers; ranks of a tensor, pipeline or context group with the same batch.
 
         Args:
             input_ids: tokens.
@@ -119,7 +121,7 @@ class MegatronEngine(nn.Module):
 
         Raises:
             ArgumentTypeError: an argument that Megatron-core's models do not take.
-            DataError: the batch has another length than `seq_length`.
+            DataError: the batch has another length than `seq_length`, or one that ranks cannot divide.
         """
         given = {"input_ids": input_ids, **others}
         given = {name: value for name, value in given.items() if value is not None}
@@ -145,15 +147,22 @@ class MegatronEngine(nn.Module):
         length, wanted = given["input_ids"].shape[1], self._plugin.seq_length
         if wanted is not None and length != wanted:
             raise DataError(f"A batch has sequences of {length} tokens, and seq_length is {wanted}.")
+        self._check_length(length)
         return {name: value for name, value in given.items() if name in known}
+
+    def _check_length(self, length: int) -> None:
+        """See that ranks can divide sequences."""
+        if self._context is not None:
+            self._context.check(length, self._groups.tp_size if self._plugin.sequence_parallelism else 1)
 
     def _batch(self, given: dict[str, Any]) -> Batch:
         custom = self._plugin.custom_get_batch_function
         if custom is not None:
-            return supplied(custom, given)
+            return supplied(custom, given, self._context, self._check_length)
         architecture = self._built.architecture
         masks = self._plugin.eod_mask_loss and architecture is not None
-        return Batch.of(given, architecture.eod_token if masks and architecture is not None else None)
+        eod_token = architecture.eod_token if masks and architecture is not None else None
+        return Batch.of(given, eod_token, self._context)
 
     # One forward
 
@@ -168,9 +177,10 @@ class MegatronEngine(nn.Module):
     def _call(self, model: Any, batch: Batch) -> Any:
         """The logits of this rank's part of the vocabulary; of a script's own model what it returns."""
         arguments = (batch.tokens, batch.positions, batch.attention_mask)
-        if self._built.architecture is not None:
-            return model(*arguments)
-        return model(*arguments, labels=batch.labels)
+        with draws(self._groups):
+            if self._built.architecture is not None:
+                return model(*arguments)
+            return model(*arguments, labels=batch.labels)
 
     def _tokens(self, batches: list[Batch]) -> Tensor | None:
         """Tokens that count, as the mean over ranks, where the loss is the mean over tokens."""
@@ -191,9 +201,11 @@ class MegatronEngine(nn.Module):
         own = self._built.architecture is None
         custom = self._plugin.custom_loss_function
         if batch.labels is None:
-            return None, output if own else self._gathered(output)
-        losses = output if own else self._losses(output, batch.labels)
-        logits = None if own or not self._plugin.return_logits else self._gathered(output)
+            return None, self._joined(batch, output if own else self._gathered(output))
+        losses = self._joined(batch, output if own else self._losses(output, batch.labels))
+        logits = None
+        if self._plugin.return_logits and not own:
+            logits = self._joined(batch, self._gathered(output))
         if custom is not None:
             found = custom(batch.loss_mask, losses if logits is None else (losses, logits))
             return (found[0] if isinstance(found, tuple) else found), logits
@@ -202,6 +214,19 @@ class MegatronEngine(nn.Module):
         mask = batch.loss_mask.float()
         total = (losses.float() * mask).sum()
         return total / (mask.sum().clamp(min=1) if tokens is None else tokens), logits
+
+    def _joined(self, batch: Batch, output: Any) -> Any:
+        """What was computed for all positions, from that for this rank's."""
+        if self._context is None:
+            return output
+        shape = tuple(getattr(output, "shape", ()))
+        if shape[:2] != tuple(batch.tokens.shape):
+            raise OptionError(
+                f"The model of custom_model_provider_function returned {type(output).__name__} of shape {list(shape)}; "
+                f"with context_parallel_size={self._context.parts} it must return a tensor of (samples, positions, …), "
+                f"here {list(batch.tokens.shape)}, from which all ranks get the whole sequences."
+            )
+        return self._context.whole(output)
 
     def _losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The loss of every position, from the parts of the vocabulary that ranks have."""
@@ -248,8 +273,9 @@ class MegatronEngine(nn.Module):
             found = {"loss": None if loss is None else loss.detach(), "logits": logits}
             if loss is None:
                 return output.sum() * 0.0, found
-            # The schedule divides by the number of micro-batches, which a mean over tokens must not be.
-            return loss * (factor if tokens is None else factor * count), found
+            # The schedule divides by the number of micro-batches, which a mean over tokens must not be. It multiplies
+            # by the ranks that divide sequences, for losses that are sums over this rank's positions; this is of all.
+            return loss * ((factor if tokens is None else factor * count) / self._groups.cp_size), found
 
         def forward_step(data: Iterator[Batch], model: Any) -> tuple[Any, Any]:
             batch = next(data)
@@ -260,7 +286,7 @@ class MegatronEngine(nn.Module):
             data_iterator=iter(batches),
             model=[self.module],
             num_microbatches=count,
-            seq_length=batches[0].tokens.shape[1],
+            seq_length=batches[0].tokens.shape[1] * self._groups.cp_size,
             micro_batch_size=batches[0].tokens.shape[0],
             forward_only=not trains,
         )
@@ -277,7 +303,7 @@ class MegatronEngine(nn.Module):
                 torch.cat([result["logits"].detach() for result in results]) if results else None,
                 (
                     sum(item.tokens.shape[0] for item in batches),
-                    batch.tokens.shape[1],
+                    batch.tokens.shape[1] * self._groups.cp_size,
                     self._built.dims.vocabulary,
                 ),
             )

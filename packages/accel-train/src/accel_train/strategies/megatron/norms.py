@@ -32,11 +32,12 @@ class Norm:
         return made
 
 
-def layer_specs(config: Any) -> Any:
+def layer_specs(config: Any, core_attention: type[nn.Module] | None = None) -> Any:
     """What the layers of this rank's stage are made of: Megatron-core's own modules, with PyTorch's norms.
 
     Args:
         config: Megatron's `TransformerConfig`.
+        core_attention: what attends from queries to keys; None: Megatron-core's own.
     """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import (
@@ -50,4 +51,6 @@ def layer_specs(config: Any) -> Any:
     if config.qk_layernorm:
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = Norm
+    if core_attention is not None:
+        parts.self_attention.submodules.core_attention = core_attention
     return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=Norm)

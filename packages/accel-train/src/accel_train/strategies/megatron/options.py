@@ -124,6 +124,7 @@ def transformer_options(
     options |= {
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": plugin.sequence_parallelism,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -153,7 +154,7 @@ def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     Raises:
         OptionError: an option that only models of transformers have.
     """
-    for name in ("eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
+    for name in ("attention_backend", "eod_mask_loss", "return_logits", "use_rotary_position_embeddings"):
         if getattr(plugin, name):
             raise OptionError(
                 f"{name} is of models that are converted from transformers, and custom_model_provider_function builds "
@@ -162,6 +163,7 @@ def provided_options(plugin: MegatronLMPlugin) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
+        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": plugin.sequence_parallelism,
         **_set(plugin),
     }

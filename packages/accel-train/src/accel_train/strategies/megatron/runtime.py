@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from accel_state.communication.collectives import broadcast
 from accel_state.world.process_group import leave_at_exit
 from accel_train.plugins import MegatronLMPlugin
 
-__all__ = ["Groups", "random_states", "restore_random_states", "start"]
+__all__ = ["Groups", "draws", "random_states", "restore_random_states", "start"]
 
 
 class Groups:
@@ -23,6 +24,7 @@ class Groups:
     Attributes:
         tp_rank, tp_size: of tensor parallelism.
         pp_rank, pp_size: of pipeline parallelism.
+        cp_rank, cp_size: of context parallelism.
         dp_size: ranks that read different samples.
     """
 
@@ -31,6 +33,9 @@ class Groups:
         self.tp_size: int = state.get_tensor_model_parallel_world_size()
         self.pp_rank: int = state.get_pipeline_model_parallel_rank()
         self.pp_size: int = state.get_pipeline_model_parallel_world_size()
+        self.cp_rank: int = state.get_context_parallel_rank()
+        self.cp_size: int = state.get_context_parallel_world_size()
+        self.cp_group: Any = state.get_context_parallel_group()
         self.dp_size: int = state.get_data_parallel_world_size()
         self.dp_group: Any = state.get_data_parallel_group()
         self.pp_group: Any = state.get_pipeline_model_parallel_group()
@@ -66,11 +71,13 @@ def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
         from megatron.core.optimizer import optimizer as _  # noqa: F401 - warns as well
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it describes each object that it makes
-    wanted = (plugin.tp_degree, plugin.pp_degree)
+    context = plugin.context_parallel_size or 1
+    wanted = (plugin.tp_degree, plugin.pp_degree, context)
     if parallel_state.model_parallel_is_initialized():
         found = (
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
         )
         if found == wanted:
             return Groups(parallel_state)
@@ -78,12 +85,44 @@ def start(plugin: MegatronLMPlugin, device: torch.device) -> Groups:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=plugin.tp_degree,
         pipeline_model_parallel_size=plugin.pp_degree,
+        context_parallel_size=context,
         create_gloo_process_groups=False,
     )
+    groups = Groups(parallel_state)
     # Ranks of tensor parallelism drop other elements of what they divide, and the same of what they do not.
-    seed = broadcast(torch.tensor([torch.initial_seed() % 2**31]))
-    model_parallel_cuda_manual_seed(int(seed.item()))
-    return Groups(parallel_state)
+    seed = int(broadcast(torch.tensor([torch.initial_seed() % 2**31])).item())
+    # Ranks of context parallelism have other positions, so they drop other elements of everything …
+    own = seed + _BETWEEN_CONTEXTS * groups.cp_rank
+    model_parallel_cuda_manual_seed(own)
+    if groups.cp_size > 1:
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        get_cuda_rng_tracker().add(_states_of(groups), own + 1)
+        torch.cuda.manual_seed(seed)  # … but the script, which reads the same batches there, draws alike
+    return groups
+
+
+_BETWEEN_CONTEXTS = 1_000_003
+"""Between the seeds of neighbouring ranks: more than Megatron adds for the ranks of other groups."""
+
+
+def _states_of(groups: Groups) -> str:
+    """The name of the generator of what ranks of tensor parallelism share and those of context parallelism do not.
+
+    It has the numbers of both: a state that was saved by another division is not taken. It would give ranks of context
+    parallelism the same, or those of tensor parallelism something else.
+    """
+    return f"context-parallel-rng-{groups.cp_size}x{groups.tp_size}"
+
+
+def draws(groups: Groups) -> contextlib.AbstractContextManager[None]:
+    """Context in which a model is called: ranks that have other positions draw other random numbers."""
+    if groups.cp_size == 1:
+        return contextlib.nullcontext()
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    forked: contextlib.AbstractContextManager[None] = get_cuda_rng_tracker().fork(_states_of(groups))
+    return forked
 
 
 def random_states() -> dict[str, torch.Tensor]:
@@ -94,9 +133,10 @@ def random_states() -> dict[str, torch.Tensor]:
 
 
 def restore_random_states(states: Mapping[str, torch.Tensor]) -> None:
-    """Go back to what `random_states` returned."""
+    """Go back to what `random_states` returned, unless ranks divided sequences otherwise there."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
     known = tracker.get_states()
-    tracker.set_states({name: states[name].cpu() if name in states else known[name] for name in known})
+    if known.keys() <= states.keys():
+        tracker.set_states({name: states[name].cpu() for name in known})

@@ -80,17 +80,19 @@ class MegatronStrategy(EngineStrategy[_Trained]):
 
     @classmethod
     def make_mesh(cls, config: Any, device: torch.device, world_size: int, rank: int) -> Mesh:
-        """Ranks of one tensor-parallel or pipeline group read the same samples; the others are data parallel."""
+        """Ranks of one tensor, context or pipeline group read the same samples; the others are data parallel."""
         plugin: MegatronLMPlugin = config or MegatronLMPlugin()
-        tp, pp = plugin.tp_degree or 1, plugin.pp_degree or 1
-        if world_size % (tp * pp):
+        tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
+        together = tp * pp * cp
+        if world_size % together:
+            context = "" if cp == 1 else f" times context_parallel_size={cp}"
             raise IncompatibleOptionsError(
-                f"tp_degree={tp} times pp_degree={pp} does not divide the {world_size} processes. Start a multiple of "
-                f"{tp * pp} processes, or change a degree."
+                f"tp_degree={tp} times pp_degree={pp}{context} does not divide the {world_size} processes. Start a "
+                f"multiple of {together} processes, or change a degree."
             )
-        if tp * pp == 1:
+        if together == 1:
             return Mesh.of_world(world_size, rank)
-        degrees = {"pp": pp, "dp_replicate": world_size // (tp * pp), "tp": tp}
+        degrees = {"pp": pp, "dp_replicate": world_size // together, "cp": cp, "tp": tp}
         return Mesh(degrees, device.type, world_size, rank)
 
     # Preparing

@@ -1,0 +1,93 @@
+"""Sequences divided among ranks, as Megatron-core's layers expect it.
+
+Each sequence is cut into twice as many pieces as there are ranks, and a rank has one from each end: the first and the
+last, the second and the last but one. Later positions attend to more, so this gives all ranks the same work.
+Megatron-core's rotary embeddings are cut in this order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accel_train.errors import DataError
+from accel_train.sequence.exchange import gather_sequence
+
+__all__ = ["ContextPart"]
+
+
+@dataclass(frozen=True)
+class ContextPart:
+    """Which positions of each sequence a rank has.
+
+    Attributes:
+        group: ranks that have the same sequences.
+        index: of this rank.
+        parts: how many ranks there are.
+    """
+
+    group: Any
+    index: int
+    parts: int
+
+    @classmethod
+    def of(cls, group: Any) -> ContextPart:
+        """This rank's part in a process group."""
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+    @property
+    def pieces(self) -> tuple[int, int]:
+        """The numbers of this rank's two pieces."""
+        return self.index, 2 * self.parts - 1 - self.index
+
+    def check(self, length: int, divisions: int = 1) -> None:
+        """See that sequences can be cut.
+
+        Args:
+            length: of the sequences.
+            divisions: into how many equal parts each rank's positions are divided once more.
+
+        Raises:
+            DataError: they cannot.
+        """
+        multiple = math.lcm(2, divisions) * self.parts
+        if length % multiple:
+            why = "each rank has two pieces of equal length"
+            if divisions > 1:
+                why += f", which sequence_parallelism divides among tp_degree={divisions} ranks"
+            raise DataError(
+                f"A batch has sequences of {length} tokens, which context_parallel_size={self.parts} cannot divide: "
+                f"{why}, so lengths must be multiples of {multiple}. Pad them, as "
+                f"`pad_to_multiple_of={multiple}` of transformers' collators does."
+            )
+
+    def cut(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's positions of a tensor.
+
+        Args:
+            tensor: of all positions, which `check` has accepted.
+            dim: that of the positions.
+        """
+        pieces = tensor.chunk(2 * self.parts, dim)
+        return torch.cat([pieces[number] for number in self.pieces], dim)
+
+    def whole(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """The positions of all ranks, in their order. Gradients are summed over the ranks.
+
+        Where all ranks compute the same from it, this multiplies gradients by the number of ranks. Data parallelism
+        takes their mean over ranks, which is then the sum over all positions.
+
+        Args:
+            tensor: of this rank's positions.
+            dim: that of the positions.
+        """
+        # Positions are in the third dimension there.
+        gathered = gather_sequence(tensor.movedim(dim, 0)[None, None], self.group).squeeze((0, 1))
+        found = gathered.chunk(2 * self.parts)
+        early, late = found[::2], found[:0:-2]
+        return torch.cat([*early, *late]).movedim(0, dim)
