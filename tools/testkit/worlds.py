@@ -22,6 +22,8 @@ from typing import Any
 
 import cloudpickle
 
+from accel_state.launching.spawns import pickled
+
 _PRELOAD = [
     "torch",
     "torch._dynamo",  # optimizers import it at their first step
@@ -101,7 +103,7 @@ def run(
     module = sys.modules[function.__module__]
     with contextlib.suppress(ValueError):
         cloudpickle.register_pickle_by_value(module)
-    blob = cloudpickle.dumps((function, args, kwargs))
+    blob = pickled((function, args, kwargs))
     context = _context()
     port = free_port()
     base = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", **(environ or {})}

@@ -6,16 +6,18 @@ a notebook's cell is sent by value, with the global names that it uses.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import sys
 import tempfile
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, SIGTERM
 from string import Template
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 from accel_state.environment import snapshot
@@ -25,7 +27,7 @@ from accel_state.launching.output import Console, RankOutput
 from accel_state.launching.processes import start_command
 from accel_state.launching.supervisor import SupervisedProcess
 
-__all__ = ["SpawnedRanks", "main", "packed"]
+__all__ = ["SpawnedRanks", "main", "packed", "pickled"]
 
 # The path comes first: the notebook may have added to it what the ranks need to find this package.
 _BOOTSTRAP = """\
@@ -49,7 +51,7 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         LaunchError: cloudpickle is not installed, or the function uses something that cannot be sent.
     """
     try:
-        import cloudpickle
+        import cloudpickle  # noqa: F401
     except ImportError:
         raise LaunchError(
             "sending the function to new processes needs cloudpickle: pip install cloudpickle; or put the function "
@@ -57,13 +59,39 @@ def packed(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from None
     name = getattr(function, "__qualname__", repr(function))
     try:
-        call: bytes = cloudpickle.dumps((function, args))
+        call = pickled((function, args))
     except (pickle.PicklingError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise LaunchError(
             f"{name} or its arguments cannot be sent to new processes ({error}); create what it needs inside the "
             "function"
         ) from error
     return call
+
+
+def pickled(value: Any) -> bytes:
+    """A value as bytes for ``pickle.loads``; what is not importable is packed by value, with the names of its files.
+
+    cloudpickle 3.1.3 replaces the file's name of a function, so that a traceback shows neither file nor source line.
+
+    Raises:
+        ImportError: cloudpickle is not installed.
+    """
+    import cloudpickle
+
+    def reduced(code: CodeType) -> tuple[Any, ...]:
+        maker, parts = cloudpickle.Pickler.dispatch_table[CodeType](code)
+        return _code_of_file, (maker, parts, code.co_filename)
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+        dispatch_table = ChainMap({CodeType: reduced}, cloudpickle.Pickler.dispatch_table)
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _code_of_file(maker: Callable[..., CodeType], parts: tuple[Any, ...], filename: str) -> CodeType:
+    return maker(*parts).replace(co_filename=filename)
 
 
 @dataclass
