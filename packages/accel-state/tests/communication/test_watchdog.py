@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import json
 import os
 import re
 import signal
@@ -297,6 +298,41 @@ def test_an_interrupted_rank_exits():
     assert "KeyboardInterrupt" in interrupted[2]
     assert interrupted[3] < sleeping[3]
     assert sleeping[0] == 0
+
+
+def test_an_exit_is_announced_even_if_the_thread_ends_first(monkeypatch):
+    """The thread may hold the lock when the script leaves, and end before the script gets it."""
+    from torch._C._distributed_c10d import HashStore
+
+    class Group:
+        name, ranks = "group", [0, 1]
+
+        def position(self):
+            return 0, None, 0
+
+        def mark_failed(self, error):
+            raise AssertionError(error)
+
+    class LockOfTheSlower:
+        def __init__(self, lock):
+            self.lock = lock
+
+        def __enter__(self):
+            if threading.current_thread() is threading.main_thread():
+                thread.join(timeout=10)
+            self.lock.acquire()
+
+        def __exit__(self, *failure):
+            self.lock.release()
+
+    store, group = HashStore(), Group()
+    watchdog = Watchdog(store, 1, 2, 0.2)
+    watchdog.add(group)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "accel-watch"]
+    monkeypatch.setattr(watchdog, "_lock", LockOfTheSlower(watchdog._lock))
+    watchdog.leave("exited")
+    assert not thread.is_alive()
+    assert json.loads(store.get("1/rank/1"))["gone"] == "exited"
 
 
 def test_a_forked_child_does_not_say_goodbye():

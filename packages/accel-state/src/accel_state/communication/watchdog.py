@@ -309,13 +309,15 @@ class Watchdog:
                     break
                 with self._lock:
                     if self._stop.is_set():
-                        break
+                        return
                     if not dist.is_initialized():  # destroyed by the script itself
                         self._announce_exit(store, "destroyed its process group")
                         break
                     if not self._poll(store, channels):
                         break
                 del channels  # this thread must not keep a group alive
+            else:
+                return  # `leave` still needs the store, to announce the exit
         except RuntimeError as error:
             # The store ends with the process that hosts it. A collective that waits for that process then fails
             # with a broken connection.
