@@ -141,7 +141,7 @@ def check(case: Case, records: list[Record], expected: Record) -> None:
 @cells
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training(name, ranks, accumulation, record_property):
-    record_property("shown", "/".join(precisions_of(name)))
+    record_property("shown", " ".join(sorted(precisions_of(name))))
     for precision in precisions_of(name):
         case = Case(name, precision, accumulation)
         check(case, *run(case, ranks))
