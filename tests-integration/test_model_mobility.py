@@ -1,4 +1,4 @@
-"""States of models of transformers move between strategies and numbers of ranks: a next step shows that nothing is lost.
+"""States of models of transformers move between strategies and numbers of ranks; a next step shows nothing is lost.
 
 The step has the same samples on every rank, so its weights do not depend on who computes it.
 """

@@ -7,6 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
@@ -64,6 +65,7 @@ class FSDP2Strategy(Strategy):
         ] = []  # that every rank holds: those of ignored modules, and added ones
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds_back = False
+        self._check_policy()
         for translation in self.plugin.translations:
             _logger.warning_once("FSDP version 1: %s", translation)
 
@@ -133,15 +135,16 @@ class FSDP2Strategy(Strategy):
         whole = ignored_parameters(model, plugin.ignored_modules)
         options: dict[str, Any] = {
             "mesh": self.options.mesh.holders,
-            "mp_policy": self._precision_policy(),
             "offload_policy": plugin.offload_policy,
             "ignored_params": whole,
         }
         if plugin.activation_checkpointing:
-            policy = policy_of(plugin.activation_checkpointing)
-            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), policy)
+            recomputed = policy_of(plugin.activation_checkpointing)
+            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), recomputed)
         reshard = plugin.reshard_after_forward
         formats = _formats(model)
+        policy = self._precision_policy()
+        inner_policy = replace(policy, output_dtype=None)
         widened = 0
         for unit in [*units, model]:
             if self.precision.dtypes.compute is not None:
@@ -152,6 +155,8 @@ class FSDP2Strategy(Strategy):
             self.precision.before_sharding(unit, whole)
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
+            # What a unit returns goes into the next one, or into what is outside of all units and casts no inputs.
+            options["mp_policy"] = policy if unit is model else inner_policy
             fully_shard(unit, reshard_after_forward=after, **options)
         for module, name, quant_state in formats:
             cast(Any, module._parameters[name]).quant_state = quant_state
@@ -196,6 +201,24 @@ class FSDP2Strategy(Strategy):
         start = Start(self.options.device, sends, makes, self.plugin.param_init_fn, self.loss)
         start.check(model)
         return start
+
+    def _check_policy(self) -> None:
+        """Check that a policy of the script goes with the precision, which autocasts and scales losses."""
+        policy = self.plugin.mixed_precision_policy
+        if policy is None:
+            return
+        given, name = policy.param_dtype, self.precision.name
+        if given is torch.float16 and self.precision.scaler is None:
+            raise IncompatibleOptionsError(
+                f"mixed_precision_policy computes in float16, whose small gradients are lost unless losses are scaled, "
+                f"and mixed_precision={name!r} scales none. Pass Accelerator(mixed_precision='fp16')."
+            )
+        compute = self.precision.dtypes.compute
+        if {given, compute} == {torch.float16, torch.bfloat16}:
+            raise IncompatibleOptionsError(
+                f"mixed_precision_policy gathers parameters in {given}, and mixed_precision={name!r} computes in "
+                f"{compute}. Leave one of them out."
+            )
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
         if self.plugin.mixed_precision_policy is not None:
