@@ -61,6 +61,19 @@ class Image(nn.Module):
         return self.head(self.conv(x).mean((2, 3)))
 
 
+class Normed(nn.Module):
+    """Its buffers follow the samples of each rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(DIM, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.head = nn.Linear(DIM, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.up(x))))
+
+
 def accelerator_of(strategy="fsdp2", **options):
     from accel_train import Accelerator, FullyShardedDataParallelPlugin
 
@@ -244,6 +257,33 @@ def test_single_numbers_stay_whole_and_train_as_with_ddp():
 
 def test_weights_stored_channels_last_train_as_with_ddp():
     compare(Image, (4, 4, 5, 5))
+
+
+def state_of_buffers(strategy, folder, loads):
+    accelerator = accelerator_of(strategy)
+    torch.manual_seed(0)
+    model, optimizer = accelerator.prepare(made := Normed(), torch.optim.SGD(made.parameters(), lr=0.1))
+    if loads:
+        accelerator.load_state(folder)
+    else:
+        generator = torch.Generator().manual_seed(accelerator.process_index)
+        for _ in range(2):
+            accelerator.backward(model(torch.randn(8, DIM, generator=generator)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(folder)
+    return {name: value.clone() for name, value in accelerator.unwrap_model(model).named_buffers()}
+
+
+def test_a_state_holds_rank_0_s_buffers_as_with_ddp(tmp_path):
+    wanted = worlds.run(state_of_buffers, 2, "ddp", tmp_path / "ddp", False)[0]
+    first, second = worlds.run(state_of_buffers, 2, "fsdp2", tmp_path / "fsdp2", False)
+    for name, value in wanted.items():
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    assert not torch.equal(first["norm.running_mean"], second["norm.running_mean"])
+    for loaded in worlds.run(state_of_buffers, 2, "fsdp2", tmp_path / "fsdp2", True):
+        for name, value in first.items():
+            assert torch.equal(loaded[name], value), name
 
 
 @pytest.mark.full
