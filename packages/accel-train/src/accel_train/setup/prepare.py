@@ -163,8 +163,9 @@ class _Objects:
 
     def _check_optimizers(self) -> None:
         """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
-        if not self._new or not self._strategy.capabilities.hides_gradients:
-            return
+        capabilities = self._strategy.capabilities
+        if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
+            return  # an engine that takes both together looks itself
         models = [*self._new.values(), *self._here.prepared_models]
         own = {id(parameter) for model in models for parameter in self._strategy.plain(model).parameters()}
         for place in self._fresh:
