@@ -114,9 +114,10 @@ def test_gpu_ids_are_checked(ids, message):
         planned(f"--gpu_ids={ids}", host=gpus(2))
 
 
-def test_gpu_ids_on_a_machine_without_any_names_the_cpu():
+@pytest.mark.parametrize("ids", ["0", "GPU-5d5b"])
+def test_gpu_ids_on_a_machine_without_any_names_the_cpu(ids):
     with pytest.raises(DeviceError, match="no accelerator was found on this machine; pass --cpu"):
-        planned("--gpu_ids", "0")
+        planned("--gpu_ids", ids)
 
 
 def test_gpu_ids_choose_devices_and_number_of_processes():
