@@ -157,6 +157,14 @@ def test_who_restarts_preempted_ranks():
         assert policy_of(configured(*flags)).resumable is ("--resume" in flags)
 
 
+def test_an_agent_has_longer_after_ctrl_c_because_it_waits_for_its_ranks():
+    assert (policy_of(configured()).interrupt_grace, policy_of(configured(), agent=True).interrupt_grace) == (
+        5,
+        10,
+    )
+    assert policy_of(configured("--grace_period", "3"), agent=True).interrupt_grace == 3
+
+
 def test_threads_are_shared_between_processes_of_a_machine():
     assert planned("--cpu", "--num_processes", "4").processes[0].env["OMP_NUM_THREADS"] == "2"
     assert planned("--cpu", "--num_processes", "9").processes[0].env["OMP_NUM_THREADS"] == "1"

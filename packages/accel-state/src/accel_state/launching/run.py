@@ -61,6 +61,7 @@ _TEED: Mapping[str, frozenset[StreamName]] = {
     "3": _BOTH,
 }
 _AGENT_PATIENCE = 5.0
+_INTERRUPT_GRACE = 5.0
 
 
 def launch(
@@ -128,9 +129,11 @@ def launch(
 def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
     """The supervisor's policy for ``config``; an agent restarts its ranks itself."""
     given = config.grace_period
+    # An agent first waits for its ranks.
+    interrupt_grace = _INTERRUPT_GRACE + (_AGENT_PATIENCE if agent else 0.0)
     return Policy(
         grace_period=30.0 if given is None else given,
-        interrupt_grace=5.0 if given is None else given,
+        interrupt_grace=interrupt_grace if given is None else given,
         max_restarts=0 if agent else max(config.max_restarts, config.spares),
         restart_preempted=not agent and (config.resume or config.max_restarts > 0),
         resumable=config.resume,
