@@ -31,6 +31,25 @@ def test_a_machine_that_does_not_answer_is_named(place):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--master-addr=127.0.0.1 --master-port={} --nnodes=2 --node-rank=1",
+        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{} --rdzv-id=x --nnodes=2",
+    ],
+)
+def test_another_program_at_the_port_is_named(place):
+    with socket.socket() as other:  # takes connections, and never answers
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = agent("--connect-timeout=5", words=place.format(port).split())
+    assert done.returncode == 1
+    assert f"something listens at 127.0.0.1:{port}, but it does not answer as a launcher" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_name_without_an_address_is_named():
     place = "--master-addr=no.such.host.invalid --master-port=1 --nnodes=2 --node-rank=1"
     done = agent("--connect-timeout=1", words=place.split())

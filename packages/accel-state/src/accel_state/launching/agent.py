@@ -35,6 +35,8 @@ _NAMES = "accel/machine/{}"
 _LEFT = "accel/left"
 _AFTERWARDS = 15.0
 """Seconds that the store stays after the run, so that the other machines learn about its end."""
+_ANSWER = 30.0
+"""Seconds that the store at the address has to answer; one that runs answers in milliseconds."""
 _READ = datetime.timedelta(seconds=20)
 
 _ENDING = tuple(
@@ -119,6 +121,35 @@ class _Meeting:
             with contextlib.suppress(RuntimeError):  # another agent of this machine was faster
                 self.server = self._store(True)
 
+    def check_store(self) -> None:
+        """Check that what listens at the address is a store: torch's agent would wait for its answer for long.
+
+        Raises:
+            _UnreachableError: it is something else.
+        """
+        import torch.distributed as dist
+
+        reasons = [f"no answer within {_ANSWER:g} s"]
+
+        def ask() -> None:
+            try:
+                self._store(False)
+            except dist.DistNetworkError as error:
+                reasons[:] = [str(error).splitlines()[0].rstrip(".")]
+            else:
+                reasons.clear()
+
+        # torch waits without a limit for a program that takes the connection and says nothing.
+        asking = threading.Thread(target=ask, daemon=True, name="accel-agent-store")
+        asking.start()
+        asking.join(_ANSWER)
+        if reasons:
+            raise _UnreachableError(
+                f"something listens at {self.host}:{self.port}, but it does not answer as a launcher ({reasons[0]}). "
+                "It is the address of the machine with rank 0 (--main_process_ip and --main_process_port): check that "
+                "no other program has this port"
+            )
+
     def came(self) -> str:
         """How many machines came, and their names."""
         names: list[str] = []
@@ -177,6 +208,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
         meeting.host_store()
     if not (static and args.node_rank == 0) and args.rdzv_backend in ("static", "c10d"):
         _wait_for(host, port, own.connect_timeout)
+        meeting.check_store()
     if args.local_addr is None and not static:
         args.local_addr = _address_towards(host, port)
     if args.rdzv_backend == "c10d":
