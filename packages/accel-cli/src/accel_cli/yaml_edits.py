@@ -26,8 +26,11 @@ def edit_mapping(text: str, key: str, changes: Iterable[Change]) -> str | None:
     import yaml
 
     document: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    at, table = next(((name, value) for name, value in document.value if name.value == key), (None, None))
-    if table is None or table.flow_style or any(name.tag.endswith(":merge") for name, _ in table.value):
+    found = next(((name, value) for name, value in document.value if name.value == key), None)
+    if found is None:
+        return None
+    at, table = found
+    if table.flow_style or any(name.tag.endswith(":merge") for name, _ in table.value):
         return None
     if table.start_mark.index < at.end_mark.index:
         return None  # an alias: other keys may use the mapping of its anchor, too

@@ -26,6 +26,7 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
+from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
 from accel_train.loop import clipping, metrics, profiling
@@ -80,7 +81,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(ProcessView, PrecisionView, MeshView):
+class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from accel_state.communication import collectives
 from accel_state.world.process import PartialState
 
 __all__ = ["ProcessView"]
 
-T = TypeVar("T")
-
 
 class ProcessView:
-    """Facts, decorators and collectives of the world, under the names that `Accelerator` has for them."""
+    """Facts and decorators of `PartialState`, under the names that `Accelerator` has for them."""
 
     _process: PartialState
 
@@ -111,20 +108,3 @@ class ProcessView:
     def wait_for_everyone(self) -> None:
         """Wait until every process got here."""
         self._process.wait_for_everyone()
-
-    def gather(self, tensor: T) -> T:
-        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
-        gathered: T = collectives.gather(tensor)
-        return gathered
-
-    def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
-        """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
-        reduced: T = collectives.reduce(tensor, reduction=reduction, scale=scale)
-        return reduced
-
-    def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Tensors padded along `dim` to the longest of all ranks."""
-        padded: T = collectives.pad_across_processes(
-            tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
-        )
-        return padded
