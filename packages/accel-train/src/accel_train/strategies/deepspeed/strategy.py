@@ -31,7 +31,7 @@ from accel_train.strategies.deepspeed.placeholders import (
     DummyScheduler,
     map_pytorch_optim_to_deepspeed,
 )
-from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine
+from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
 from accel_train.strategies.deepspeed.state import EngineState, share_of
 from accel_train.strategies.engines import EngineStrategy
@@ -81,7 +81,16 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         self.plugins = config if isinstance(config, DeepSpeedPlugins) else DeepSpeedPlugins({"": config})
         check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
         self._evaluated: list[Any] = []  # engines without optimizer
-        self.plugin.set_mixed_precision(self.precision.name)
+        for name, plugin in self.plugins.plugins.items():
+            if plugin.launched_precision not in (None, self.precision.name):
+                raise IncompatibleOptionsError(
+                    f"The DeepSpeed plugin {name!r} enables {plugin.launched_precision} in "
+                    f"{plugin.hf_ds_config.origin}, and this run computes with "
+                    f"mixed_precision={self.precision.name!r}. All plugins of a run have one precision: make them equal."
+                )
+            plugin.set_mixed_precision(self.precision.name)
+        if any(plugin.zero_stage == 3 for plugin in self.plugins.plugins.values()):
+            start(options.device)  # models may be divided while they are built, before there is an engine
         self.plugin.set_deepspeed_weakref()
 
     @property
@@ -144,12 +153,15 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             None,
         )
         sizes = [size for loader in parts.loaders if (size := _batch_size(loader)) is not None]
-        return Script(model, optimizer, placeholder, sizes, self.batch.size, self.precision.name)
+        return Script(
+            model, optimizer, placeholder, sizes, self.batch.size, self.precision.name, parts.schedule_steps
+        )
 
     def _train(self, model: nn.Module, parts: Parts, number: int, steps: ModelSteps) -> _Trained:
         optimizer = parts.optimizers[number]
         plain = self.plain(model)
-        config = engine_config(self.plugin, self._script(plain, optimizer, parts))
+        script = self._script(plain, optimizer, parts)
+        config = engine_config(self.plugin, script)
         self.plugin.set_moe_leaf_modules(plain)
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         given = self._optimizer_for(optimizer, config)
@@ -157,7 +169,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             self.options.device,
             model=plain,
             optimizer=given,
-            model_parameters=[p for group in groups for p in group] if given is None else None,
+            model_parameters=optimizer.groups_for_engine() if isinstance(optimizer, DummyOptim) else None,
+            lr_scheduler=script.scheduler and script.scheduler.lr_scheduler_callable,
             config=config,
         )
         cast_inputs(plain, self.precision.dtypes.compute)
@@ -174,6 +187,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             Watch(engine, plain, engine.basic_optimizer),
         )
         self.made.append(made)
+        self.plugin.tell_of_divided_models()
         return made
 
     def _optimizer_for(
@@ -197,6 +211,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
                 config.pop(section, None)
             engine = make_engine(self.options.device, model=plain, config=config)
             self._evaluated.append(engine)
+            self.plugin.tell_of_divided_models()
             Watch(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
@@ -220,6 +235,9 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             item.engine.destroy()
         self.made.clear()
         self._evaluated.clear()
+        for plugin in self.plugins.plugins.values():
+            if not plugin.zero3_init_flag:
+                plugin.unset_deepspeed_weakref()
 
     # One micro-batch
 
@@ -448,8 +466,6 @@ def _scheduler_of(made: _Trained, given: Any) -> Any:
     """A scheduler of the optimizer that was prepared, made to change the engine's; others as they are."""
     was = made.given
     if isinstance(given, DummyScheduler) and given.optimizer is was:
-        if given.lr_scheduler_callable is not None:
-            return given.lr_scheduler_callable(made.optimizer)
         if made.engine.lr_scheduler is None:
             raise IncompatibleOptionsError(
                 "DummyScheduler stands for the section 'scheduler' of the DeepSpeed configuration, and the engine has "
