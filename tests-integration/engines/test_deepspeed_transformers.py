@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -129,12 +130,53 @@ def test_ranks_generate_until_the_last_one_is_done(init):
     (first, known, weights), (second, _, _) = worlds.run(generated, 2, init, timeout=200)
     model: Any = make_model()
     model.load_state_dict(weights)
-    expected = model.generate(
-        PROMPT, max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None
-    )
+    expected = model.generate(PROMPT, max_new_tokens=9, do_sample=False, pad_token_id=0, eos_token_id=None)
     assert torch.equal(second, expected)
     assert torch.equal(first, expected[:, : PROMPT.shape[1] + 4])
     assert known == [init, True, False, init]
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_tensor_parallel_layers_are_saved_whole(tmp_path, precision):
+    """Before, and after more training: gathering leaves the engine's own tensors alone."""
+    ranks = worlds.run(tensor_parallel, 2, precision, str(tmp_path), timeout=200)
+    for first, weights in ranks:
+        torch.testing.assert_close(weights, ranks[0][1], rtol=0, atol=0)
+        if precision == "no":
+            torch.testing.assert_close(first, make_model().state_dict(), rtol=0, atol=0)
+            expected = plainly_trained("llama", first)
+            torch.testing.assert_close(weights, expected, rtol=2e-4, atol=2e-5)
+        else:
+            assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+            assert {name: value.shape for name, value in weights.items()} == {
+                name: value.shape for name, value in make_model().state_dict().items()
+            }
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    torch.testing.assert_close(saved, {name: ranks[0][1][name] for name in saved}, rtol=0, atol=0)
+    assert not (tmp_path / "state").exists()
+
+
+def tensor_parallel(precision: str, folder: str) -> Any:
+    """Weights before and after four steps, of layers that both ranks have a half of."""
+    from accel_state.errors import NotAvailableError
+    from accel_train import Accelerator, DeepSpeedPlugin
+
+    config = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
+    accelerator = Accelerator(mixed_precision=precision, deepspeed_plugin=DeepSpeedPlugin(config))
+    model = make_model()
+    loader = DataLoader(tokens(), batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(model), loader)
+    first = weights_of(model, accelerator)
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(model(input_ids=batch, labels=batch).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_model(model, f"{folder}/model")
+    with pytest.raises(NotAvailableError, match=r"autotp_size=2 .* save_checkpoint\(\)"):
+        accelerator.save_state(f"{folder}/state")
+    return first, weights_of(model, accelerator)
 
 
 def selected() -> tuple[list[bool], bool]:

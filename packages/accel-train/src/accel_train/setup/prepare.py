@@ -333,4 +333,6 @@ def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
 def _schedule_steps(here: Prepared) -> int:
     """Steps of a schedule for one step of the optimizer: schedules are planned for one process."""
     options = here.options
-    return here.plan.strategy.batch.size if options.scale_scheduler and not options.loaders.split_batches else 1
+    return (
+        here.plan.strategy.batch.size if options.scale_scheduler and not options.loaders.split_batches else 1
+    )

@@ -82,7 +82,9 @@ def test_one_scheduler():
     optimizer = DummyOptim([nn.Parameter(torch.ones(1))])
     scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda real: None)
     plugin = DeepSpeedPlugin({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
-    with pytest.raises(IncompatibleOptionsError, match=r"lr_scheduler_callable, and .* 'scheduler' \(WarmupLR\)"):
+    with pytest.raises(
+        IncompatibleOptionsError, match=r"lr_scheduler_callable, and .* 'scheduler' \(WarmupLR\)"
+    ):
         engine_config(plugin, script(optimizer=optimizer, scheduler=scheduler))
 
 

@@ -215,7 +215,9 @@ def _values(script: Script) -> dict[str, Any]:
         }
         if scheduler.total_num_steps is not None:
             # The engine steps its scheduler once for each step of the optimizer.
-            values["scheduler.params.total_num_steps"] = -(-scheduler.total_num_steps // script.schedule_steps)
+            values["scheduler.params.total_num_steps"] = -(
+                -scheduler.total_num_steps // script.schedule_steps
+            )
     return values
 
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ckpt import NamedModel, Part
 from accel_state.enums import DistributedType
+from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
@@ -33,7 +34,7 @@ from accel_train.strategies.deepspeed.placeholders import (
 )
 from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
-from accel_train.strategies.deepspeed.state import EngineState, share_of
+from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
 from accel_train.strategies.engines import EngineStrategy
 
 __all__ = ["DeepSpeedStrategy"]
@@ -86,7 +87,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
                 raise IncompatibleOptionsError(
                     f"The DeepSpeed plugin {name!r} enables {plugin.launched_precision} in "
                     f"{plugin.hf_ds_config.origin}, and this run computes with "
-                    f"mixed_precision={self.precision.name!r}. All plugins of a run have one precision: make them equal."
+                    f"mixed_precision={self.precision.name!r}. Make the precision of all plugins that of the run."
                 )
             plugin.set_mixed_precision(self.precision.name)
         if any(plugin.zero_stage == 3 for plugin in self.plugins.plugins.values()):
@@ -103,7 +104,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         """All ranks read different samples, but those of one group of DeepSpeed's tensor parallelism."""
         given = config or DeepSpeedPlugin()
         plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
-        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        size = _layer_parts(plugin)
         if world_size % size:
             raise IncompatibleOptionsError(
                 f"tensor_parallel.autotp_size={size} in {plugin.hf_ds_config.origin} does not divide the "
@@ -118,7 +119,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         """DeepSpeed's own tensor parallelism is a mesh of its own."""
         given = config or DeepSpeedPlugin()
         plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
-        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        size = _layer_parts(plugin)
         if size > 1:
             raise IncompatibleOptionsError(
                 f"DeepSpeed's configuration has tensor_parallel.autotp_size={size}, which does not go with a "
@@ -332,17 +333,35 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     # State
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds: in float32 where the optimizer updates float32 copies."""
+        """What this rank holds: in float32 where the optimizer updates float32 copies.
+
+        Raises:
+            NotAvailableError: layers are divided by DeepSpeed's tensor parallelism.
+        """
         item = self.of_model(model)
         if item is not None:
+            if _divides_layers(item):
+                raise NotAvailableError(
+                    f"tensor_parallel.autotp_size={_layer_parts(item.plugin)} in {item.plugin.hf_ds_config.origin} "
+                    "divides layers in ways that only DeepSpeed knows, so save_state and load_state cannot save or "
+                    "load them. Use save_checkpoint() and load_checkpoint() of the prepared model, or, below stage 3, "
+                    "save_model() for whole weights."
+                )
             return item.state.model_state(named)
         if any(self.plain(engine) is self.plain(model) for engine in self._evaluated):
             return _frozen_state(named or NamedModel(self.plain(model)))
         return super().model_state(model, named)
 
+    def is_divided(self, model: nn.Module) -> bool:
+        """Whether this rank holds less than all of a prepared model."""
+        item = self.of_model(model)
+        return (item is not None and _divides_layers(item)) or super().is_divided(model)
+
     def exported_state(self, model: nn.Module) -> dict[str, Any]:
         """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
         item = self.of_model(model)
+        if item is not None and _divides_layers(item) and item.state.stage < 3:
+            return gathered_layers(item.model)
         if item is None or not item.state.is_low:
             return self.model_state(model)
         if item.state.stage == 3:
@@ -410,6 +429,15 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             super().load_optimizer_state(optimizer, tree, models)
         else:
             item.state.load_optimizer_state(tree, models)
+
+
+def _layer_parts(plugin: DeepSpeedPlugin) -> int:
+    """In how many parts DeepSpeed's own tensor parallelism divides layers."""
+    return int(plugin.get_value("tensor_parallel.autotp_size") or 1)
+
+
+def _divides_layers(made: _Trained) -> bool:
+    return _layer_parts(made.plugin) > 1
 
 
 def _pairs(parts: Parts) -> dict[int, int]:
