@@ -406,6 +406,18 @@ def test_configurations_by_name():
         torch.testing.assert_close(kept, dict(teacher.state_dict()), rtol=0, atol=0)
 
 
+def of_two_precisions() -> None:
+    from accel_train import Accelerator
+
+    Accelerator(deepspeed_plugins={"student": plugin_of(2), "teacher": plugin_of(3, bf16={"enabled": True})})
+
+
+def test_plugins_of_two_precisions_are_refused():
+    match = r"plugin 'teacher' enables bf16 in .*hf_ds_config, and this run .*mixed_precision='no'"
+    with pytest.raises(worlds.RankError, match=match):
+        worlds.run(of_two_precisions, 2)
+
+
 def transformer(kind: str) -> nn.Module:
     import transformers
 
