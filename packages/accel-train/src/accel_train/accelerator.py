@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state import environment
-from accel_state.communication import collectives
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
@@ -245,7 +244,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
             rehearsal.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
-        self.flag_tensor: Tensor | None = None
+        self.flag_tensor = None
 
     # Facts about the process
 
@@ -710,18 +709,6 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
             loader=dataloader,
             use_gather_object=use_gather_object,
         )
-
-    def set_trigger(self) -> None:
-        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
-        self.flag_tensor = torch.tensor(1, device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
-        flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
-        if collectives.reduce(flag, reduction="sum").item() < 1:
-            return False
-        self.flag_tensor = None
-        return True
 
     def end_training(self) -> None:
         """Finish what is being saved, and leave the process group; the last call of a script.
