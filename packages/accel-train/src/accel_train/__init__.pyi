@@ -194,6 +194,8 @@ from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsEr
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
+from accel_train.errors import TrackerContractError as TrackerContractError
+from accel_train.errors import TrackerError as TrackerError
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
 from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
@@ -251,6 +253,21 @@ from accel_train.strategies.megatron.placeholders import MegatronLMDummyDataLoad
 from accel_train.strategies.megatron.placeholders import MegatronLMDummyScheduler as MegatronLMDummyScheduler
 from accel_train.strategies.megatron.placeholders import avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
+from accel_train.tracking.aim import AimTracker as AimTracker
+from accel_train.tracking.base import GeneralTracker as GeneralTracker
+from accel_train.tracking.base import on_main_process as on_main_process
+from accel_train.tracking.clearml import ClearMLTracker as ClearMLTracker
+from accel_train.tracking.comet_ml import CometMLTracker as CometMLTracker
+from accel_train.tracking.dvclive import DVCLiveTracker as DVCLiveTracker
+from accel_train.tracking.mlflow import MLflowTracker as MLflowTracker
+from accel_train.tracking.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from accel_train.tracking.registry import register_tracker_class as register_tracker_class
+from accel_train.tracking.selection import filter_trackers as filter_trackers
+from accel_train.tracking.selection import get_available_trackers as get_available_trackers
+from accel_train.tracking.swanlab import SwanLabTracker as SwanLabTracker
+from accel_train.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker
+from accel_train.tracking.trackio import TrackioTracker as TrackioTracker
+from accel_train.tracking.wandb import WandBTracker as WandBTracker
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions
 
