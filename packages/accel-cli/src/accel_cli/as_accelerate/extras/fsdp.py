@@ -22,6 +22,8 @@ def get_parameters_from_modules(
         model: the model.
         device: where the parameters go.
     """
+    if modules is None:
+        return set()
     parameters = ignored_parameters(model, modules)
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
