@@ -173,7 +173,7 @@ def test_the_launcher_decides_what_the_script_leaves_open(monkeypatch):
         ({"megatron_lm_plugin": object()}, RuntimeError, "megatron_lm_plugin.*not available yet"),
         ({"torch_tp_plugin": object()}, RuntimeError, "torch_tp_plugin.*not available yet"),
         ({"parallelism_config": object()}, RuntimeError, "parallelism_config.*not available yet"),
-        ({"log_with": "tensorboard"}, RuntimeError, "log_with.*not available yet"),
+        ({"log_with": "tensorbord"}, ValueError, "Unknown tracker 'tensorbord' in log_with"),
         ({"mixed_precison": "bf16"}, TypeError, "Did you mean 'mixed_precision'"),
         (
             {"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()},

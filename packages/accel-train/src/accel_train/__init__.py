@@ -283,6 +283,8 @@ __getattr__, __dir__, __all__ = attach(
             "MetricsShapeError",
             "OptionError",
             "PrepareError",
+            "TrackerContractError",
+            "TrackerError",
         ),
         "accel_train.loop.optimizer": (
             "AcceleratedOptimizer",
@@ -296,6 +298,27 @@ __getattr__, __dir__, __all__ = attach(
             "is_initialized",
         ),
         "accel_train.strategies.wrappers": ("is_compiled_module",),
+        "accel_train.tracking.aim": ("AimTracker",),
+        "accel_train.tracking.base": (
+            "GeneralTracker",
+            "on_main_process",
+        ),
+        "accel_train.tracking.clearml": ("ClearMLTracker",),
+        "accel_train.tracking.comet_ml": ("CometMLTracker",),
+        "accel_train.tracking.dvclive": ("DVCLiveTracker",),
+        "accel_train.tracking.mlflow": ("MLflowTracker",),
+        "accel_train.tracking.registry": (
+            "LOGGER_TYPE_TO_CLASS",
+            "register_tracker_class",
+        ),
+        "accel_train.tracking.selection": (
+            "filter_trackers",
+            "get_available_trackers",
+        ),
+        "accel_train.tracking.swanlab": ("SwanLabTracker",),
+        "accel_train.tracking.tensorboard": ("TensorBoardTracker",),
+        "accel_train.tracking.trackio": ("TrackioTracker",),
+        "accel_train.tracking.wandb": ("WandBTracker",),
         "accel_train.unwrap": (
             "extract_model_from_parallel",
             "has_compiled_regions",

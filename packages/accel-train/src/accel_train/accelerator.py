@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle
 from accel_state import environment
-from accel_state.communication import collectives
 from accel_state.config.launch import LaunchConfig
 from accel_state.constants import PREEMPTED
 from accel_state.enums import DistributedType, DynamoBackend, RNGType
@@ -28,7 +27,7 @@ from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
-from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
+from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
 from accel_train.loop import clipping, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.optimizer import AcceleratedOptimizer
@@ -57,6 +56,9 @@ from accel_train.setup.fp8 import RECIPES
 from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
+from accel_train.tracking.running import Trackers
+from accel_train.tracking.selection import filter_trackers
+from accel_train.tracking_view import TrackingView
 from accel_train.unwrap import unwrap
 
 __all__ = ["Accelerator"]
@@ -81,7 +83,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
+class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, TrackingView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -92,6 +94,8 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
         cpu: use the CPU although there is an accelerator device.
         dataloader_config: how loaders are prepared.
         rng_types: random states that ranks share at the start of an epoch; None: "generator", the sampler's own.
+        log_with: experiment trackers, which `init_trackers` starts: a name ("tensorboard", "wandb", …), a `LoggerType`,
+            a `GeneralTracker`, or a list of these; "all": every one that is installed.
         project_dir: folder of checkpoints and logs.
         project_config: naming and number of checkpoints.
         gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more options.
@@ -111,11 +115,11 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
     `StrategyPlugin`, whose type selects the strategy; `deepspeed_plugins` also a mapping of names to
     `DeepSpeedPlugin`. `parallelism_config` takes a `ParallelismConfig`: the strategy follows from its degrees if no
     other argument selects one ("fsdp2" if parameters are sharded, else "tp" if tensors are divided, else "ddp").
-    `log_with` is not available yet; anything but None raises.
 
     Raises:
         OptionError: a value that cannot be used, or two that exclude each other.
         NotAvailableError: an option whose feature this version does not have.
+        MissingDependencyError: the package of a tracker is not installed; names the command that installs it.
         StateError: `preemption` was asked for outside the main thread, where Python allows no signal handlers.
     """
 
@@ -160,7 +164,6 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=other,
         ) or launched_plugin(launched)
-        arguments.refuse_unavailable({"log_with": log_with})
         arguments.check_types(
             cpu=(cpu, bool),
             dataloader_config=(dataloader_config, DataLoaderConfiguration),
@@ -180,6 +183,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
+        self._trackers = Trackers(filter_trackers(log_with, self.logging_dir))
         self._options = Options(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
@@ -245,7 +249,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
             rehearsal.follow(self._prepared)
         self._has_begun = False
         self.gradient_state = GradientState(plugin, accumulator=self._accumulator, ledger=ledger)
-        self.flag_tensor: Tensor | None = None
+        self.flag_tensor = None
 
     # Facts about the process
 
@@ -711,30 +715,21 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
             use_gather_object=use_gather_object,
         )
 
-    def set_trigger(self) -> None:
-        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
-        self.flag_tensor = torch.tensor(1, device=self.device)
-
-    def check_trigger(self) -> bool:
-        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
-        flag = self.flag_tensor if self.flag_tensor is not None else torch.tensor(0, device=self.device)
-        if collectives.reduce(flag, reduction="sum").item() < 1:
-            return False
-        self.flag_tensor = None
-        return True
-
     def end_training(self) -> None:
-        """Finish what is being saved, and leave the process group; the last call of a script.
+        """Finish what is being saved, end the trackers, and leave the process group; the last call of a script.
 
         Raises:
             CheckpointSaveError: an asynchronous save has failed.
+            TrackerError: a tracker failed to end, with `init_trackers(on_failure="raise")`.
         """
-        try:
-            self._prepared.saver.drain()
-        finally:
+        with (
+            contextlib.ExitStack() as stack
+        ):  # what comes last in it is done first, and all of it in any case
+            stack.callback(self._process.destroy_process_group)
             if self.preemption is not None:
-                self.preemption.close()
-            self._process.destroy_process_group()
+                stack.callback(self.preemption.close)
+            stack.callback(self._trackers.finish)
+            self._prepared.saver.drain()
 
     # Stopping early
 
@@ -755,7 +750,10 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
         """
         if self.preemption is not None:
             self.preemption.finish()
-        self.end_training()
+        try:
+            self.end_training()
+        except TrackerError as error:  # what is saved must be continued, whatever became of the logs
+            warnings.warn(str(error), stacklevel=2)
         raise SystemExit(PREEMPTED)
 
     def resume(self) -> bool:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+import torch
+from torch import Tensor
+
 from accel_state.communication import collectives
+from accel_state.world.process import PartialState
 
 __all__ = ["CollectivesView"]
 
@@ -13,6 +17,9 @@ T = TypeVar("T")
 
 class CollectivesView:
     """Collectives of all processes, under the names that `Accelerator` has for them; types stay."""
+
+    _process: PartialState
+    flag_tensor: Tensor | None
 
     def gather(self, tensor: T) -> T:
         """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
@@ -30,3 +37,16 @@ class CollectivesView:
             tensor, dim=dim, pad_index=pad_index, pad_first=pad_first
         )
         return padded
+
+    def set_trigger(self) -> None:
+        """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""
+        self.flag_tensor = torch.tensor(1, device=self._process.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any rank called `set_trigger` since the last True; every rank must ask."""
+        flag = self.flag_tensor
+        raised = torch.tensor(0, device=self._process.device) if flag is None else flag
+        if collectives.reduce(raised, reduction="sum").item() < 1:
+            return False
+        self.flag_tensor = None
+        return True

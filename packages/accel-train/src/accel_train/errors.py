@@ -9,7 +9,9 @@ AccelError
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
-└── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
+├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
+├── TrackerError (RuntimeError)         a tracker failed, and was asked to stop training then
+└── TrackerContractError (NotImplementedError)  a class of trackers lacks what each must have
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ __all__ = [
     "MetricsShapeError",
     "OptionError",
     "PrepareError",
+    "TrackerContractError",
+    "TrackerError",
 ]
 
 
@@ -63,3 +67,11 @@ class DataError(AccelError, ValueError):
 
 class DispatchError(AccelError, RuntimeError):
     """Rank 0 could not read, cut or send a batch; the message holds its traceback."""
+
+
+class TrackerError(AccelError, RuntimeError):
+    """A tracker failed, and `init_trackers(on_failure="raise")` was asked for; the cause is its own exception."""
+
+
+class TrackerContractError(AccelError, NotImplementedError):
+    """A class of trackers lacks an attribute that each must have; the message names it."""

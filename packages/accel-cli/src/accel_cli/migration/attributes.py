@@ -17,8 +17,6 @@ from accel_cli.migration.result import Remark
 
 __all__ = ["accelerator_attributes", "missing_attributes"]
 
-_SOURCES = ("accelerator.py", "process_view.py", "precision_view.py", "mesh_view.py")
-
 
 @functools.cache
 def accelerator_attributes() -> frozenset[str]:
@@ -28,8 +26,8 @@ def accelerator_attributes() -> frozenset[str]:
     assert spec.submodule_search_locations is not None
     folder = Path(next(iter(spec.submodule_search_locations)))
     found: set[str] = set()
-    for name in _SOURCES:
-        for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8"))):
+    for source in (folder / "accelerator.py", *folder.glob("*_view.py")):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef):
                 found.add(node.name)
             elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):

@@ -1,0 +1,1 @@
+"""Experiment trackers: what an `Accelerator` logs to."""

@@ -1,0 +1,102 @@
+"""Which trackers a script asks for, checked before anything starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from accel_state.enums import LoggerType
+from accel_state.errors import MissingDependencyError
+from accel_state.log import get_logger
+from accel_train.errors import ArgumentTypeError, OptionError
+from accel_train.tracking.base import GeneralTracker, check_contract
+from accel_train.tracking.registry import LOGGER_TYPE_TO_CLASS
+
+__all__ = ["check_names", "filter_trackers", "get_available_trackers"]
+
+_logger = get_logger(__name__)
+
+
+def get_available_trackers() -> list[str]:
+    """Names of the trackers whose engine is installed, or that need none."""
+    return [name for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.install_line() is None]
+
+
+def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[str | GeneralTracker]:
+    """The trackers that `log_with` stands for, each once, in the order given.
+
+    Args:
+        log_with: a name, a `LoggerType`, a `GeneralTracker`, or a list of these; "all": every tracker that is
+            installed. None: no tracker.
+        logging_dir: the folder of logs; None: there is none.
+
+    Raises:
+        ArgumentTypeError: something else was given.
+        OptionError: a name is unknown, two trackers have the same name, or a tracker needs a folder of logs.
+        MissingDependencyError: the engine of a tracker is not installed; names the command that installs it.
+        TrackerContractError: an object lacks what a tracker must have.
+    """
+    if log_with is None:
+        return []
+    asked = list(log_with) if isinstance(log_with, list | tuple | set | frozenset) else [log_with]
+    chosen: dict[str, str | GeneralTracker] = {}
+    for item in asked:
+        if isinstance(item, GeneralTracker):
+            check_contract(item)
+            if item.name in chosen:
+                raise OptionError(f"log_with has two trackers with the name {item.name!r}. Pass one of them.")
+            chosen[item.name] = item
+    for item in asked:
+        if isinstance(item, GeneralTracker):
+            continue
+        name = item.value if isinstance(item, Enum) else item
+        if not isinstance(name, str):
+            raise ArgumentTypeError(
+                "log_with takes names of trackers, LoggerType members or GeneralTracker objects, got "
+                f"{type(item).__name__}: {item!r:.80}."
+            )
+        everything = name == LoggerType.ALL.value
+        names = get_available_trackers() if everything else [name]
+        if everything and not names:
+            _logger.warning_once("log_with='all' was given, and no tracker is installed: nothing is logged")
+        for one in names:
+            _check(one, logging_dir)
+            if isinstance(chosen.setdefault(one, one), GeneralTracker) and not everything:
+                raise OptionError(
+                    f"log_with has {one!r} and also a tracker with that name. Pass one of them."
+                )
+    return list(chosen.values())
+
+
+def _check(name: str, logging_dir: str | Path | None) -> None:
+    check_names("log_with", [name])
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    line = kind.install_line()
+    if line is not None:
+        raise MissingDependencyError(f"log_with={name!r} needs a package that is not installed: {line}")
+    if kind.requires_logging_directory and logging_dir is None:
+        raise OptionError(
+            f"log_with={name!r} writes to a folder, and there is none. Pass Accelerator(project_dir=…), or "
+            "project_config=ProjectConfiguration(logging_dir=…)."
+        )
+
+
+def check_names(argument: str, names: Iterable[str]) -> None:
+    """Refuse names of trackers that do not exist.
+
+    Args:
+        argument: where they come from, for the message.
+        names: the names.
+
+    Raises:
+        OptionError: one is unknown; names the known ones and the nearest.
+    """
+    for name in names:
+        if name not in LOGGER_TYPE_TO_CLASS:
+            known = list(LOGGER_TYPE_TO_CLASS)
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise OptionError(f"Unknown tracker {name!r} in {argument}; known: {', '.join(known)}.{hint}")
