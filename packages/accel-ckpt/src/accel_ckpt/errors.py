@@ -9,6 +9,7 @@ AccelError
     ├── FileChangedError                     a file was changed in place while it was mapped into memory
     ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
     ├── MissingPartError (KeyError)          a part of a training state was not saved
+    ├── ObjectStorageError (OSError)         object storage refuses a request, or does not answer
     ├── UnsafeCheckpointError (ValueError)   a file would run code, or a name leaves the folder
     ├── UnsupportedValueError (TypeError)    a value that cannot be saved without pickling
     ├── NameCollisionError (ValueError)      two tensors would be saved under one name
@@ -29,6 +30,7 @@ __all__ = [
     "FileChangedError",
     "MissingPartError",
     "NameCollisionError",
+    "ObjectStorageError",
     "SaveInProgressError",
     "StateMismatchError",
     "UninitializedTensorError",
@@ -59,6 +61,10 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 class FileChangedError(CheckpointError):
     """A file was changed in place while its content was in use."""
+
+
+class ObjectStorageError(CheckpointError, OSError):
+    """Object storage refuses a request, or does not answer it, also when it is repeated."""
 
 
 class CheckpointVersionError(CheckpointError, ValueError):

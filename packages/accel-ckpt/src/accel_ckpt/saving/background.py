@@ -400,6 +400,9 @@ class _Stoppable(Disk):
     def fsync(self, descriptor: int) -> None:
         self._disk.fsync(descriptor)
 
+    def close(self, descriptor: int) -> None:
+        self._disk.close(descriptor)
+
 
 class _EndWithFailure:
     """Ends the process with status 1 when the interpreter is torn down, after all that others do at exit.
