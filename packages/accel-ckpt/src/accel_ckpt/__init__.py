@@ -45,7 +45,7 @@ __getattr__, __dir__, __all__ = attach(
             "load_checkpoint_in_model",
             "load_state_dict",
         ],
-        "accel_ckpt.location": ["RemotePath", "location"],
+        "accel_ckpt.locations": ["RemotePath", "location"],
         "accel_ckpt.format.manifest": ["MANIFEST_NAME", "Manifest"],
         "accel_ckpt.saving.save_gathered": ["gather_whole", "save_gathered_model"],
         "accel_ckpt.saving.save_model": ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"],

@@ -21,7 +21,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
 from accel_ckpt.loading.tree_fill import TreeFill
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints

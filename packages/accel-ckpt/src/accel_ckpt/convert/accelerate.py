@@ -25,7 +25,7 @@ from accel_ckpt.convert.pickles import unpickle
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.modules.names import canonical_name, canonical_state_dict
 from accel_ckpt.optimizers import name_positions
 from accel_ckpt.saving.commit import checkpoints_from

@@ -16,7 +16,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, publish_weights

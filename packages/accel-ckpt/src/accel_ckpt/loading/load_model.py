@@ -22,7 +22,7 @@ from accel_ckpt.loading.weights import (
     collector_paused,
     open_weights,
 )
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap

@@ -17,7 +17,7 @@ from accel_ckpt.format.reader import MappedShard, read_json
 from accel_ckpt.format.sharding import is_divided
 from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
 from accel_ckpt.loading.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.memory import Arena
 from accel_ckpt.parts import Leaf
 from accel_ckpt.saving.draft import Tree

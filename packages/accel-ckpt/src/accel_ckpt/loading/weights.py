@@ -23,7 +23,7 @@ from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.reader import MappedShard, read_pickled_weights
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
 from accel_state.world.process import PartialState
 

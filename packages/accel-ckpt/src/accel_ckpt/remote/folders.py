@@ -26,7 +26,7 @@ from pathlib import Path
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.store import Store, in_parallel, open_store
 from accel_ckpt.saving.writer import BLOCK_HASHED
 from accel_state.host.process_identity import has_ended, process_identity

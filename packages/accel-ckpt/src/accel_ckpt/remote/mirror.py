@@ -21,7 +21,7 @@ from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import check_digest, file_digest
 from accel_ckpt.loading.box_reads import BoxRead, spans
 from accel_ckpt.loading.saved_tensors import FileChecks
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.folders import check_sizes, open_manifest
 from accel_ckpt.remote.scratch import Scratch
 from accel_ckpt.remote.store import PART, Store, in_parallel, open_store

@@ -8,13 +8,13 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_state.errors import MissingDependencyError
 
 __all__ = ["PARALLEL", "PART", "Store", "Upload", "open_store"]
@@ -88,17 +88,21 @@ class Store:
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
         """Bytes of every object whose name begins with a folder's; none if there are none."""
-
-        def find() -> Mapping[str, Mapping[str, Any]]:
-            found: Mapping[str, Mapping[str, Any]] = self.fs.find(self.path(prefix), detail=True)
-            return found
-
         try:
-            found = self.attempt(find, "listing", prefix)
+            found = self.attempt(lambda: dict(self.below(self.path(prefix))), "listing", prefix)
         except CheckpointNotFoundError:
             return {}
         start = len(self.base) + 1
-        return {path[start:]: int(about["size"] or 0) for path, about in found.items()}
+        return {path[start:]: size for path, size in found.items()}
+
+    def below(self, path: str) -> Iterator[tuple[str, int]]:
+        """Paths and sizes of all objects below one. Not by ``find``, which leaves out what cannot be listed."""
+        for about in self.fs.ls(path, detail=True):
+            name = str(about["name"])
+            if about["type"] != "directory":
+                yield name, int(about["size"] or 0)
+            elif name.rstrip("/") != path:
+                yield from self.below(name)
 
     def children(self) -> list[str]:
         """Names one level below, of objects and of what would be folders; none if there are none."""

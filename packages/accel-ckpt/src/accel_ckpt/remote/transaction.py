@@ -23,7 +23,7 @@ from accel_ckpt.errors import (
     ObjectStorageError,
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.folders import (
     Mark,
     clean_leftovers,

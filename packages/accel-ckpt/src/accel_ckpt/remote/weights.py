@@ -10,7 +10,7 @@ from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, Checkpoi
 from accel_ckpt.format.index import find_weights, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import parse_json
-from accel_ckpt.location import RemotePath
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.mirror import Mirror, open_remote
 from accel_ckpt.remote.store import Store, open_store
 from accel_ckpt.remote.uploads import UploadDisk

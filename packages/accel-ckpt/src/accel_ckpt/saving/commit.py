@@ -29,7 +29,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.saving.leftovers import (
     TemporaryFolder,
     clean_leftovers,

@@ -26,7 +26,7 @@ from accel_ckpt.format.index import (
     is_weight_file,
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import (
     PlannedTensor,

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from accel_ckpt.coordination import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.commit import Transaction
 from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan, Tree

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import default_coordinator
 from accel_ckpt.errors import CheckpointSaveError
-from accel_ckpt.location import RemotePath, location
+from accel_ckpt.locations import RemotePath, location
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.process import PartialState
 
