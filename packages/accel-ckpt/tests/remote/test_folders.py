@@ -33,6 +33,13 @@ def test_of_a_dead_process(bucket, tmp_path):
     leave(tmp_path, "checkpoint_3", "0123456789ab")
     with pytest.warns(UserWarning, match=f"a save that did not finish left objects in {bucket}/checkpoint_3"):
         save(bucket)
+    assert {name.partition("/")[0] for name in objects(tmp_path)} == {"checkpoint_9", ".accel-saving"}
+    late = tmp_path / "bucket/checkpoint_3/files-0123456789ab/state.json"
+    late.parent.mkdir(parents=True)
+    late.touch()  # by a request of the dead process that was still on its way
+    with pytest.warns(UserWarning, match="a save that did not finish"):
+        save(bucket)
+    save(bucket)
     assert {name.partition("/")[0] for name in objects(tmp_path)} == {"checkpoint_9"}
 
 
@@ -62,6 +69,13 @@ def test_of_another_machine_a_day_ago(bucket, tmp_path):
     )
     with pytest.warns(UserWarning, match="a save that did not finish"):
         save(bucket)
+    assert {name.partition("/")[0] for name in objects(tmp_path)} == {"checkpoint_9", ".accel-saving"}
+    late = tmp_path / "bucket/checkpoint_3/files-0123456789ab/state.json"
+    late.parent.mkdir(parents=True)
+    late.touch()  # by a request of the dead process that was still on its way
+    with pytest.warns(UserWarning, match="a save that did not finish"):
+        save(bucket)
+    save(bucket)
     assert {name.partition("/")[0] for name in objects(tmp_path)} == {"checkpoint_9"}
 
 

@@ -184,6 +184,7 @@ def test_death_at_every_request(bucket, tmp_path, replaced):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "a save that did not finish left objects")
             save_training_state(f"{bucket}/checkpoint_7", **content(7))
+            save_training_state(f"{bucket}/checkpoint_7", **content(7))  # which looks again
         listed = {"checkpoint_7", *found}
         assert {path.name for path in complete_checkpoints(bucket)} == listed
         expected = sorted(

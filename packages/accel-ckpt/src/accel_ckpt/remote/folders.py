@@ -8,7 +8,7 @@ run/.accel-saving/checkpoint_3.<token>.json  a *mark*: a save or a removal is un
 ```
 
 A mark is written before anything else and removed after everything else, so whatever a dead process left is found by
-reading the marks, without looking through all checkpoints.
+reading the marks, without looking through all checkpoints. A later save removes it, and the mark once there is nothing.
 """
 
 from __future__ import annotations
@@ -236,7 +236,14 @@ def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:
 
     doomed = [name for name in store.sizes() if is_left(name)]
     store.delete(doomed)
-    return doomed + store.abandon_uploads("files-", is_left)
+
+    def is_dead(
+        name: str,
+    ) -> bool:  # the files that a manifest lists are complete, so no upload belongs to them
+        match = _FILES.fullmatch(name)
+        return match is not None and match[2] not in alive
+
+    return doomed + store.abandon_uploads("files-", is_dead)
 
 
 def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
@@ -264,15 +271,16 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
     for about in sorted({marks[name]["name"] for name in dead}):
         target = base / about if about else base
         try:
-            if remove_unlisted(target, alive):
-                warnings.warn(
-                    f"a save that did not finish left objects in {target}; they are removed", stacklevel=2
-                )
+            if not remove_unlisted(target, alive):
+                store.delete(name for name in dead if marks[name]["name"] == about)
+                continue
+            # The marks stay for another look: a request of the dead process may still be on its way.
+            warnings.warn(
+                f"a save that did not finish left objects in {target}; they are removed", stacklevel=2
+            )
             cleaned.append(target)
         except CorruptCheckpointError as error:
             warnings.warn(f"what a dead save left in {target} stays: {error}", stacklevel=2)
-            dead -= {name for name in dead if marks[name]["name"] == about}
-    store.delete(dead)
     return cleaned
 
 

@@ -93,7 +93,7 @@ class Store:
         except CheckpointNotFoundError:
             return {}
         start = len(self.base) + 1
-        return {path[start:]: size for path, size in found.items()}
+        return {path[start:]: size for path, size in found.items() if path[start:]}
 
     def below(self, path: str) -> Iterator[tuple[str, int]]:
         """Paths and sizes of all objects below one. Not by ``find``, which leaves out what cannot be listed."""
