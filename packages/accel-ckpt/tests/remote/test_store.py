@@ -6,7 +6,7 @@ import pytest
 
 from accel_ckpt import ObjectStorageError, complete_checkpoints, open_training_state, save_training_state
 from accel_ckpt.locations import location
-from accel_ckpt.remote.store import open_store
+from accel_ckpt.remote.stores import open_store
 from accel_state.errors import MissingDependencyError
 from testkit.object_storage import Objects
 

@@ -27,7 +27,8 @@ from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptC
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.locations import RemotePath
-from accel_ckpt.remote.store import Store, in_parallel, open_store
+from accel_ckpt.remote.store import Store, in_parallel
+from accel_ckpt.remote.stores import open_store
 from accel_ckpt.saving.writer import BLOCK_HASHED
 from accel_state.host.process_identity import has_ended, process_identity
 

@@ -24,7 +24,8 @@ from accel_ckpt.loading.saved_tensors import FileChecks
 from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.folders import check_sizes, open_manifest
 from accel_ckpt.remote.scratch import Scratch
-from accel_ckpt.remote.store import PART, Store, in_parallel, open_store
+from accel_ckpt.remote.store import PART, Store, in_parallel
+from accel_ckpt.remote.stores import open_store
 from accel_ckpt.saving.writer import BLOCK_HASHED, FileRecord
 
 __all__ = ["Mirror", "RemoteFiles", "open_remote"]

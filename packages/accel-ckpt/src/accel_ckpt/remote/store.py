@@ -10,14 +10,13 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
 from accel_ckpt.locations import RemotePath
 from accel_state.errors import MissingDependencyError
 
-__all__ = ["PARALLEL", "PART", "Store", "Upload", "open_store"]
+__all__ = ["PARALLEL", "PART", "Store", "Upload", "in_parallel"]
 
 logger = logging.getLogger(__name__)
 
@@ -231,20 +230,6 @@ class _StreamUpload:
         except Exception as error:
             logger.info("closing the abandoned %s: %r", self._store.uri(self._name), error)
         self._store.delete([self._name])
-
-
-def open_store(root: Path) -> Store:
-    """The objects below a URI.
-
-    Raises:
-        MissingDependencyError: the file system of the URI is not installed.
-    """
-    assert isinstance(root, RemotePath), "local paths have no store"
-    if root.scheme in ("s3", "s3a"):
-        from accel_ckpt.remote.s3 import S3Store
-
-        return S3Store(root)
-    return Store(root)
 
 
 def in_parallel(call: Callable[[Any], T], items: list[Any]) -> Iterator[T]:

@@ -33,7 +33,7 @@ from accel_ckpt.remote.folders import (
     remove_unlisted,
 )
 from accel_ckpt.remote.scratch import Scratch
-from accel_ckpt.remote.store import open_store
+from accel_ckpt.remote.stores import open_store
 from accel_ckpt.remote.uploads import UploadDisk
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.writer import FileRecord, FileWriter

@@ -12,7 +12,8 @@ from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import parse_json
 from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.mirror import Mirror, open_remote
-from accel_ckpt.remote.store import Store, open_store
+from accel_ckpt.remote.store import Store
+from accel_ckpt.remote.stores import open_store
 from accel_ckpt.remote.uploads import UploadDisk
 from accel_ckpt.saving.writer import FileRecord
 
