@@ -224,6 +224,7 @@ def test_names_that_leave_the_folder(saved, name, tmp_path):
         lambda m: m["files"]["state.json"].update(xxh3=None),
         lambda m: m["blocks"]["xxh3"].update({"state.json": "0" * 64}),
         lambda m: m.update(blocks=[]),
+        lambda m: m["files"].update({"state.json/x": {"size": 0, "xxh3": "0" * 16}}),
         lambda m: m["files"].update({"huge": {"size": 1 << 60, "xxh3": "0" * 16}}),
     ],
 )
@@ -234,11 +235,26 @@ def test_manifests_that_nobody_wrote(saved, change):
         open_training_state(place)
 
 
+def test_no_room_for_what_is_read(saved, monkeypatch):
+    place, _ = saved
+    checkpoint = open_training_state(place)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        ObjectStorageError, match=r"cannot be kept in .*No space left.*let TMPDIR be a folder"
+    ):
+        _ = checkpoint.models[0]
+
+
 def test_newer_manifests(saved):
     place, _ = saved
     rewrite(place, lambda m: m.update(version=99))
     with pytest.raises(CheckpointVersionError, match=f"{place}/manifest.json is of format version 99"):
         open_training_state(place)
+    assert complete_checkpoints(place.rpartition("/")[0], "c") == []
 
 
 def test_optimizers(bucket):

@@ -23,7 +23,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectStorageError,
+)
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.locations import RemotePath
@@ -162,7 +167,9 @@ def _is_complete(directory: RemotePath) -> bool:
     store = open_store(directory)
     try:
         check_sizes(store, read_manifest(store))
-    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+    except ObjectStorageError:
+        raise  # nothing is known then
+    except CheckpointError as error:
         logger.info("%s is not a complete checkpoint: %s", directory, error)
         return False
     return True

@@ -15,7 +15,12 @@ from typing import NamedTuple
 
 import xxhash
 
-from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    ObjectStorageError,
+)
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import check_digest, file_digest
@@ -70,9 +75,14 @@ class Mirror:
         self._there: dict[str, set[int]] = {name: set() for name in files}
         self._lock = threading.Lock()
         for one in self._objects.values():
-            one.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(one.path, "xb") as file:
-                file.truncate(one.record.size)
+            try:
+                one.path.parent.mkdir(parents=True, exist_ok=True)
+                with open(one.path, "xb") as file:
+                    file.truncate(one.record.size)
+            except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:
+                raise CorruptCheckpointError(
+                    f"{store.uri()} has names of files that are folders of others: {error}"
+                ) from error
 
     def add(self, name: str, content: bytes) -> Path:
         """Put a file beside them that is no object of theirs."""
@@ -149,6 +159,11 @@ class Mirror:
             while view:
                 count = os.pwrite(descriptor, view, at)
                 view, at = view[count:], at + count
+        except OSError as error:
+            raise ObjectStorageError(
+                f"{self._store.uri(self._prefix + request.name)} cannot be kept in {self.folder}: {error}; let TMPDIR "
+                "be a folder with room for what is read"
+            ) from error
         finally:
             os.close(descriptor)
         return request
