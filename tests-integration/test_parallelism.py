@@ -155,7 +155,6 @@ FULL = [
     Case({"dp_replicate": 2, "sp": 2}, accumulation=2),
     Case({"dp_shard": 2, "tp": 2}, accumulation=2, items=True),
     Case({"dp_shard": 2, "sp": 2}, items=True),
-    Case({"cp": 2, "sp": 2}),
     Case({"cp": 2, "sp": 2}, fsdp={}, communication="alltoall", items=True),
     Case({"cp": 2, "tp": 2}),
     Case({"sp": 2, "tp": 2}, items=True),
@@ -174,6 +173,10 @@ def test_training_equals_one_process(case):
     found = check(case)
     sharded = case.fsdp is not None or "dp_shard" in case.degrees
     assert {name for name, *_ in found} == {"fsdp2" if sharded else "tp" if "tp" in case.degrees else "ddp"}
+
+
+def test_t41_context_and_sequence_parallelism_go_together_and_need_no_engine():
+    assert {name for name, *_ in check(Case({"cp": 2, "sp": 2}))} == {"ddp"}
 
 
 def test_ranks_of_one_sequence_read_its_parts_and_those_of_a_tensor_read_alike():

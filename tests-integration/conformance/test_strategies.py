@@ -141,7 +141,7 @@ def check(case: Case, records: list[Record], expected: Record) -> None:
 @cells
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_training(name, ranks, accumulation, record_property):
-    record_property("shown", "/".join(precisions_of(name)))
+    record_property("shown", " ".join(sorted(precisions_of(name))))
     for precision in precisions_of(name):
         case = Case(name, precision, accumulation)
         check(case, *run(case, ranks))
@@ -173,6 +173,21 @@ def test_items(name, ranks, accumulation, record_property):
 @smallest
 def test_clip_norm(name, ranks):
     case = Case(name, accumulation=2, clip_norm=0.3)
+    records, expected = run(case, ranks)
+    assert max(expected.norms) > 0.3, "something is clipped"
+    check(case, records, expected)
+
+
+@smallest
+def test_t34_clipping_of_several_optimizers(name, ranks, record_property):
+    """Gradients are unscaled once for each optimizer and step, and clipped by the norm of all of them."""
+    precision = "fp16" if "fp16" in precisions_of(name) else "no"
+    case = Case(name, precision, accumulation=2, clip_norm=0.3, optimizers=2)
+    if MEMBERS[name].capabilities.prepares_together:
+        record_property("shown", REFUSED)
+        with pytest.raises(worlds.RankError, match=r"PrepareError.*two optimizers"):
+            worlds.run(train, ranks, case)
+        return
     records, expected = run(case, ranks)
     assert max(expected.norms) > 0.3, "something is clipped"
     check(case, records, expected)
@@ -377,17 +392,23 @@ def test_a_window_of_one_engine_is_refused_by_another(tmp_path, name, ranks):
 
 
 def continued(case: Case, folder: str, ranks: int) -> list[Record]:
-    return worlds.run(load_and_train, ranks, case, folder)
+    return worlds.run(load_and_train, ranks, case, folder, follow=True)
 
 
 @cells
 def test_mobility(tmp_path, name, ranks):
-    """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have."""
+    """What a strategy saves, every other one loads on any number of ranks, and trains on as it would have.
+
+    The weights after a next step, which has the same samples everywhere, are those of the run that was saved, so the
+    optimizer's state is too.
+    """
     case = Case(
         name, samples=48, epochs=1, single=any(MEMBERS[other].name in FLOAT32_ONLY for other, _ in REGISTERED)
     )
     folder = str(tmp_path / "state")
-    saved = worlds.run(train_and_save, ranks, case, folder, samples=16)[0].weights[-1]
+    before = worlds.run(train_and_save, ranks, case, folder, samples=16, follow=True)[0]
+    saved, bound = before.weights[-1], bound_of(case)
+    assert not torch.equal(saved["head.weight"], before.following["head.weight"])
     reference: set[int] = set()
     for other, others in REGISTERED:
         if others == 4 and ranks == 4 and other != name:
@@ -396,6 +417,7 @@ def test_mobility(tmp_path, name, ranks):
         records = continued(target, folder, others)
         for record in records:
             torch.testing.assert_close(record.weights[0], saved, rtol=0, atol=0)
+            torch.testing.assert_close(record.following, before.following, rtol=bound, atol=bound)
             torch.testing.assert_close(record.weights[-1], records[0].weights[-1], rtol=0, atol=0)
         read = {
             sample for record in records for window in record.windows for micro in window for sample in micro

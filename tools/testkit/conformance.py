@@ -83,6 +83,7 @@ class Case:
     frozen: bool = False
     evaluate: bool = False
     optimizer: str = "AdamW"
+    optimizers: int = 1  # among which the parameters are divided
     scale: float = 256.0  # that fp16 begins with
     samples: int | None = None  # instead of `rounds` for every rank
     single: bool = False  # float32 although float64 would do
@@ -108,6 +109,9 @@ class Record:
     weights: list[dict[str, Tensor]] = field(default_factory=list)  # after each step, whole
     norms: list[float] = field(default_factory=list)  # that clipping returned
     masks: list[Tensor] = field(default_factory=list)  # what dropout kept of ones
+    following: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # weights after a step that follows a save or a load
 
 
 class Samples(Dataset[Any]):
@@ -178,7 +182,16 @@ def _divide(model: Net) -> None:
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     """Of the trained parameters."""
+    return _optimizer(case, [parameter for parameter in model.parameters() if parameter.requires_grad])
+
+
+def make_optimizers(case: Case, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Several, each of a part of the trained parameters; together they compute what one computes."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [_optimizer(case, trained[number :: case.optimizers]) for number in range(case.optimizers)]
+
+
+def _optimizer(case: Case, trained: list[nn.Parameter]) -> torch.optim.Optimizer:
     if case.optimizer == "SGD":
         return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     # A large epsilon keeps Adam from turning roundings of tiny gradients into whole steps.
@@ -256,11 +269,11 @@ def train(case: Case) -> Record:
     batch = accelerator.strategy.batch
     record = Record((batch.index, batch.size))
     model = make_model(case)
-    optimizer = make_optimizer(case, model)
+    optimizers = make_optimizers(case, model)
     data = Samples(case.rounds * case.batch * batch.size, case.dtype)
     loader = DataLoader(data, batch_size=case.batch, shuffle=case.shuffle)
     other = DataLoader(Samples(6, case.dtype), batch_size=2)
-    model, optimizer, loader, other = accelerator.prepare(model, optimizer, loader, other)
+    model, loader, other, *optimizers = accelerator.prepare(model, loader, other, *optimizers)
     torch.manual_seed(3)
     for _ in range(case.epochs):
         window: list[list[int]] = []
@@ -274,8 +287,10 @@ def train(case: Case) -> Record:
                     record.norms.append(norm.item())
                 if accelerator.sync_gradients and case.clip_value is not None:
                     accelerator.clip_grad_value_(model.parameters(), case.clip_value)
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
             if accelerator.sync_gradients:
                 record.windows.append(window)
                 record.weights.append(cloned(accelerator.get_state_dict(model)))
@@ -404,7 +419,9 @@ def unwrapped(case: Case) -> tuple[bool, list[str], list[str]]:
     return accelerator.unwrap_model(prepared) is model, names, list(accelerator.get_state_dict(prepared))
 
 
-def train_and_save(case: Case, folder: str, stop: int | None = None, samples: int | None = None) -> Record:
+def train_and_save(
+    case: Case, folder: str, stop: int | None = None, samples: int | None = None, follow: bool = False
+) -> Record:
     """Train, save in the last epoch, and end there; without a place to stop train to the end.
 
     Args:
@@ -412,16 +429,19 @@ def train_and_save(case: Case, folder: str, stop: int | None = None, samples: in
         folder: where the state goes.
         stop: save after so many micro-batches of the epoch,
         samples: or after so many samples of all ranks.
+        follow: note the weights after a step that does not depend on the number of ranks.
     """
-    return _resumable(case, folder, stop, load=False, samples=samples)
+    return _resumable(case, folder, stop, load=False, samples=samples, follow=follow)
 
 
-def load_and_train(case: Case, folder: str) -> Record:
+def load_and_train(case: Case, folder: str, follow: bool = False) -> Record:
     """Continue from what `train_and_save` saved."""
-    return _resumable(case, folder, None, load=True)
+    return _resumable(case, folder, None, load=True, follow=follow)
 
 
-def _resumable(case: Case, folder: str, stop: int | None, load: bool, samples: int | None = None) -> Record:
+def _resumable(
+    case: Case, folder: str, stop: int | None, load: bool, samples: int | None = None, follow: bool = False
+) -> Record:
     from accel_train import DataLoaderConfiguration
 
     accelerator = make_accelerator(
@@ -443,6 +463,8 @@ def _resumable(case: Case, folder: str, stop: int | None, load: bool, samples: i
         accelerator.load_state(folder)
         begin = loader.iteration
         record.weights.append(cloned(accelerator.get_state_dict(model)))
+        if follow:
+            record.following = _follow(case, accelerator, model, optimizer)
     for epoch in range(begin, case.epochs):
         for number, row in enumerate(loader):
             with accelerator.accumulate(model):
@@ -454,8 +476,19 @@ def _resumable(case: Case, folder: str, stop: int | None, load: bool, samples: i
                 record.weights.append(cloned(accelerator.get_state_dict(model)))
             if stop is not None and epoch == case.epochs - 1 and number + 1 == stop:
                 accelerator.save_state(folder)
+                if follow:
+                    record.following = _follow(case, accelerator, model, optimizer)
                 return record
     return record
+
+
+def _follow(case: Case, accelerator: Any, model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Weights after a step on samples that every rank reads, so that it is the same on any number of ranks."""
+    row = next(iter(DataLoader(Samples(8, case.dtype), batch_size=8)))
+    micro_batch(case, accelerator, model, [part.to(accelerator.device) for part in row], Record())
+    optimizer.step()
+    optimizer.zero_grad()
+    return cloned(accelerator.get_state_dict(model))
 
 
 def save_whole_model(case: Case, folder: str) -> dict[str, Tensor]:

@@ -42,3 +42,7 @@ def test_every_topic_has_a_page_of_its_own_flags(topic):
 def test_an_unknown_topic_names_the_near_ones():
     with pytest.raises(ConfigError, match="there is no help about fdsp; did you mean fsdp"):
         launch_help("fdsp")
+
+
+def test_the_first_screen_fits_a_terminal_of_80_columns():
+    assert max(map(len, launch_help(width=80, colors=PLAIN).splitlines())) <= 80

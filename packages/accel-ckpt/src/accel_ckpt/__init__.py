@@ -42,6 +42,7 @@ __getattr__, __dir__, __all__ = attach(
         ],
         "accel_ckpt.loading.load_model": [
             "LoadReport",
+            "check_checkpoint_fits",
             "load_checkpoint_in_model",
             "load_state_dict",
         ],

@@ -36,6 +36,7 @@ from accel_ckpt.format.reader import TensorEntry as TensorEntry
 from accel_ckpt.format.reader import read_header as read_header
 from accel_ckpt.hub import push_to_hub as push_to_hub
 from accel_ckpt.loading.load_model import LoadReport as LoadReport
+from accel_ckpt.loading.load_model import check_checkpoint_fits as check_checkpoint_fits
 from accel_ckpt.loading.load_model import load_checkpoint_in_model as load_checkpoint_in_model
 from accel_ckpt.loading.load_model import load_state_dict as load_state_dict
 from accel_ckpt.loading.load_module import check_weights as check_weights

@@ -17,6 +17,7 @@ from accel_ckpt import (
     StateMismatchError,
     UninitializedTensorError,
     UnsafeCheckpointError,
+    check_checkpoint_fits,
     complete_checkpoints,
     load,
     load_checkpoint_in_model,
@@ -618,3 +619,18 @@ def test_a_model_that_is_none(tmp_path):
     save_model(Net(), tmp_path)
     with pytest.raises(TypeError, match=r"the model is the text 'Net'; .*give a torch\.nn\.Module"):
         load_checkpoint_in_model("Net", tmp_path)
+
+
+def test_what_would_be_refused_is_known_before_anything_is_loaded(tmp_path):
+    save_model(Net(), tmp_path)
+    for make in (Net, lambda: on_meta(Net)):
+        model = make()
+        before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        check_checkpoint_fits(model, tmp_path)
+        assert {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()} == before
+    more = Net()
+    more.extra = nn.Linear(2, 2)
+    with pytest.raises(StateMismatchError, match=r"not in the checkpoint: extra\.weight, extra\.bias"):
+        check_checkpoint_fits(more, tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match="none"):
+        check_checkpoint_fits(Net(), tmp_path / "none")

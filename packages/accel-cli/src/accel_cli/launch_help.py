@@ -24,9 +24,9 @@ In flags, dashes and underscores are equivalent. A flag takes precedence over it
 precedence over the configuration file.
 """
 _EXAMPLES = """\
-  accel launch train.py                                 all accelerators of this machine, or its CPU
-  accel launch --num_processes 4 train.py --lr 0.1      four processes
-  accel launch --cpu --num_processes 2 train.py         two processes on the CPU
+  accel launch train.py                             all accelerators, or the CPU
+  accel launch --num_processes 4 train.py --lr 0.1  four processes
+  accel launch --cpu --num_processes 2 train.py     two processes on the CPU
   accel launch --use_fsdp --mixed_precision bf16 -m project.train
 """
 

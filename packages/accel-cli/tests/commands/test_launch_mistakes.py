@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def place(tmp_path, monkeypatch):
         ("--use_fsdp --use_deepspeed train.py", ["--use_fsdp and --use_deepspeed exclude each other"]),
         ("--num_machines 2 --machine_rank 2 --num_processes 2 train.py", ["--machine_rank 2 is out of range"]),
         ("--config_file rank.yaml train.py", ["machine_rank: 5 in rank.yaml, line 2 is out of range"]),
+        ("--ipex train.py", ["flag --ipex does not exist: IPEX is part of PyTorch now; leave it out"]),
+        ("--tpu_cluster train.py", ["--tpu_cluster is for TPUs", "leave --tpu_cluster out"]),
         ("--gpu_ids 0,1 train.py", ["--gpu_ids 0,1 names accelerator 0", "pass --cpu"]),
         ("--num_proceses 2 train.py", ["flag --num_proceses does not exist; did you mean --num_processes?"]),
         ("--config_file typo.yaml train.py", ["typo.yaml, line 2", "did you mean fsdp_config.fsdp_offload_params"]),
@@ -85,6 +88,29 @@ def test_each_mistake_is_one_error_with_code_2(words, messages, capsys, place):
     for message in messages:
         assert message in error
     assert not (place / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tpu", "--tpu needs torch_xla, which is not installed; pip install 'torch_xla[tpu]"),
+        ("--use_deepspeed", "--use_deepspeed needs DeepSpeed, which is not installed; pip install deepspeed"),
+        (
+            "--mixed_precision fp8 --fp8_backend te",
+            "--mixed_precision fp8 needs transformer-engine, which is not",
+        ),
+    ],
+)
+def test_a_package_that_is_not_installed_ends_the_launch(words, message, capsys, place, monkeypatch):
+    for name in ("torch_xla", "deepspeed"):
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setattr("accel_state.host.available.is_transformer_engine_available", lambda: False)
+    assert main(["launch", *words.split(), "train.py"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"accel launch: error: {message}")
+    assert not (place / "started").exists()
+    # Another machine may have it: a dry run only says so. A program has an interpreter of its own.
+    assert main(["launch", *words.split(), "--dry_run", "train.py"]) == 0
+    assert main(["launch", *words.split(), "--dry_run", "--no_python", "true"]) == 0
 
 
 def test_a_file_for_a_bigger_machine_says_where_the_number_is(capsys, monkeypatch):

@@ -177,3 +177,18 @@ def test_secrets_are_not_shown():
     from accel_state.config import SageMakerConfig
 
     assert "geheim" not in repr(SageMakerConfig(aws_secret_access_key="geheim"))
+
+
+@pytest.mark.parametrize(
+    ("flag", "instead"),
+    [
+        ("--ipex", "IPEX is part of PyTorch now"),
+        ("--mpirun-ccl=1", "CCL_WORKER_COUNT"),
+        ("--use_xpu", "PyTorch finds the device"),
+        ("--fp16", "--mixed_precision fp16"),
+        ("--rdzv-endpoint=a:1", "--main_process_ip and --main_process_port"),
+    ],
+)
+def test_flags_of_other_launchers_are_answered_with_ours(flag, instead):
+    with pytest.raises(UnknownKeyError, match=f"flag {flag.partition('=')[0]} does not exist: .*{instead}"):
+        parse_flags([flag, "x.py"])

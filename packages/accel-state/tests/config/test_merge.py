@@ -158,3 +158,23 @@ def test_contradictions_in_the_environment_name_the_variables():
     environ = {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "1"}
     with pytest.raises(ConfigError, match="ACCELERATE_USE_DEEPSPEED and ACCELERATE_USE_FSDP are both on"):
         merged(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "total"),
+    [
+        ("--nproc_per_node 4", 4),
+        ("--nnodes 2 --nproc-per-node 4", 8),
+        ("--nproc_per_node 2 --nnodes 1:3", 6),
+        ("--num_machines 2 --num_processes 4", 4),
+        ("--nproc_per_node 3 --num_machines 2 --num_processes 4", 4),
+    ],
+)
+def test_a_flag_of_torchrun_counts_the_processes_of_each_machine(flags, total):
+    assert merged(flags).config.num_processes == total
+
+
+def test_processes_of_each_machine_are_described_as_typed(write):
+    resolved = merged("--nproc_per_node 2", file=write("num_machines: 3\n"))
+    assert resolved.config.num_processes == 6
+    assert resolved.describe("num_processes") == "--nproc_per_node 2"

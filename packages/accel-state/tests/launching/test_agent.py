@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -28,12 +31,66 @@ def test_a_machine_that_does_not_answer_is_named(place):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "place",
+    [
+        "--master-addr=127.0.0.1 --master-port={} --nnodes=2 --node-rank=1",
+        "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{} --rdzv-id=x --nnodes=2",
+    ],
+)
+def test_another_program_at_the_port_is_named(place):
+    with socket.socket() as other:  # takes connections, and never answers
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        done = agent("--connect-timeout=5", words=place.format(port).split())
+    assert done.returncode == 1
+    assert f"something listens at 127.0.0.1:{port}, but it does not answer as a launcher" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_name_without_an_address_is_named():
     place = "--master-addr=no.such.host.invalid --master-port=1 --nnodes=2 --node-rank=1"
     done = agent("--connect-timeout=1", words=place.split())
     assert done.returncode == 1
     assert "no.such.host.invalid" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals of POSIX systems")
+@pytest.mark.parametrize(
+    ("number", "place"),
+    [
+        (signal.SIGINT, "--master-addr=127.0.0.1 --master-port={} --nnodes=2 --node-rank=0"),
+        (signal.SIGTERM, "--rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{} --rdzv-id=x --nnodes=2"),
+    ],
+)
+def test_a_signal_ends_it_while_it_waits_for_other_machines(number, place, tmp_path):
+    with reserve_port() as port:
+        pass
+    words = ["--connect-timeout=100", "--", *place.format(port).split(), "script.py"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "accel_state.launching.agent", *words],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+    )
+    until = time.monotonic() + 60
+    while not listens(port):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert [folder.name[:12] for folder in tmp_path.iterdir()] == ["accel-agent-"]
+    process.send_signal(number)
+    assert process.communicate(timeout=20) == (None, "")
+    assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.full

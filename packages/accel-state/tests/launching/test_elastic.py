@@ -82,7 +82,7 @@ def test_newer_options_of_torchrun_reach_the_agent():
              "--shutdown_timeout", "9")  # fmt: skip
     words = [word for word in ELASTIC if word != "--cpu"]
     argv = planned(*words, *flags, host=gpus).processes[0].argv
-    wanted = {"--numa-binding=socket", "--virtual-local-rank", "--signals-to-handle=SIGTERM,SIGUSR2"}
+    wanted = {"--numa-binding=socket", "--virtual-local-rank", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"}
     assert wanted | {"--shutdown-timeout=9"} <= {*argv}
     with pytest.raises(ConfigError, match="--numa_binding socket on several machines"):
         planned(*ELASTIC, "--numa_binding", "socket")

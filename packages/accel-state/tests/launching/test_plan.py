@@ -114,9 +114,10 @@ def test_gpu_ids_are_checked(ids, message):
         planned(f"--gpu_ids={ids}", host=gpus(2))
 
 
-def test_gpu_ids_on_a_machine_without_any_names_the_cpu():
+@pytest.mark.parametrize("ids", ["0", "GPU-5d5b"])
+def test_gpu_ids_on_a_machine_without_any_names_the_cpu(ids):
     with pytest.raises(DeviceError, match="no accelerator was found on this machine; pass --cpu"):
-        planned("--gpu_ids", "0")
+        planned("--gpu_ids", ids)
 
 
 def test_gpu_ids_choose_devices_and_number_of_processes():
@@ -154,6 +155,14 @@ def test_who_restarts_preempted_ranks():
         assert policy_of(configured(*flags)).restart_preempted is restarted
         assert policy_of(configured(*flags), agent=True).restart_preempted is False
         assert policy_of(configured(*flags)).resumable is ("--resume" in flags)
+
+
+def test_an_agent_has_longer_after_ctrl_c_because_it_waits_for_its_ranks():
+    assert (policy_of(configured()).interrupt_grace, policy_of(configured(), agent=True).interrupt_grace) == (
+        5,
+        10,
+    )
+    assert policy_of(configured("--grace_period", "3"), agent=True).interrupt_grace == 3
 
 
 def test_threads_are_shared_between_processes_of_a_machine():

@@ -13,13 +13,21 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="signals of POSIX sys
 
 
 def test_signals_arrive_in_order_and_handlers_are_restored():
-    before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)]
-    with receive_signals() as signals:
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert signals.get(1.0) == signal.SIGUSR1
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.get(1.0) == signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM)] == before
+    inherited = signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell starts its background jobs without it
+    try:
+        before = [signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGQUIT, signal.SIGTERM)]
+        with receive_signals() as signals:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert signals.get(1.0) == signal.SIGUSR1
+            os.kill(os.getpid(), signal.SIGQUIT)
+            assert signals.get(1.0) == signal.SIGQUIT
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert signals.get(1.0) == signal.SIGTERM
+        assert [
+            signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGQUIT, signal.SIGTERM)
+        ] == before
+    finally:
+        signal.signal(signal.SIGQUIT, inherited)
 
 
 def test_the_end_of_a_child_is_an_event():

@@ -44,6 +44,15 @@ def test_processes_per_machine_are_multiplied():
     assert around(TRAINER).resolved.local().num_processes == 8
 
 
+def test_processes_of_one_machine_that_a_flag_of_torchrun_gives_are_multiplied():
+    assert around(SLURM, "--nproc_per_node", "3").resolved.local().num_processes == 6
+    assert around(TRAINER, "--nproc_per_node", "4").resolved.local().num_processes == 8
+    with pytest.raises(ConfigError, match="PET_NPROC_PER_NODE=4"):
+        around(TRAINER, "--nproc_per_node", "3")
+    with pytest.raises(ConfigError, match="SLURM_NNODES=2"):
+        around(SLURM, "--nproc_per_node", "3", "--nnodes", "3")
+
+
 def test_a_process_alone_on_its_machine_becomes_the_script():
     assert around(SLURM, "--cpu").joins
     assert not around(SLURM, "--cpu", "--max_restarts", "1").joins

@@ -42,7 +42,11 @@ def test_other_texts_are_not_changed():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ('Traceback (most recent call last):\n  File "x"\nValueError: a\nb', "b"),
+        (
+            'Traceback (most recent call last):\n  File "x", line 1\n    f()\nValueError: a\nb',
+            "ValueError: a",
+        ),
+        ("Segmentation fault\n  in a library\nAborted", "Aborted"),
         (
             "Traceback (most recent call last):\nRuntimeError: closed by peer. GLHF! x",
             "RuntimeError: closed by peer",
@@ -52,6 +56,17 @@ def test_other_texts_are_not_changed():
 )
 def test_the_last_line(text, line):
     assert last_line(text) == line
+
+
+def test_a_rank_that_waited_is_known_by_the_first_line_of_its_error():
+    script = (
+        "from accel_state.errors import CollectiveMismatchError\n"
+        "try:\n    1 / 0\n"
+        "except ZeroDivisionError:\n    raise CollectiveMismatchError('rank 1 is gone\\n  0: here\\nCall it.')"
+    )
+    line = last_line(of(script))
+    assert line == "accel_state.errors.CollectiveMismatchError: rank 1 is gone"
+    assert summarize([("rank 0", line)]) == ["rank 0 waited for it, and ended because it was gone"]
 
 
 def test_ends_of_other_ranks_take_a_line_for_each_way():

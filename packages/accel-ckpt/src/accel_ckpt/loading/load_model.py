@@ -37,6 +37,7 @@ __all__ = [
     "Request",
     "Step",
     "assign",
+    "check_checkpoint_fits",
     "converted",
     "load_checkpoint_in_model",
     "load_state_dict",
@@ -235,6 +236,26 @@ def load_checkpoint_in_model(
         )
     placer = Placer(device, dtype, keep_in_fp32_modules or ())
     return load_weights(model, request, placer)
+
+
+def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) -> None:
+    """Check that `load_checkpoint_in_model` finds a checkpoint and the names and shapes of a model in it.
+
+    Reads headers only and changes nothing, so that a model can be checked before it is divided among ranks, and all of
+    them can agree. Values, as those of tied names, are compared when they are loaded.
+
+    Args:
+        model: any, on the meta device too.
+        checkpoint: as `load_checkpoint_in_model` takes it.
+
+    Raises:
+        StateMismatchError: a name of the model is missing, or has another shape or kind of dtype.
+        CheckpointNotFoundError: there is no such file or folder.
+        CorruptCheckpointError: a file is truncated, or its header does not describe it.
+        UnsafeCheckpointError: a name in the index leaves the folder.
+    """
+    plan = _compare(open_weights(checkpoint), _tensors_of(model), Placer(None, None, ()))
+    _judge(plan.report, model, checkpoint, strict=None)
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:

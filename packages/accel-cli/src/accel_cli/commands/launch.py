@@ -16,7 +16,7 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Resolved, resolve
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
-from accel_state.launching.engines import check_available, unused_options
+from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
@@ -85,6 +85,9 @@ def main(arguments: Sequence[str]) -> int:
     resolved = surroundings.resolved
     config = resolved.local()
     target = target_of(config, flags)
+    runs_here = config.submit is None and not config.tpu.tpu_use_cluster
+    if runs_here and not config.dry_run and target.kind != "program":
+        check_installed(resolved)
     if config.use_tpu:
         from accel_cli.tpu_launch import launch_on_pod, on_tpu
 

@@ -11,11 +11,30 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
 from accel_state.config.option_types import Bool, BoolOrName, Float, Int, StringList
 from accel_state.config.schema import BoundOption, Schema, flatten, plain_flag, schema_of, unknown
-from accel_state.errors import ConfigError
+from accel_state.errors import ConfigError, UnknownKeyError
 
 __all__ = ["ParsedFlags", "parse_flags", "to_flags", "without_flags"]
 
 _NO = "no_"
+
+_REPLACED = {
+    "ipex": "IPEX is part of PyTorch now; leave it out",
+    "use_xpu": "PyTorch finds the device; leave it out",
+    "use_mps_device": "PyTorch finds the device; leave it out",
+    "mpirun_ccl": "oneCCL's workers are set by its own variable CCL_WORKER_COUNT; leave it out",
+    "fp16": "pass --mixed_precision fp16",
+    "bf16": "pass --mixed_precision bf16",
+    "use_tp": "pass --use_parallelism_config and --parallelism_config_tp_size",
+    "tp_size": "pass --use_parallelism_config and --parallelism_config_tp_size",
+    "standalone": "a run on one machine always chooses a free port; leave it out",
+    "rdzv_endpoint": "pass --main_process_ip and --main_process_port",
+    "redirects": "pass --log_dir, and --tee for the streams of each rank",
+    "local_ranks_filter": "lines have the rank before them, and --log_dir writes a file per rank",
+    "use_env": "ranks always get their environment variables; leave it out",
+    "num_gpus": "pass --num_processes, the number over all machines",
+    "hostfile": "pass --deepspeed_hostfile with --use_deepspeed, or --mpirun_hostfile",
+}
+"""Flags that Accelerate had once, or that other launchers have, and what there is instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +162,8 @@ class _Reader:
             self._switch(flag, *tables.switches[name[len(_NO) :]], on=False)
         elif name.startswith(_NO) and _is_truth(tables.by_flag.get(name[len(_NO) :])) and text is None:
             self._store(flag, tables.by_flag[name[len(_NO) :]], False)
+        elif name in _REPLACED and flag.startswith("--"):
+            raise UnknownKeyError(f"flag {flag} does not exist: {_REPLACED[name]}")
         else:
             known = [*tables.by_flag, *tables.switches, *self.extra]
             shown = (f"--{item}" if not item.startswith("-") else item for item in known)

@@ -120,6 +120,11 @@ def resolve_config(
         for option in (*removed, *layer.values):
             sources[option] = _source(origin, option, merged[option], root, found, path, environ, flags)
     if root is LaunchConfig:
+        if Sources(sources).is_per_machine("num_processes"):
+            sources["num_processes"] = dataclasses.replace(
+                sources["num_processes"], text=str(merged["num_processes"])
+            )
+            merged["num_processes"] *= merged["num_machines"]
         notes += check(merged, sources)
     config = _with_launch_defaults(build(root, merged))
     origins = {option: sources[option].origin if option in sources else Origin.DEFAULT for option in merged}

@@ -13,9 +13,12 @@ from typing import Any, NamedTuple
 
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.option import Section
-from accel_state.config.schema import BoundOption, schema_of
+from accel_state.config.schema import BoundOption, plain_flag, schema_of
 
 __all__ = ["Origin", "Place", "Source", "Sources", "variable_in_use"]
+
+_PER_MACHINE = frozenset({"nproc_per_node"})
+"""torchrun's flags that count for each machine, where our option counts all machines; as ``plain_flag`` spells them."""
 
 
 class Origin(IntEnum):
@@ -52,7 +55,7 @@ class Source:
         line: line of the key in that file, if known.
         path: the option that the name sets, if it is another one (``--cpu`` also decides the distributed type).
         value: the value that it has there.
-        text: the text of a variable.
+        text: the text of a variable, or of a flag whose value counts for each machine.
     """
 
     origin: Origin = Origin.DEFAULT
@@ -96,6 +99,11 @@ class Sources:
         """The source of an option."""
         return self.by_path.get(path, Source())
 
+    def is_per_machine(self, path: str) -> bool:
+        """Whether the option was typed as a flag of torchrun that counts for each machine: ``--nproc_per_node``."""
+        source = self.of(path)
+        return source.origin is Origin.FLAG and plain_flag(source.name) in _PER_MACHINE
+
     def describe(self, path: str, value: Any) -> str:
         """An option with its value as the user wrote it.
 
@@ -116,7 +124,8 @@ class Sources:
             case Origin.ENVIRONMENT:
                 return f"{source.name}={source.text or shown} in the environment"
             case Origin.FLAG:
-                return source.name if _is_bare(bound, source.name, value) else f"{source.name} {shown}"
+                bare = _is_bare(bound, source.name, value)
+                return source.name if bare else f"{source.name} {source.text or shown}"
             case Origin.CODE:
                 return f"{source.name}={value!r}"
             case _ if bound.flags:

@@ -1,8 +1,9 @@
 """The agent of one machine: torch's elastic agent, in a process of its own.
 
-It differs from torch's in four ways: it exits with the code of the rank that failed first; it hosts the store of a c10d
+It differs from torch's in five ways: it exits with the code of the rank that failed first; it hosts the store of a c10d
 rendezvous itself, for as long as spare machines need it; a machine that does not answer is an error that names host
-and port; and a spare machine is probed before it may join, and then waits for as long as the run goes on.
+and port; a spare machine is probed before it may join, and then waits for as long as the run goes on; and a signal
+ends it at once while it waits for other machines.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import os
 import pickle
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from accel_state import environment
@@ -29,7 +35,14 @@ _NAMES = "accel/machine/{}"
 _LEFT = "accel/left"
 _AFTERWARDS = 15.0
 """Seconds that the store stays after the run, so that the other machines learn about its end."""
+_ANSWER = 30.0
+"""Seconds that the store at the address has to answer; one that runs answers in milliseconds."""
 _READ = datetime.timedelta(seconds=20)
+
+_ENDING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+"""Signals that end an agent which waits for other machines."""
 
 
 class _UnreachableError(Exception):
@@ -55,14 +68,15 @@ def main(arguments: Sequence[str]) -> int:
     known = torchrun.get_args_parser().format_help()
     words = [word for word in words if not word.startswith(_NEWER) or _NEWER.rstrip("=") in known]
     args = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
-    try:
-        if own.spares and not _healthy(args, own):
+    with _log_folder(args) as folder, _ended_by_signals(folder):
+        try:
+            if own.spares and not _healthy(args, own):
+                return 1
+            with _meeting(args, own) as meeting:
+                return _run(args, own, meeting)
+        except _UnreachableError as error:
+            sys.stderr.write(f"accel: error: {error}\n")
             return 1
-        with _meeting(args, own) as meeting, _log_folder(args):
-            return _run(args, own, meeting)
-    except _UnreachableError as error:
-        sys.stderr.write(f"accel: error: {error}\n")
-        return 1
 
 
 def _split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -106,6 +120,35 @@ class _Meeting:
         if _is_local(self.host) and not _answers(self.host, self.port):
             with contextlib.suppress(RuntimeError):  # another agent of this machine was faster
                 self.server = self._store(True)
+
+    def check_store(self) -> None:
+        """Check that what listens at the address is a store: torch's agent would wait for its answer for long.
+
+        Raises:
+            _UnreachableError: it is something else.
+        """
+        import torch.distributed as dist
+
+        reasons = [f"no answer within {_ANSWER:g} s"]
+
+        def ask() -> None:
+            try:
+                self._store(False)
+            except dist.DistNetworkError as error:
+                reasons[:] = [str(error).splitlines()[0].rstrip(".")]
+            else:
+                reasons.clear()
+
+        # torch waits without a limit for a program that takes the connection and says nothing.
+        asking = threading.Thread(target=ask, daemon=True, name="accel-agent-store")
+        asking.start()
+        asking.join(_ANSWER)
+        if reasons:
+            raise _UnreachableError(
+                f"something listens at {self.host}:{self.port}, but it does not answer as a launcher ({reasons[0]}). "
+                "It is the address of the machine with rank 0 (--main_process_ip and --main_process_port): check that "
+                "no other program has this port"
+            )
 
     def came(self) -> str:
         """How many machines came, and their names."""
@@ -165,6 +208,7 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
         meeting.host_store()
     if not (static and args.node_rank == 0) and args.rdzv_backend in ("static", "c10d"):
         _wait_for(host, port, own.connect_timeout)
+        meeting.check_store()
     if args.local_addr is None and not static:
         args.local_addr = _address_towards(host, port)
     if args.rdzv_backend == "c10d":
@@ -180,14 +224,62 @@ def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
 
 
 @contextlib.contextmanager
-def _log_folder(args: Any) -> Iterator[None]:
-    """A folder for what ranks tell the agent when they fail; torch's agent would leave its own behind."""
+def _log_folder(args: Any) -> Iterator[str | None]:
+    """A folder for what ranks tell the agent when they fail; torch's agent would leave its own behind.
+
+    Yields:
+        the folder; None: the user has given one.
+    """
     if args.log_dir is not None:
-        yield
+        yield None
         return
     with tempfile.TemporaryDirectory(prefix="accel-agent-", ignore_cleanup_errors=True) as folder:
         args.log_dir = folder
+        yield folder
+
+
+@contextlib.contextmanager
+def _ended_by_signals(folder: str | None) -> Iterator[None]:
+    """End this process at once at a signal that comes before torch's agent listens to it, and remove the folder.
+
+    Until all machines have come, the main thread waits in torch's native code, which runs no Python handler: a thread
+    of its own learns about the signal. Once ranks run, torch's agent has set handlers, and they decide.
+    """
+    if os.name != "posix":
         yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def ranks_run() -> bool:
+        return signal.getsignal(signal.SIGTERM) is not receive
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if ranks_run():  # torch's agent does not listen to this signal: end through its clean-up
+            raise SystemExit(128 + number)
+
+    def listen() -> None:
+        while numbers := os.read(heard, 1):
+            if numbers[0] in mine and not ranks_run():
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                os._exit(128 + numbers[0])
+
+    # A signal that this process inherited as ignored (nohup) stays ignored.
+    mine = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in mine}
+    previous = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    listener = threading.Thread(target=listen, daemon=True, name="accel-agent-signals")
+    listener.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous)
+        os.close(told)  # ends the thread
+        listener.join()
+        os.close(heard)
 
 
 def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:

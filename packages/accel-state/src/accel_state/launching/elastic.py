@@ -19,6 +19,14 @@ _MODULE = "accel_state.launching.agent"
 DEFAULT_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 """Signals that reach the ranks: torch's default, and SIGUSR1, which is common under Slurm."""
 
+_ALWAYS = ("SIGTERM", "SIGINT")
+"""Signals that the launcher sends to end a run: at others than those it handles the agent ends without its ranks."""
+
+
+def _signals(config: LaunchConfig) -> tuple[str, ...]:
+    chosen = tuple(name.upper() for name in config.signals_to_handle or DEFAULT_SIGNALS)
+    return tuple(dict.fromkeys((*_ALWAYS, *chosen)))
+
 
 def elastic_argv(
     config: LaunchConfig, local_size: int, target: Target, python: str, *, cpu: bool = False
@@ -45,7 +53,7 @@ def elastic_argv(
         f"--max-restarts={restarts}",
         f"--monitor-interval={config.monitor_interval}",
         f"--role={config.role}",
-        f"--signals-to-handle={','.join(config.signals_to_handle or DEFAULT_SIGNALS)}",
+        f"--signals-to-handle={','.join(_signals(config))}",
     ]
     endpoint = f"{config.main_process_ip}:{config.main_process_port}"
     if backend == "static" or config.same_network:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "ENGINE_SECTIONS",
     "check_available",
+    "check_installed",
     "unused_options",
 ]
-
 
 _SELECTED_BY = {
     "tpu": "--tpu",
@@ -33,6 +34,13 @@ _WITHOUT_FP8 = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "
 
 _LIBRARIES = {"opt_level": "MSAMP", "enable_fsdp_float8_all_gather": "AO", "pad_inner_dim": "AO"}
 """Options of fp8 that are not TransformerEngine's, and the library that they are for."""
+
+_ENGINES = {
+    "DEEPSPEED": ("deepspeed", "DeepSpeed", "pip install deepspeed"),
+    "MEGATRON_LM": ("megatron.core", "megatron-core", "pip install 'megatron-core>=0.16'"),
+    "XLA": ("torch_xla", "torch_xla", "pip install 'torch_xla[tpu]>=2.9', of the same version as torch"),
+}
+"""Distributed types that a package computes: its module, its name, and how to install it."""
 
 ENGINE_SECTIONS = frozenset({"deepspeed", "fp8", "fsdp", "megatron_lm", "parallelism", "tpu"})
 """Sections that a run uses only if their engine is selected."""
@@ -57,6 +65,30 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     return config
 
 
+def check_installed(resolved: Resolved) -> None:
+    """Check that the packages which compute this run are installed for this interpreter.
+
+    Raises:
+        NotAvailableError: one is not; the message has the line that installs it.
+    """
+    config = resolved.local()
+    if config.distributed_type in _ENGINES:
+        module, name, installing = _ENGINES[config.distributed_type]
+        if not _is_found(module):
+            raise NotAvailableError(
+                f"{resolved.describe('distributed_type')} needs {name}, which is not installed; {installing}"
+            )
+    for missing in _missing_for_fp8(resolved, config):
+        raise NotAvailableError(missing)
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package around a submodule
+        return False
+
+
 def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
     asked = [
         path for path in ("tpu.tpu_use_cluster", "tpu.downcast_bf16") if resolved.origin(path) >= Origin.FLAG
@@ -64,7 +96,10 @@ def _check_tpu(resolved: Resolved, config: LaunchConfig) -> None:
     for path in asked:
         bound = schema_of(type(config)).by_path[path]
         if value_of(config, bound) and not config.use_tpu:
-            raise ConfigError(f"{bound.label} is for TPUs, and the run does not use them; add --tpu")
+            raise ConfigError(
+                f"{resolved.describe(path)} is for TPUs, and the run does not use them; add --tpu, or "
+                f"{resolved.remedy(path)}"
+            )
     if config.use_tpu and config.tpu.downcast_bf16 and config.mixed_precision != "bf16":
         raise ConfigError(
             f"downcast_bf16 needs mixed_precision bf16, but it is {config.mixed_precision}; pass "
@@ -121,19 +156,36 @@ def unused_options(resolved: Resolved) -> list[str]:
         elif resolved.origin(path) == Origin.FLAG:
             flag, adding = resolved.sources.of(path).name, _SELECTED_BY.get(section, f"--use_{section}")
             by_script = "chooses fp8" if section == "fp8" else "passes the plugin"
-            found.append(f"{flag} is used only if the script {by_script} itself; to select it, add {adding}")
+            when = "with TPUs" if section == "tpu" else f"if the script {by_script} itself"
+            found.append(f"{flag} is used only {when}; to select it, add {adding}")
     found += [*_unused_of_backend(resolved, config)]
     return list(dict.fromkeys(found))
 
 
 def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
-    """About fp8: a library that is not installed, and options for another one than that which computes."""
+    """About options of fp8 that are for another library than that which computes."""
     backend = config.fp8.backend
+    if not config.is_active("fp8"):
+        return
+    yield from _missing_for_fp8(resolved, config)
+    if backend is None:
+        return
+    for path, section in _changed(resolved, config):
+        library = _LIBRARIES.get(path.removeprefix("fp8."), "TE")
+        if section == "fp8" and path != "fp8.backend" and library != backend:
+            bound = schema_of(type(config)).by_path[path]
+            if value_of(config, bound) != bound.about.launch_default:
+                yield f"{resolved.describe(path)} is for fp8 by {library}, and {backend} computes it; it is not used"
+
+
+def _missing_for_fp8(resolved: Resolved, config: LaunchConfig) -> Iterator[str]:
+    """A sentence, if no library that could compute fp8 is installed."""
     if not config.is_active("fp8"):
         return
     # Here, because a machine that only starts jobs of SageMaker has no torch, whose version is read there.
     from accel_state.host.available import is_torchao_available, is_transformer_engine_available
 
+    backend = config.fp8.backend
     installed = {"AO": is_torchao_available, "TE": is_transformer_engine_available}
     if not any(check() for name, check in installed.items() if backend in (None, name)):
         needed = {"AO": "torchao", "TE": "transformer-engine"}.get(
@@ -143,14 +195,6 @@ def _unused_of_backend(resolved: Resolved, config: LaunchConfig) -> Iterator[str
             f"{resolved.describe('mixed_precision')} needs {needed}, which is not installed here; pip install "
             f"{'transformer-engine[pytorch]' if backend == 'TE' else 'torchao'}"
         )
-    if backend is None:
-        return
-    for path, section in _changed(resolved, config):
-        library = _LIBRARIES.get(path.removeprefix("fp8."), "TE")
-        if section == "fp8" and path != "fp8.backend" and library != backend:
-            bound = schema_of(type(config)).by_path[path]
-            if value_of(config, bound) != bound.about.launch_default:
-                yield f"{resolved.describe(path)} is for fp8 by {library}, and {backend} computes it; it is not used"
 
 
 def _changed(resolved: Resolved, config: LaunchConfig) -> Iterator[tuple[str, str]]:

@@ -32,8 +32,11 @@ _CAN_POLL = sys.platform != "win32"
 _TAIL_LINES = 400
 _TAIL_WIDTH = 4000
 _HEADER = HEADER.encode()
-_HELD = 2.0
-"""Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once."""
+_HELD = 5.0
+"""Seconds for which a traceback is held back: if its rank ends by then, the launcher's report shows it once.
+
+An interpreter with torch takes up to two seconds to end on a busy machine, longer with a device.
+"""
 _PALETTE = (36, 35, 33, 32, 34, 96, 95, 93, 92, 94)
 """Colours of ranks: cyan, magenta, yellow, green, blue, and the bright ones. Red is left to errors."""
 
@@ -154,7 +157,7 @@ class RankOutput:
         log: log file that receives the unchanged output, or ``None``.
         logged: the streams that are written to the log file.
         rank: the rank. Torch prefixes each line of its tracebacks with ``[rankN]: ``, which is removed.
-        hold: keep a traceback back for two seconds. If the rank ends by then, its supervisor decides between
+        hold: keep a traceback back for five seconds. If the rank ends by then, its supervisor decides between
             ``show_held`` and ``drop_held``.
     """
 

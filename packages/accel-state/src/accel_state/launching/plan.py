@@ -434,12 +434,12 @@ def _check_ids(named: str, ids: tuple[str, ...], accelerators: Accelerators) -> 
     for name in ids:
         if not name or name.startswith("-"):
             raise ConfigError(f"{named} is not a list of ids; pass --gpu_ids with ids such as 0,1, or all")
+        if not present:
+            raise DeviceError(
+                f"{named} names accelerator {name}, but no accelerator was found on this machine; "
+                "pass --cpu to run on the CPU"
+            )
         if name.isdecimal() and int(name) >= present:
-            if not present:
-                raise DeviceError(
-                    f"{named} names accelerator {name}, but no accelerator was found on this machine; "
-                    "pass --cpu to run on the CPU"
-                )
             raise DeviceError(
                 f"{named} names accelerator {name}, but this machine has {present} (0 to {present - 1}); pass "
                 "--gpu_ids with some of these, or all"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.metadata
 import os
 import shlex
 import shutil
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
 from accel_state.constants import RUN_FOLDER
-from accel_state.errors import ConfigError, LaunchError, NotAvailableError
+from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
 from accel_state.launching.deepspeed import check_deepspeed, deepspeed_size, uses_deepspeed_launcher
 from accel_state.launching.hardware import (
@@ -62,6 +61,7 @@ _TEED: Mapping[str, frozenset[StreamName]] = {
     "3": _BOTH,
 }
 _AGENT_PATIENCE = 5.0
+_INTERRUPT_GRACE = 5.0
 
 
 def launch(
@@ -129,9 +129,11 @@ def launch(
 def policy_of(config: LaunchConfig, *, agent: bool = False) -> Policy:
     """The supervisor's policy for ``config``; an agent restarts its ranks itself."""
     given = config.grace_period
+    # An agent first waits for its ranks.
+    interrupt_grace = _INTERRUPT_GRACE + (_AGENT_PATIENCE if agent else 0.0)
     return Policy(
         grace_period=30.0 if given is None else given,
-        interrupt_grace=5.0 if given is None else given,
+        interrupt_grace=interrupt_grace if given is None else given,
         max_restarts=0 if agent else max(config.max_restarts, config.spares),
         restart_preempted=not agent and (config.resume or config.max_restarts > 0),
         resumable=config.resume,
@@ -306,8 +308,6 @@ def _prepare(
         )
     if uses_deepspeed_launcher(config):
         check_deepspeed(config, environ)
-    if config.use_megatron_lm and not config.dry_run:
-        _check_megatron(sources)
     open_mpi = config.mpirun.hostfile is None or check_mpi(config.mpirun.hostfile, environ)
     cores = 1 if config.num_processes == 1 else physical_cores()
     # With --cpu devices are not detected: some drivers are slow to answer.
@@ -333,18 +333,6 @@ def _prepare(
     _check_supervision(config, target, world, joins=joins)
     cpus = _numa(config, world, accelerators, environ, joins)
     return Host(accelerators, cores, open_mpi=open_mpi, peer_to_peer=direct, cpus=cpus), world
-
-
-def _check_megatron(sources: Sources | None) -> None:
-    from accel_state.config.sources import Sources
-
-    try:
-        importlib.metadata.version("megatron-core")
-    except importlib.metadata.PackageNotFoundError:
-        asked = (sources or Sources()).describe("distributed_type", "MEGATRON_LM")
-        raise NotAvailableError(
-            f"{asked} needs megatron-core, which is not installed; pip install 'megatron-core>=0.16'"
-        ) from None
 
 
 def _check_supervision(config: LaunchConfig, target: Target, world: World, *, joins: bool) -> None:

@@ -14,8 +14,9 @@ __all__ = ["EXITED", "SignalQueue", "receive_signals"]
 EXITED = 0
 """The event for "a child process changed its state"; all other events are signal numbers."""
 
-# SIGHUP: the terminal was closed. SIGTSTP: Ctrl-Z, which does not reach ranks, because they have their own sessions.
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGTSTP", "SIGCHLD")
+# SIGHUP: the terminal was closed. SIGQUIT: Ctrl-backslash. SIGTSTP: Ctrl-Z. What a terminal sends does not reach ranks,
+# because they have their own sessions.
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGTSTP", "SIGCHLD")
 _ALWAYS = ("SIGINT", "SIGTERM", "SIGTSTP", "SIGCHLD")
 """Without these the launcher could neither end nor notice the end of a rank."""
 

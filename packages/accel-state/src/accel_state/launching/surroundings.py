@@ -140,6 +140,9 @@ def _merged(found: Allocation, resolved: Resolved, config: LaunchConfig) -> tupl
         options.pop("machine_rank", None)
     per = _per_machine(found, resolved, config)
     machines = options["num_machines"].value if "num_machines" in options else config.num_machines
+    if resolved.sources.is_per_machine("num_processes") and config.num_processes is not None:
+        values["num_processes"] = config.num_processes // config.num_machines * machines
+        resolved = dataclasses.replace(resolved, config=build(LaunchConfig, values))
     if per is not None:
         options["num_processes"] = Described(per.value * machines, per.source, per.firm)
     for path, described in options.items():

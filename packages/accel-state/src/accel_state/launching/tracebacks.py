@@ -80,11 +80,19 @@ def fold_frames(text: str, *, keep_last: bool = True) -> str:
 
 
 def last_line(text: str) -> str:
-    """The line with the exception of a traceback: the last one that begins at the margin, without gloo's greetings."""
-    margin = [
-        line for line in text.splitlines() if line and not line[0].isspace() and not line.startswith(HEADER)
-    ]
-    return re.sub(r"\s*\.?\s*GLHF!.*$", "", margin[-1]) if margin else ""
+    """The line of a traceback that names the exception, the first of its message, without gloo's greetings.
+
+    Without a traceback the last line that begins at the margin.
+    """
+    lines = text.splitlines()
+    after = 0
+    for number, line in enumerate(lines):
+        if line.startswith(HEADER) or _FRAME.match(line):
+            after = number + 1
+    margin = [line for line in lines[after:] if line and not line[0].isspace()]
+    if not margin:
+        return ""
+    return re.sub(r"\s*\.?\s*GLHF!.*$", "", margin[0] if after else margin[-1])
 
 
 def waited_for_another(line: str) -> bool:

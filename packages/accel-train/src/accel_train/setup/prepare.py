@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from accel_ckpt.parts import is_sharded
 from accel_train.data import DataLoaderDispatcher, PreparedLoader
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
@@ -82,6 +83,7 @@ class _Objects:
                 seen.add(inner)
                 self._fresh.append(place)
         self._check_together()
+        self._check_optimizers()
 
     def loaders(self) -> None:
         for place in self._of_kind(DataLoader):
@@ -158,6 +160,25 @@ class _Objects:
                 f"The strategy {name!r} prepares a model and its optimizer together, and this call has an optimizer "
                 "without its model. Pass both to one call: `accelerator.prepare(model, optimizer)`."
             )
+
+    def _check_optimizers(self) -> None:
+        """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
+        capabilities = self._strategy.capabilities
+        if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
+            return  # an engine that takes both together looks itself
+        models = [*self._new.values(), *self._here.prepared_models]
+        own = {id(parameter) for model in models for parameter in self._strategy.plain(model).parameters()}
+        for place in self._fresh:
+            optimizer = _inner(self.results[place])
+            held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if held and not any(id(p) in own or is_sharded(p) or p in self._here.replaced for p in held):
+                names = ", ".join(type(model).__name__ for model in self._new.values())
+                raise PrepareError(
+                    f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
+                    f"{tuple(held[0].shape)}, and none of them is of {names} or of a model that was prepared before: "
+                    "its steps would train nothing. Build it from the parameters() of the model that is prepared (not "
+                    "of a copy of it)."
+                )
 
     def _prepare_parts(self, parts: Parts, as_is: list[int], new: dict[int, nn.Module]) -> Parts:
         here, strategy = self._here, self._strategy

@@ -54,7 +54,7 @@ class HardwareOptions(CommonOptions):
         prompt="Do you want to combine several kinds of parallelism in a device mesh?",
     )
     num_processes: int | None = option(
-        help="Total number of processes over all machines.",
+        help="Total number of processes over all machines; --nproc_per_node: on each machine.",
         low=1,
         flags=("--nproc_per_node",),
         prompt="How many processes in total will you use?",

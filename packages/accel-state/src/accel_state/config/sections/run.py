@@ -55,7 +55,7 @@ class RunOptions(Section):
         0.1, help="Seconds between two checks of the processes.", low=0, ours=True
     )
     grace_period: float | None = option(
-        help="Seconds that processes have to exit after a signal; by default 30, after Ctrl-C 5.",
+        help="Seconds to exit after a signal; by default 30, after Ctrl-C 5 or, on several machines, 10.",
         flags=("--shutdown_timeout",),
         low=0,
         ours=True,

@@ -19,7 +19,7 @@ from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import local_part
 
-__all__ = ["Held", "Start", "agree", "check_buffers", "read_parts", "widen"]
+__all__ = ["Held", "Start", "agree", "check_files", "lay_out", "place_whole", "read_parts", "widen"]
 
 
 @dataclass(frozen=True)
@@ -129,12 +129,24 @@ class Start:
         return self.init or getattr(type(module), "reset_parameters", None)
 
 
-def check_buffers(model: nn.Module) -> None:
-    """Check that a checkpoint can give every buffer on the meta device its values.
+def check_files(model: nn.Module, checkpoint: str | Path) -> None:
+    """Check that a checkpoint can give a model on the meta device its values, before it is divided. Collective.
 
     Raises:
-        PrepareError: a buffer that no checkpoint holds.
+        PrepareError: a buffer that no checkpoint holds, or another rank cannot read the files.
+        StateMismatchError: names or shapes of the checkpoint are not the model's.
+        CheckpointNotFoundError: there are no such files.
     """
+    _check_buffers(model)
+    accel_ckpt.run_together(
+        lambda: accel_ckpt.check_checkpoint_fits(model, checkpoint),
+        accel_ckpt.default_coordinator(),
+        doing=f"reading {checkpoint}",
+        error=PrepareError,
+    )
+
+
+def _check_buffers(model: nn.Module) -> None:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set:
@@ -159,24 +171,48 @@ def widen(unit: nn.Module) -> int:
     return len(narrow)
 
 
-def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device) -> None:
+@torch.no_grad()
+def lay_out(unit: nn.Module) -> None:
+    """Store parameters row after row, as the engine divides them; those of channels-last convolutions are not."""
+    for parameter in unit.parameters():
+        if not is_sharded(parameter) and not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+
+
+def read_parts(model: nn.Module, checkpoint: str | Path, device: torch.device, home: torch.device) -> None:
     """Give the parts of a divided model on the meta device memory, and read them; each rank reads what it keeps.
 
+    Args:
+        model: the divided model.
+        checkpoint: its weights, which `check_files` has found to fit.
+        device: where the model computes; buffers and whole parameters are there.
+        home: where parts wait until they are gathered.
+
     Raises:
-        StateMismatchError: names or shapes of the checkpoint are not the model's.
+        StateMismatchError: tied names of the checkpoint have different values.
     """
-    real = [
+    buffers = [
         (module, name, buffer)
         for module in model.modules()
         for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta
+        if buffer is not None
     ]
     ties = find_tied_parameters(model)
-    model.to_empty(device=device)
+    model.to_empty(device=home)
     retie_parameters(model, ties)
-    for module, name, buffer in real:
-        module._buffers[name] = buffer.to(device)
+    for module, name, buffer in buffers:
+        module._buffers[name] = (
+            torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+        )
+    place_whole((parameter for parameter in model.parameters() if not is_sharded(parameter)), device)
     accel_ckpt.load_checkpoint_in_model(model, checkpoint)
+
+
+def place_whole(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
+    """Move parameters that the engine does not manage to where they compute."""
+    for parameter in parameters:
+        if not parameter.is_meta and parameter.device != device:
+            parameter.data = parameter.data.to(device)
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -7,11 +7,12 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from accel_state.enums import DistributedType
 from accel_state.log import get_logger
@@ -23,7 +24,16 @@ from accel_train.strategies.base import Capabilities, ModelSteps, Parts, SavedMo
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
-from accel_train.strategies.fsdp2.start import Held, Start, agree, check_buffers, read_parts, widen
+from accel_train.strategies.fsdp2.start import (
+    Held,
+    Start,
+    agree,
+    check_files,
+    lay_out,
+    place_whole,
+    read_parts,
+    widen,
+)
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import check_kinds, link_parts
@@ -55,6 +65,7 @@ class FSDP2Strategy(Strategy):
         ] = []  # that every rank holds: those of ignored modules, and added ones
         self._checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._holds_back = False
+        self._check_policy()
         for translation in self.plugin.translations:
             _logger.warning_once("FSDP version 1: %s", translation)
 
@@ -71,6 +82,7 @@ class FSDP2Strategy(Strategy):
                 f"that are each divided among several. Choose a number below {world_size} that divides it."
             )
         degrees = {"dp_replicate": replicas, "dp_shard": world_size // replicas}
+        _check_groups(plugin, world_size // replicas)
         return Mesh(degrees, device.type, world_size, rank)
 
     @classmethod
@@ -83,11 +95,13 @@ class FSDP2Strategy(Strategy):
                 f"FullyShardedDataParallelPlugin(dp_replicate_size={replicas}) and a parallelism configuration with "
                 f"dp_replicate_size={degrees['dp_replicate']} contradict each other. Leave one of them out."
             )
-        if math.prod(degrees[name] for name in ("dp_shard", "cp", "sp")) == 1:
+        holders = math.prod(degrees[name] for name in ("dp_shard", "cp", "sp"))
+        if holders == 1:
             raise IncompatibleOptionsError(
                 f"FSDP has nothing to shard over: dp_shard_size, cp_size and sp_size of {_named(degrees)} are 1. Set "
                 "dp_shard_size, or leave FSDP out, which trains replicas."
             )
+        _check_groups(plugin, holders)
 
     # Preparing
 
@@ -118,26 +132,31 @@ class FSDP2Strategy(Strategy):
         plugin = self.plugin
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         units = find_units(model, plugin)
+        whole = ignored_parameters(model, plugin.ignored_modules)
         options: dict[str, Any] = {
             "mesh": self.options.mesh.holders,
-            "mp_policy": self._precision_policy(),
             "offload_policy": plugin.offload_policy,
-            "ignored_params": ignored_parameters(model, plugin.ignored_modules),
+            "ignored_params": whole,
         }
         if plugin.activation_checkpointing:
-            policy = policy_of(plugin.activation_checkpointing)
-            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), policy)
+            recomputed = policy_of(plugin.activation_checkpointing)
+            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), recomputed)
         reshard = plugin.reshard_after_forward
         formats = _formats(model)
+        policy = self._precision_policy()
+        inner_policy = replace(policy, output_dtype=None)
         widened = 0
         for unit in [*units, model]:
             if self.precision.dtypes.compute is not None:
                 widened += widen(unit)
             if start is not None:
                 start.fill(unit)
-            self.precision.before_sharding(unit, options["ignored_params"])
+            lay_out(unit)
+            self.precision.before_sharding(unit, whole)
             # Torch's default keeps the outermost unit gathered: its backward comes right after its forward.
             after = None if unit is model and reshard else reshard
+            # What a unit returns goes into the next one, or into what is outside of all units and casts no inputs.
+            options["mp_policy"] = policy if unit is model else inner_policy
             fully_shard(unit, reshard_after_forward=after, **options)
         for module, name, quant_state in formats:
             cast(Any, module._parameters[name]).quant_state = quant_state
@@ -147,8 +166,11 @@ class FSDP2Strategy(Strategy):
                 "optimizer's states, are kept in float32, because small updates would be lost"
             )
         if start is None and plugin.checkpoint is not None:
-            device = torch.device("cpu") if plugin.cpu_offload else self.options.device
-            read_parts(model, plugin.checkpoint, device)
+            offloads = isinstance(options["offload_policy"], CPUOffloadPolicy)
+            home = torch.device("cpu") if offloads else self.options.device
+            read_parts(model, plugin.checkpoint, self.options.device, home)
+        else:
+            place_whole(whole, self.options.device)
         if plugin.forward_prefetch:
             _prefetch(units)
         allow_inference_first(model)
@@ -166,13 +188,37 @@ class FSDP2Strategy(Strategy):
     def _start(self, held: list[Held], model: nn.Module) -> Start | None:
         """How tensors get their values; None: each rank reads its parts from files."""
         makes = bool(held[0].meta)
-        if makes and self.plugin.checkpoint is not None:
-            check_buffers(model)
+        checkpoint = self.plugin.checkpoint
+        if makes and checkpoint is not None:
+            check_files(model, checkpoint)
             return None
+        if checkpoint is not None:
+            _logger.warning(
+                f"checkpoint={str(checkpoint)!r} is not read for {held[0].kind}, which has values already; build the "
+                "model on the meta device to have each rank read its parts"
+            )
         sends = bool(self.plugin.sync_module_states) or any(rank.meta for rank in held)
         start = Start(self.options.device, sends, makes, self.plugin.param_init_fn, self.loss)
         start.check(model)
         return start
+
+    def _check_policy(self) -> None:
+        """Check that a policy of the script goes with the precision, which autocasts and scales losses."""
+        policy = self.plugin.mixed_precision_policy
+        if policy is None:
+            return
+        given, name = policy.param_dtype, self.precision.name
+        if given is torch.float16 and self.precision.scaler is None:
+            raise IncompatibleOptionsError(
+                f"mixed_precision_policy computes in float16, whose small gradients are lost unless losses are scaled, "
+                f"and mixed_precision={name!r} scales none. Pass Accelerator(mixed_precision='fp16')."
+            )
+        compute = self.precision.dtypes.compute
+        if {given, compute} == {torch.float16, torch.bfloat16}:
+            raise IncompatibleOptionsError(
+                f"mixed_precision_policy gathers parameters in {given}, and mixed_precision={name!r} computes in "
+                f"{compute}. Leave one of them out."
+            )
 
     def _precision_policy(self) -> MixedPrecisionPolicy:
         if self.plugin.mixed_precision_policy is not None:
@@ -251,6 +297,16 @@ class FSDP2Strategy(Strategy):
 
 def _named(degrees: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1) or "the mesh"
+
+
+def _check_groups(plugin: FullyShardedDataParallelPlugin, holders: int) -> None:
+    """Check the groups over which parameters are divided again after forward."""
+    size = plugin.reshard_after_forward
+    if not isinstance(size, bool) and holders % size:
+        raise IncompatibleOptionsError(
+            f"reshard_after_forward={size} divides parameters among groups of {size} ranks after forward, and each "
+            f"replica of the model is divided among {holders}. Give a divisor of {holders}, or True or False."
+        )
 
 
 def _size(optimizer: torch.optim.Optimizer) -> int:

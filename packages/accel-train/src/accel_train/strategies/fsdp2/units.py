@@ -48,7 +48,7 @@ def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list
 
 
 def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | None) -> set[nn.Parameter]:
-    """Parameters that stay whole on every rank.
+    """Parameters that stay whole on every rank: those of ignored modules, and single numbers, which have no rows.
 
     Args:
         model: the model.
@@ -57,8 +57,9 @@ def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | No
     Raises:
         PrepareError: no module has such a name, or a module is not one of the model's.
     """
+    numbers = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     if ignored is None:
-        return set()
+        return numbers
     named = dict(model.named_modules())
     if isinstance(ignored, str):
         modules = [module for name, module in named.items() if re.fullmatch(ignored, name)]
@@ -75,7 +76,7 @@ def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | No
             raise PrepareError(
                 f"ignored_modules contains {type(stray[0]).__name__}, which is no module of {type(model).__name__}."
             )
-    return {parameter for module in modules for parameter in module.parameters()}
+    return numbers | {parameter for module in modules for parameter in module.parameters()}
 
 
 def _inner_first(model: nn.Module, is_unit: Callable[[int], bool]) -> list[nn.Module]:
