@@ -29,12 +29,12 @@ BUCKET = "bench"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--megabytes", type=int, default=400)
+    parser.add_argument(
+        "--megabytes", type=int, default=400, help="of the state: as much of weights as of the rest"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
-    weights = {
-        f"layer_{i}": torch.randn(arguments.megabytes << 15) for i in range(4)
-    }  # a quarter of half each
+    weights = {f"layer_{i}": torch.randn(arguments.megabytes << 15) for i in range(4)}
     moments = {f"moment_{i}": torch.randn(arguments.megabytes << 15) for i in range(4)}
     with S3Server() as server:
         os.environ.update(server.environment)
@@ -67,6 +67,8 @@ def main() -> int:
         seconds: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(arguments.rounds + 1):
             for name, way in ways.items():
+                for key in fs.find(BUCKET):
+                    fs.rm_file(key)
                 began = time.perf_counter()
                 way()
                 if number:
