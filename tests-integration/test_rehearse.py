@@ -339,7 +339,15 @@ def test_the_command(script, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--num_processes", "4", "--rank", "4", "SCRIPT"], "a world of 4 has the ranks 0 to 3"),
+        (
+            ["--num_processes", "4", "--rank", "4", "SCRIPT"],
+            "--rank '4' names rank 4, but a world of 4 has the ranks 0 to 3",
+        ),
+        (
+            ["--num_processes", "4", "--ranks", "0-4000000000", "SCRIPT"],
+            "--ranks '0-4000000000' names rank 4000000000",
+        ),
+        (["--num_processes", "4", "--ranks", "3-1", "SCRIPT"], "ends before it begins; pass 1-3"),
         (["--num_processes", "4", "--ranks", "first", "SCRIPT"], "pass ranks such as 0,1,last"),
         (["--num_processes", "4", "--rank", "0", "--ranks", "1", "SCRIPT"], "exclude each other"),
         (["--num_processes", "4", "--steps", "0", "SCRIPT"], "a whole number from 1"),

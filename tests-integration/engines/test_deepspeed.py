@@ -169,55 +169,84 @@ def test_t44_accumulation_equals_ddp(stage, counting):
             torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
 
 
-def placeholders(stage: int, scheduler: str) -> Any:
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """Weights, which decay as the configuration says, and biases, which do not."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for name, p in named if name.endswith("weight")]},
+        {"params": [p for name, p in named if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+
+
+def warming(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+
+
+def placeholders(stage: int, scheduler: str, folder: str) -> Any:
+    """Rates of every step and weights; 12 steps are planned for one process, and two ranks take 6."""
     from accel_train import Accelerator, DummyOptim, DummyScheduler
 
+    names = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    section = {"type": "WarmupDecayLR", "params": {**dict.fromkeys(names, "auto"), "warmup_type": "linear"}}
     plugin = plugin_of(
         stage,
         optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-        **(
-            {
-                "scheduler": {
-                    "type": "WarmupLR",
-                    "params": {
-                        "warmup_min_lr": "auto",
-                        "warmup_max_lr": "auto",
-                        "warmup_num_steps": "auto",
-                        "warmup_type": "linear",
-                    },
-                }
-            }
-            if scheduler == "configured"
-            else {}
-        ),
+        **({"scheduler": section} if scheduler == "configured" else {}),
     )
     accelerator = Accelerator(deepspeed_plugin=plugin)
     model = make_model()
-    optimizer = DummyOptim(model.parameters(), lr=0.02, weight_decay=0.1)
-    own = lambda real: torch.optim.lr_scheduler.LambdaLR(real, lambda step: min(1.0, step / 4))  # noqa: E731
+    optimizer = DummyOptim(grouped(model), lr=0.02, weight_decay=0.5)
     dummy = DummyScheduler(
-        optimizer, warmup_num_steps=4, lr_scheduler_callable=None if scheduler == "configured" else own
+        optimizer,
+        total_num_steps=12,
+        warmup_num_steps=2,
+        lr_scheduler_callable=None if scheduler == "configured" else warming,
     )
     loader = DataLoader(TensorDataset(*make_data()), batch_size=BATCH)
     model, optimizer, dummy, loader = accelerator.prepare(model, optimizer, dummy, loader)
     rates = []
-    for x, y in loader:
+    for number, (x, y) in enumerate(loader):
+        assert [optimizer.param_groups[0]["lr"]] * 2 == dummy.get_last_lr()
+        rates.append(optimizer.param_groups[0]["lr"])
         accelerator.backward(((model(x) - y) ** 2).mean())
         optimizer.step()
         dummy.step()
         optimizer.zero_grad()
-        rates.append((optimizer.param_groups[0]["lr"], dummy.get_last_lr()[0]))
-    return rates, optimizer.param_groups[0]["weight_decay"], whole(model, accelerator)
+        if number == 2:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    return rates, [group["weight_decay"] for group in optimizer.param_groups], whole(model, accelerator)
+
+
+def plain_placeholders(scheduler: str) -> tuple[list[float], dict[str, Tensor]]:
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    model = make_model()
+    optimizer = torch.optim.AdamW(grouped(model), lr=0.02, weight_decay=0.5)
+    made: Any = warming(optimizer)
+    if scheduler == "configured":
+        made = WarmupDecayLR(optimizer, 6, 0.0, 0.02, 2, "linear")
+    x, y = make_data()
+    rates = []
+    for first in range(0, ROWS, 2 * BATCH):
+        rows = slice(first, first + 2 * BATCH)
+        rates.append(optimizer.param_groups[0]["lr"])
+        ((model(x[rows]) - y[rows]) ** 2).mean().backward()
+        optimizer.step()
+        made.step()
+        optimizer.zero_grad()
+    return rates, dict(model.state_dict())
 
 
 @pytest.mark.parametrize("scheduler", ["configured", "callable"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_placeholders_become_what_the_configuration_says(stage, scheduler):
-    for rates, decay, weights in worlds.run(placeholders, 2, stage, scheduler):
-        assert decay == 0.1
-        assert all(mine == told for mine, told in rates)
-        assert rates[0][0] < rates[-1][0] <= 0.02
-        assert any(not torch.equal(weights[name], value) for name, value in make_model().state_dict().items())
+def test_placeholders_become_what_the_configuration_says(tmp_path, stage, scheduler):
+    """Groups keep options of their own; one step of the optimizer is one step of the engine's schedule."""
+    wanted, expected = plain_placeholders(scheduler)
+    for rates, decays, weights in worlds.run(placeholders, 2, stage, scheduler, str(tmp_path)):
+        assert rates == pytest.approx(wanted, rel=1e-9)
+        assert decays == [0.5, 0.0]
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 
 
 def schedule(offload: bool) -> list[float]:
@@ -375,6 +404,18 @@ def test_configurations_by_name():
         torch.testing.assert_close(targets, teacher(x).detach())
         torch.testing.assert_close(student, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(kept, dict(teacher.state_dict()), rtol=0, atol=0)
+
+
+def of_two_precisions() -> None:
+    from accel_train import Accelerator
+
+    Accelerator(deepspeed_plugins={"student": plugin_of(2), "teacher": plugin_of(3, bf16={"enabled": True})})
+
+
+def test_plugins_of_two_precisions_are_refused():
+    match = r"plugin 'teacher' enables bf16 in .*hf_ds_config, and this run .*mixed_precision='no'"
+    with pytest.raises(worlds.RankError, match=match):
+        worlds.run(of_two_precisions, 2)
 
 
 def transformer(kind: str) -> nn.Module:

@@ -1,5 +1,6 @@
 """One dialect: spellings of flags, help pages, and messages about a wrong command line."""
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,19 @@ from accel_cli.dialect import App, UsageError, describe_usage_error, did_you_mea
 app = App(help="Try things.")
 
 
+class Colour(StrEnum):
+    red = "red"
+    blue = "blue"
+
+
 @app.command()
 def show(
     folder: Annotated[Path, typer.Argument(help="Where it is.")],
     max_shard_size: Annotated[int, typer.Option("--max_shard_size", help="How large.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    depth: Annotated[int, typer.Option("--depth", min=1, max=9)] = 1,
+    ratio: Annotated[float, typer.Option("--ratio")] = 1.0,
+    colour: Annotated[Colour, typer.Option("--colour")] = Colour.red,
 ) -> int:
     """Show a folder."""
     typer.echo(f"{folder} {max_shard_size} {as_json}")
@@ -60,7 +69,12 @@ def test_subcommands_too_are_found_in_both_spellings():
         (["show", "--zzz"], "flag --zzz does not exist"),
         (["show"], "FOLDER is missing; accel try show --help shows what it is"),
         (["show", "--max_shard_size"], "--max_shard_size"),
-        (["show", "--max_shard_size", "many", "x"], "--max_shard_size is 'many'; "),
+        (["show", "--max_shard_size", "many", "x"], "--max_shard_size is 'many'; expected an integer"),
+        (["show", "--depth", "0", "x"], "--depth is '0'; expected at least 1"),
+        (["show", "--depth", "10", "x"], "--depth is '10'; expected at most 9"),
+        (["show", "--ratio", "half", "x"], "--ratio is 'half'; expected a number"),
+        (["show", "--colour", "rad", "x"], "--colour is 'rad'; expected one of red, blue; did you mean red?"),
+        (["show", "x", "y"], "'y' is more than accel try show takes; its --help shows what it takes"),
         (["shwo"], "command shwo does not exist; did you mean show?"),
         (["qqq"], "command qqq does not exist; the commands are show, set-up"),
     ],
@@ -68,7 +82,10 @@ def test_subcommands_too_are_found_in_both_spellings():
 def test_a_wrong_command_line_is_named(words, message):
     with pytest.raises(UsageError) as caught:
         run(*words)
-    assert message in describe_usage_error(caught.value)
+    said = describe_usage_error(caught.value)
+    assert message in said
+    assert "value error" not in said
+    assert "input should" not in said
 
 
 def test_help_pages(capsys):

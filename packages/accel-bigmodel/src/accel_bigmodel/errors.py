@@ -2,13 +2,16 @@
 
 AccelError
 └── BigModelError (RuntimeError)
-    ├── DeviceMapError (ValueError) a map misses modules, names unknown ones, or uses a missing device ├── OffloadError
-    an operation that a model with offloaded weights does not support ├── QuantizationError (ValueError) a combination
-    of format, device and module that cannot be quantised ├── PipelineError (ValueError) a model or input that cannot be
-    split into stages └── EstimateError (ValueError) a model or configuration whose memory cannot be estimated
+    ├── DeviceMapError (ValueError)     a map misses modules, names unknown ones, or uses a missing device
+    ├── OffloadError                    an operation that a model with offloaded weights does not support
+    ├── QuantizationError (ValueError)  a combination of format, device and module that cannot be quantised
+    ├── PipelineError (ValueError)      a model or input that cannot be split into stages
+    └── EstimateError (ValueError)      a model or configuration whose memory cannot be estimated
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 from accel_state.errors import AccelError
 
@@ -44,3 +47,5 @@ class PipelineError(BigModelError, ValueError):
 
 class EstimateError(BigModelError, ValueError):
     """The memory that a model needs cannot be estimated from it or its configuration."""
+
+    exit_code: ClassVar[int] = 2

@@ -19,6 +19,8 @@ AccelError
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from accel_state.errors import AccelError
 
 __all__ = [
@@ -45,6 +47,8 @@ class CheckpointError(AccelError, RuntimeError):
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no checkpoint, file or part of the given name."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class CheckpointSaveError(CheckpointError, OSError):

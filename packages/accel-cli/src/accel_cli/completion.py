@@ -19,6 +19,7 @@ VARIABLE = "_ACCEL_COMPLETE"
 
 _LAUNCH_OWN = {
     "--config_file": "Configuration file to read.",
+    "--as_accelerate": "Answer `import accelerate` by this library.",
     "--help": "Show help; a topic may follow.",
     "--help-all": "Show all flags.",
 }

@@ -6,6 +6,7 @@ code, and raise this project's errors; ``accel_cli.app`` prints them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +19,22 @@ __all__ = ["App", "Command", "Group", "UsageError", "describe_usage_error", "did
 
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """The base class of Typer's errors about a command line; Typer does not export it."""
+
+_EXTRA = re.compile(r"got unexpected extra arguments?(?:\(s\))? \((.*)\)")
+_CHOICES = re.compile(r"(?:value error, )?(?:'.*?'|\".*?\") is not one of (.*)")
+_EXPECTATIONS = (
+    (
+        re.compile(r"input should be a valid integer.*|'.*' is not a valid (?:int|integer)(?: range)?"),
+        "expected an integer",
+    ),
+    (
+        re.compile(r"input should be a valid number.*|'.*' is not a valid float(?: range)?"),
+        "expected a number",
+    ),
+    (re.compile(r"input should be greater than or equal to (\S+)"), r"expected at least \1"),
+    (re.compile(r"input should be less than or equal to (\S+)"), r"expected at most \1"),
+)
+"""Texts of Typer and of pydantic, with which it converts values, and ours."""
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:
@@ -44,9 +61,27 @@ def describe_usage_error(error: Any) -> str:
     message = str(error.message).strip().rstrip(".")
     message = message[:1].lower() + message[1:]
     if param is None:
-        return message
+        extra = _EXTRA.fullmatch(message)
+        if extra is None:
+            return message
+        return f"{extra[1]!r} is more than {error.ctx.command_path} takes; its --help shows what it takes"
     typed = _typed(param, getattr(error, "words", ()))
+    message = _expectation(message, typed)
     return f"{_shown(param)} is {typed!r}; {message}" if typed is not None else f"{_shown(param)}: {message}"
+
+
+def _expectation(message: str, typed: str | None) -> str:
+    """What Typer's and pydantic's text says was expected; the value itself is in the message already."""
+    choices = _CHOICES.fullmatch(message)
+    if choices is not None:
+        known = [name.strip("'\"") for name in choices[1].split(", ")]
+        near = did_you_mean(typed, known) if typed else ""
+        return f"expected one of {', '.join(known)}{near}"
+    for pattern, words in _EXPECTATIONS:
+        found = pattern.fullmatch(message)
+        if found is not None:
+            return found.expand(words)
+    return message
 
 
 class Command(TyperCommand):

@@ -113,6 +113,10 @@ def _rows(topic: str) -> Iterator[tuple[str, str]]:
         yield "-h, --help [TOPIC]", "Show the flags that most people need, or those of a topic."
         yield "--help-all", "Show all flags."
         yield "--config_file FILE", "Configuration file to read."
+        yield (
+            "--as_accelerate",
+            "Answer `import accelerate` in the script, and in what it imports, by this library.",
+        )
     for bound in _options(topic):
         yield _described(bound)
         for switch, (value, variable) in bound.about.switches.items():

@@ -113,13 +113,17 @@ def _why(plan: Plan, best: Row) -> str:
     if best.setting.checkpointing and not all(row.setting.checkpointing for row in plan.rows):
         return "nothing fits that neither recomputes nor offloads"
     sends = f"{gigabytes(best.traffic)} GB per rank and step"
+    # Tensor parallelism sends less, but blocks the computation, and its ranks share one micro-batch.
+    whose = "of what fits without recomputing"
+    if best.setting.strategy != "tp" and any(row.setting.strategy == "tp" for row in others):
+        whose += ", and whose ranks read batches of their own,"
     least = next(row for row in plan.rows if row.fits)
     if least is not best:
         return (
-            f"it needs no other package, and sends {sends}; of what fits without recomputing "
+            f"it needs no other package, and sends {sends}; {whose} "
             f"{least.setting.name} sends least, {gigabytes(least.traffic)} GB"
         )
-    return f"of what fits without recomputing it sends least, {sends}"
+    return f"{whose} it sends least, {sends}"
 
 
 def as_json(plan: Plan, suggested: list[Suggestion]) -> str:

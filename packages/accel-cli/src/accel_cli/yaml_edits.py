@@ -26,9 +26,14 @@ def edit_mapping(text: str, key: str, changes: Iterable[Change]) -> str | None:
     import yaml
 
     document: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    table = next((value for name, value in document.value if name.value == key), None)
-    if table is None or table.flow_style or any(name.tag.endswith(":merge") for name, _ in table.value):
+    found = next(((name, value) for name, value in document.value if name.value == key), None)
+    if found is None:
         return None
+    at, table = found
+    if table.flow_style or any(name.tag.endswith(":merge") for name, _ in table.value):
+        return None
+    if table.start_mark.index < at.end_mark.index:
+        return None  # an alias: other keys may use the mapping of its anchor, too
     spans = []
     nodes = {name.value: (name, value) for name, value in table.value}
     first = table.value[0][0].start_mark
@@ -63,7 +68,12 @@ def _spans(text: str, change: Change, name: Any, value: Any) -> list[Span]:
 def _scalar(value: Any) -> str:
     import yaml
 
-    return str(yaml.safe_dump(value)).removesuffix("\n").removesuffix("\n...")
+    # In one line, however long: the next line would need the mapping's indentation.
+    return (
+        str(yaml.safe_dump(value, default_flow_style=True, width=float("inf")))
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
 
 
 def _spliced(text: str, spans: list[Span]) -> str:

@@ -52,6 +52,11 @@ def test_a_folder_that_does_not_exist(home, capsys):
     assert "gone is not a folder; make it, or name another" in capsys.readouterr().err
 
 
+def test_a_configuration_file_that_does_not_exist(home, capsys):
+    assert main(["doctor", "--config_file", str(home / "gone.yaml"), "--checkpoint_dir", str(home)]) == 2
+    assert "gone.yaml does not exist; `accel config` creates one" in capsys.readouterr().err
+
+
 def test_an_advice_in_a_pipe_is_one_line(home, monkeypatch, capsys):
     monkeypatch.setattr(machines, "_addresses", lambda name: ())
     monkeypatch.setenv("COLUMNS", "60")

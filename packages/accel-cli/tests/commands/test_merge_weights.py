@@ -61,7 +61,7 @@ def test_a_state_for_accelerate(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("gone", "out"), 1, "there is no file or folder gone"),
+        (("gone", "out"), 2, "there is no file or folder gone"),
         (("parts", "out", "--max_shard_size", "5 apples"), 2, "--max_shard_size: '5 apples' is not a size"),
         (("parts", "parts"), 1, "choose another folder"),
         (("parts",), 2, "output_path"),

@@ -36,6 +36,20 @@ def test_the_table_and_the_advice(capsys, folder):
         assert word in out
 
 
+def test_the_reason_is_true_of_the_table(capsys, folder):
+    """Tensor parallelism sends less than what is advised, and the words say that it is not meant."""
+    words = ["plan", folder, "--devices", "4", "--memory", "1GB", *SMALL]
+    main(words)
+    out = capsys.readouterr().out
+    _, found = planned(capsys, *words[1:])
+    fitting = {row["name"]: row["traffic"] for row in found["strategies"] if row["fits"] and not row["costs"]}
+    tensor = next(row for row in found["strategies"] if row["name"] == "tp")
+    assert tensor["fits"]
+    assert tensor["traffic"] < min(fitting.values())
+    assert "whose ranks read batches of their own, " in out
+    assert f"{min(fitting, key=lambda name: fitting[name])} sends least" in out or "it sends least" in out
+
+
 def test_nothing_fits_and_what_would(capsys, folder):
     assert main(["plan", folder, "--devices", "1", "--memory", "2MB", "--batch_size", "16", *SMALL]) == 1
     out = capsys.readouterr().out
@@ -109,10 +123,11 @@ def test_writing(capsys, folder, tmp_path):
     [
         (["--devices", "2", "--memory", "80GG"], 2, "--memory: '80GG' is not a size"),
         (["--devices", "2", "--memory", "1GB", "--device", "h100"], 2, "leave one of them out"),
-        (["--devices", "2", "--device", "h100-81gb"], 1, "did you mean"),
+        (["--devices", "2", "--device", "h100-81gb"], 2, "did you mean"),
         (["--memory", "80GB"], 2, "--devices is missing"),
+        (["--device", "h100"], 2, "--devices is missing"),
         (["--devices", "2", "--memory", "1GB"], 2, "--reserve 2GB leaves nothing"),
-        (["--devices", "3", "--machines", "2", "--memory", "80GB"], 1, "3 devices cannot be divided"),
+        (["--devices", "3", "--machines", "2", "--memory", "80GB"], 2, "3 devices cannot be divided"),
         (["--optimizer", "adam", "--devices", "2"], 2, "--optimizer is 'adam'"),
     ],
 )

@@ -43,6 +43,33 @@ def test_shell_scripts_call_our_command(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "accel launch --config_file run.accelerate-config.yml x.py",
+        "cp accelerate-config.yaml accelerate-launch.sh my-accelerate launch",
+        "accelerate launcher",
+        "python -m accelerate.commands.launcher",
+    ],
+)
+def test_names_of_files_are_not_commands(text, tmp_path):
+    assert migrated(tmp_path, "x.sh", text).after == text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("$HOME/bin/accelerate launch x.py", "$HOME/bin/accel launch x.py"),
+        ("`accelerate-launch x.py`", "`accel launch x.py`"),
+        ("python -m accelerate.commands.launch x.py", "python -m accel_cli launch x.py"),
+        ("python3 -u -m accelerate.commands.estimate gpt2", "python3 -u -m accel_cli estimate-memory gpt2"),
+        ("python -m accelerate.commands.accelerate_cli test", "python -m accel_cli test"),
+    ],
+)
+def test_other_ways_to_call_the_command(text, expected, tmp_path):
+    assert migrated(tmp_path, "x.sh", text).after == expected
+
+
 def test_line_ends_and_missing_ones_stay(tmp_path):
     after = migrated(tmp_path, "x.py", "from accelerate import Accelerator\r\nx = 1").after
     assert after == "from accel_train import Accelerator\r\nx = 1"

@@ -191,6 +191,12 @@ __getattr__, __dir__, __all__ = attach(
             "get_gpu_info",
         ),
         "accel_state.host.system": ("get_cpu_distributed_information",),
+        "accel_train.checkpoints.fsdp_files": (
+            "load_fsdp_model",
+            "load_fsdp_optimizer",
+            "save_fsdp_model",
+            "save_fsdp_optimizer",
+        ),
         "accel_train.accelerator": ("Accelerator",),
         "accel_train.loop.manual_amp": (
             "convert_outputs_to_fp32",
@@ -293,6 +299,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_train.unwrap": (
             "extract_model_from_parallel",
             "has_compiled_regions",
+            "is_peft_model",
         ),
     },
 )

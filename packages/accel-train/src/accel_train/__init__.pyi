@@ -171,6 +171,10 @@ from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_train.__about__ import __version__ as __version__
 from accel_train.accelerator import Accelerator as Accelerator
+from accel_train.checkpoints.fsdp_files import load_fsdp_model as load_fsdp_model
+from accel_train.checkpoints.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
+from accel_train.checkpoints.fsdp_files import save_fsdp_model as save_fsdp_model
+from accel_train.checkpoints.fsdp_files import save_fsdp_optimizer as save_fsdp_optimizer
 from accel_train.data import ActiveLoaders as ActiveLoaders
 from accel_train.data import BatchSamplerShard as BatchSamplerShard
 from accel_train.data import DataLoaderDispatcher as DataLoaderDispatcher
@@ -253,5 +257,6 @@ from accel_train.strategies.megatron.placeholders import avg_losses_across_data_
 from accel_train.strategies.wrappers import is_compiled_module as is_compiled_module
 from accel_train.unwrap import extract_model_from_parallel as extract_model_from_parallel
 from accel_train.unwrap import has_compiled_regions as has_compiled_regions
+from accel_train.unwrap import is_peft_model as is_peft_model
 
 __all__: list[str]

@@ -26,6 +26,7 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
+from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError
 from accel_train.loop import clipping, metrics, profiling
@@ -67,6 +68,8 @@ T3 = TypeVar("T3")
 T4 = TypeVar("T4")
 T5 = TypeVar("T5")
 T6 = TypeVar("T6")
+_Many = tuple[Any, Any, Any, Any, Any, Any, Any, *tuple[Any, ...]]  # 7 or more
+_RowsT = TypeVar("_RowsT", Tensor, tuple[Tensor, Tensor])
 
 _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast",
@@ -78,7 +81,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(ProcessView, PrecisionView, MeshView):
+class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -416,8 +419,10 @@ class Accelerator(ProcessView, PrecisionView, MeshView):
     def prepare(
         self, a: T1, b: T2, c: T3, d: T4, e: T5, f: T6, /, *, device_placement: list[bool] | None = None
     ) -> tuple[T1, T2, T3, T4, T5, T6]: ...
+    # More objects than above. If this one took any number, an argument of type Any, such as DataLoader[Any], would
+    # match two overloads, and mypy would answer Any.
     @overload
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any: ...
+    def prepare(self, *args: *_Many, device_placement: list[bool] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any order; other objects come back unchanged.
 
@@ -665,11 +670,18 @@ class Accelerator(ProcessView, PrecisionView, MeshView):
 
     # Talking to other ranks
 
-    def gather(self, tensor: T1) -> T1:
-        """Tensors of all ranks, concatenated along the first dimension in rank order; nested structures too."""
-        gathered: T1 = collectives.gather(tensor)
-        return gathered
-
+    @overload
+    def gather_for_metrics(
+        self,
+        input_data: _RowsT,
+        use_gather_object: Literal[False] = False,
+        *,
+        dataloader: DataLoader[Any] | None = None,
+    ) -> _RowsT: ...
+    @overload
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, dataloader: DataLoader[Any] | None = None
+    ) -> Any: ...
     def gather_for_metrics(
         self, input_data: Any, use_gather_object: bool = False, *, dataloader: DataLoader[Any] | None = None
     ) -> Any:
@@ -698,17 +710,6 @@ class Accelerator(ProcessView, PrecisionView, MeshView):
             loader=dataloader,
             use_gather_object=use_gather_object,
         )
-
-    def reduce(self, tensor: T1, reduction: str = "sum", scale: float = 1.0) -> T1:
-        """The sum (or "mean", "max", "min") over ranks, multiplied by `scale`; nested structures too."""
-        reduced: T1 = collectives.reduce(tensor, reduction=reduction, scale=scale)
-        return reduced
-
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
-    ) -> Any:
-        """Tensors padded along `dim` to the longest of all ranks."""
-        return collectives.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 
     def set_trigger(self) -> None:
         """Raise this rank's flag; `check_trigger` then answers True on every rank, once."""

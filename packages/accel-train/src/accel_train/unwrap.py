@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from torch import nn
 
 from accel_train.precision.restoring import restore_model
@@ -13,6 +15,7 @@ from accel_train.strategies.wrappers import innermost, inside_compiled, is_compi
 __all__ = [
     "extract_model_from_parallel",
     "has_compiled_regions",
+    "is_peft_model",
     "plain_module",
     "unwrap",
 ]
@@ -21,6 +24,14 @@ __all__ = [
 def has_compiled_regions(module: nn.Module) -> bool:
     """Whether `module` or a module inside it was compiled in place (`module.compile()`) or wrapped."""
     return any(is_compiled_module(item) or _compiled_in_place(item) for item in module.modules())
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether `model`, inside wrappers of strategies and of `torch.compile`, is one of PEFT's."""
+    peft = sys.modules.get("peft")  # a process with such a model has imported it
+    if peft is None:
+        return False
+    return isinstance(extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel)
 
 
 def plain_module(model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_bigmodel.errors import EstimateError
 from accel_ckpt.modules.tensors import check_is_module
 
-__all__ = ["estimate_activations"]
+__all__ = ["GroupedProducts", "estimate_activations"]
 
 
 def estimate_activations(
@@ -85,7 +85,7 @@ def estimate_activations(
                 state = {name: without_values(tensor) for name, tensor in _tensors(model)}
                 inputs = pytree.tree_map_only(Tensor, without_values, (tuple(args), dict(kwargs or {})))
                 with (
-                    _GroupedProducts(),  # type: ignore[no-untyped-call]
+                    GroupedProducts(),  # type: ignore[no-untyped-call]
                     torch.enable_grad(),
                     precision,
                     torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor),
@@ -124,7 +124,7 @@ def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(), *model.named_buffers()]
 
 
-class _GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
+class GroupedProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch has no types here
     """Derives the result of grouped matrix products, as in mixtures of experts, in any dtype.
 
     Without values PyTorch supports only bfloat16; its kernels support other dtypes too.

@@ -18,12 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from accel_bigmodel.errors import EstimateError
+from accel_bigmodel.estimates.activations import GroupedProducts
 from accel_bigmodel.planning.model import find_units, text_config
 from accel_bigmodel.planning.shape import Phase, Timeline
 
 __all__ = ["Numbers", "Traced", "combine", "trace_model", "trace_step"]
 
 _FEW = 5  # the first unit, the last, and enough between them to see what one adds
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "cache")
+"""Arguments of transformers' blocks that hold keys and values, as objects that tell how many they hold."""
 MakeInputs = Callable[[int], Mapping[str, Any]]
 
 
@@ -273,7 +276,9 @@ def _run(
         if numbers.autocast is not None
         else nullcontext
     )
-    with _hooked(model, watch, checkpointing) as state, watch:
+    # What derives grouped products is below the watch, which counts their results and not its casts.
+    grouped = GroupedProducts()  # type: ignore[no-untyped-call]  # PyTorch has no types here
+    with _hooked(model, watch, checkpointing) as state, grouped, watch:
         watch.enter(None, False)
         for tensor in (*model.parameters(), *model.buffers(), *pytree.tree_leaves(inputs)):
             if isinstance(tensor, Tensor):
@@ -357,6 +362,13 @@ def _checkpoint(unit: nn.Module) -> None:
     forward = unit.forward
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **_without_cache(kwargs))
 
     unit.forward = recomputed
+
+
+def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a block of transformers by which it caches nothing, because recomputing would append again."""
+    caches = {name: None for name in _CACHES if hasattr(kwargs.get(name), "get_seq_length")}
+    off = {"use_cache": False} if caches and "use_cache" in kwargs else {}
+    return {**kwargs, **caches, **off}

@@ -100,10 +100,13 @@ def main(arguments: Sequence[str]) -> int:
     if flags.rest:
         raise ConfigError(f"accel doctor takes flags only, and {flags.rest[0]!r} is none")
     timeout = _seconds(flags.others.get("timeout"))
+    config_file = flags.others.get("config_file")
+    if config_file is not None and not Path(config_file).expanduser().exists():
+        raise ConfigError(f"--config_file {config_file} does not exist; `accel config` creates one")
     folder = Path(flags.others.get("checkpoint_dir") or ".")
     if not folder.is_dir():
         raise ConfigError(f"--checkpoint_dir {folder} is not a folder; make it, or name another")
-    configuration = _configuration(flags.others.get("config_file"))
+    configuration = _configuration(config_file)
     from accel_cli.doctor.place import find_place
 
     found = find_place(flags, snapshot()) if configuration.status == "ok" else None

@@ -21,7 +21,7 @@ from accel_state.launching.target import Target
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
-_OWN = {"config_file": True, "help": False, "-h": False, "help-all": False}
+_OWN = {"config_file": True, "as_accelerate": False, "help": False, "-h": False, "help-all": False}
 """Flags that are not part of the schema, and whether they take a value."""
 _FOR_SEVERAL_MACHINES = (
     "same_network", "rdzv_backend", "rdzv_conf", "rdzv_id", "min_machines", "connect_timeout",
@@ -33,6 +33,7 @@ class LaunchCommand(SchemaCommand):
 
     own_flags = {
         "--config_file": "Configuration file to read.",
+        "--as_accelerate": "Answer `import accelerate` in the script, and in what it imports, by this library.",
         "--help": "Show help; a topic may follow.",
         "--help-all": "Show all flags.",
     }
@@ -75,6 +76,10 @@ def main(arguments: Sequence[str]) -> int:
     from accel_state.launching.surroundings import find_surroundings
 
     environ = snapshot()
+    if "as_accelerate" in flags.others:
+        from accel_cli.as_accelerate import environment
+
+        environ = environment(environ)
     resolved = resolve(flags.others.get("config_file"), environ, flags)
     if resolved.config.compute_environment == "AMAZON_SAGEMAKER":
         from accel_cli.sagemaker_launch import launch_on_sagemaker

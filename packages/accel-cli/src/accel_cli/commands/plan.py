@@ -184,7 +184,8 @@ class _Source:
         shape = shape_of_model(model, adapters=rank)
         try:
             timelines = timelines_of(model, text_inputs(model, self.length), frozen=frozen)
-            timelines("float32", False)
+            for recomputed in (False, True):
+                timelines("float32", recomputed)
         except EstimateError as error:
             return shape, lambda numbers, again: None, [_without(str(error))]
         return shape, timelines, []

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
             "there is no script to rehearse; example: accel rehearse --num_processes 64 train.py --lr 0.1"
         )
     from accel_cli.rehearsal.findings import find
-    from accel_cli.rehearsal.run import chosen_ranks, rehearse_rank
+    from accel_cli.rehearsal.run import rehearse_rank
     from accel_cli.rehearsal.show import as_json, as_text, differing, facts
     from accel_cli.render import show_facts
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str]) -> int:
     show_output = "show_output" in flags.others
     ranks = [
         rehearse_rank(config, target, world, rank, environ, steps=steps, show_output=show_output)
-        for rank in chosen_ranks(_ranks(flags), world.size)
+        for rank in _ranks(flags, world.size)
     ]
     findings = find(ranks, world.size)
     if "json" in flags.others:
@@ -136,11 +136,14 @@ def main(arguments: Sequence[str]) -> int:
     return int(any(finding.kind == "error" for finding in findings))
 
 
-def _ranks(flags: ParsedFlags) -> str:
+def _ranks(flags: ParsedFlags, size: int) -> list[int]:
+    from accel_cli.rehearsal.run import chosen_ranks
+
     given = flags.others
     if "rank" in given and "ranks" in given:
         raise ConfigError(f"--rank {given['rank']} and --ranks {given['ranks']} exclude each other; pass one")
-    return str(given.get("rank", given.get("ranks", "0")))
+    flag = "rank" if "rank" in given else "ranks"
+    return chosen_ranks(str(given.get(flag, "0")), size, f"--{flag}")
 
 
 def _steps(flags: ParsedFlags) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import functools
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import libcst as cst
+from libcst.helpers import get_full_name_for_node
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from accel_cli.migration.loop_facts import call_name, names_in
@@ -41,7 +43,8 @@ def missing_attributes(module: cst.Module) -> list[Remark]:
     """A remark for each line that uses an attribute of an ``Accelerator`` that does not exist here.
 
     Args:
-        module: the parsed source; names that are assigned ``Accelerator(…)`` anywhere in it count.
+        module: the parsed source; names that are assigned ``Accelerator(…)`` anywhere in it count, those with a dot
+            (``self.accelerator``), in a conditional expression, and parameters annotated with the class too.
     """
     wrapper = MetadataWrapper(module)
     finder = _Finder()
@@ -65,10 +68,38 @@ class _Finder(cst.CSTVisitor):
         self.used: list[tuple[str, str, int]] = []
 
     def visit_Assign(self, node: cst.Assign) -> None:
-        if call_name(node.value).rsplit(".", 1)[-1] == "Accelerator":
-            self.names |= {name for target in node.targets for name in names_in(target.target)}
+        if _makes_one(node.value):
+            self.names |= {name for target in node.targets for name in _bound(target.target)}
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        if _makes_one(node.value) or _is_the_class(node.annotation.annotation):
+            self.names |= set(_bound(node.target))
+
+    def visit_Param(self, node: cst.Param) -> None:
+        if node.annotation is not None and _is_the_class(node.annotation.annotation):
+            self.names.add(node.name.value)
 
     def visit_Attribute(self, node: cst.Attribute) -> None:
-        if isinstance(node.value, cst.Name):
+        owner = (
+            get_full_name_for_node(node.value) if isinstance(node.value, cst.Name | cst.Attribute) else None
+        )
+        if owner:
             line = int(self.get_metadata(PositionProvider, node).start.line)
-            self.used.append((node.value.value, node.attr.value, line))
+            self.used.append((owner, node.attr.value, line))
+
+
+def _makes_one(value: cst.BaseExpression | None) -> bool:
+    if isinstance(value, cst.IfExp):  # Accelerator(log_with=…) if tracked else Accelerator()
+        return _makes_one(value.body) or _makes_one(value.orelse)
+    return call_name(value).rsplit(".", 1)[-1] == "Accelerator"
+
+
+def _is_the_class(annotation: cst.BaseExpression) -> bool:
+    return (get_full_name_for_node(annotation) or "").rsplit(".", 1)[-1] == "Accelerator"
+
+
+def _bound(target: cst.BaseExpression) -> Iterator[str]:
+    if isinstance(target, cst.Attribute):
+        yield from filter(None, [get_full_name_for_node(target)])
+    else:
+        yield from names_in(target)

@@ -23,10 +23,20 @@ _KINDS = {
     **dict.fromkeys((".yaml", ".yml", ".json"), "configuration"),
 }
 _LEFT_OUT = frozenset({"__pycache__", "node_modules", "site-packages", "build", "dist"})
+_WORD, _END = r"(?<![\w.-])", r"(?![\w.-])"
 _COMMAND = re.compile(
-    r"\baccelerate(?=[ \t]+(?:launch|config|env|test|estimate-memory|merge-weights|to-fsdp2|tpu-config)\b)"
-    r"|\baccelerate-(?=(?:launch|config|estimate-memory|merge-weights)\b)"
+    rf"{_WORD}accelerate(?=[ \t]+(?:launch|config|env|test|estimate-memory|merge-weights|to-fsdp2|tpu-config){_END})"
+    rf"|{_WORD}accelerate-(?=(?:launch|config|estimate-memory|merge-weights){_END})"
+    r"|(?<=-m )accelerate\.commands\.(?:accelerate_cli|(?P<module>launch|env|test|tpu|estimate|merge|to_fsdp2))"
+    rf"{_END}"
 )
+_MODULES = {
+    "tpu": "tpu-config",
+    "estimate": "estimate-memory",
+    "merge": "merge-weights",
+    "to_fsdp2": "to-fsdp2",
+}
+"""Modules of Accelerate that ``python -m`` runs, where the command has another name."""
 _CONFIGURES = re.compile(r"^\s*\"?(compute_environment|distributed_type)\"?\s*:", re.MULTILINE)
 
 
@@ -93,6 +103,9 @@ def _result(text: str, module: cst.Module, refusals: list[Remark], notes: list[R
 
 
 def _ours(match: re.Match[str]) -> str:
+    if ".commands." in match.group():  # python -m accelerate.commands.launch
+        module = match["module"]
+        return "accel_cli" if module is None else f"accel_cli {_MODULES.get(module, module)}"
     return "accel" if match.group().endswith("e") else "accel "
 
 

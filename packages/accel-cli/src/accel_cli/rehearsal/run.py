@@ -37,27 +37,35 @@ class Rehearsed:
     output: str
 
 
-def chosen_ranks(text: str, size: int) -> list[int]:
+def chosen_ranks(text: str, size: int, flag: str = "--ranks") -> list[int]:
     """Parse ``--ranks``: numbers, ``last``, and ranges such as ``0-3``, with commas between.
+
+    Args:
+        text: what was typed.
+        size: ranks of the world.
+        flag: the flag that had it, for messages.
 
     Raises:
         ConfigError: a word is none of these, or names a rank that the world does not have.
     """
-    ranks: list[int] = []
+    ranks: set[int] = set()
     for word in (part.strip() for part in text.split(",")):
         low, dash, high = word.replace("last", str(size - 1)).partition("-")
         if not low.isdecimal() or (dash and not high.isdecimal()):
             raise ConfigError(
-                f"--ranks {text!r} has {word!r}; pass ranks such as 0,1,last, or a range such as 0-3"
+                f"{flag} {text!r} has {word!r}; pass ranks such as 0,1,last, or a range such as 0-3"
             )
-        ranks += range(int(low), int(high if dash else low) + 1)
-    beyond = [rank for rank in ranks if rank >= size]
-    if beyond or not ranks:
-        raise ConfigError(
-            f"--ranks {text!r} names rank {beyond[0] if beyond else 'none'}, but a world of {size} has the ranks 0 to "
-            f"{size - 1}"
-        )
-    return sorted(set(ranks))
+        first, last = int(low), int(high if dash else low)
+        if first > last:
+            raise ConfigError(
+                f"{flag} {text!r} has {word!r}, which ends before it begins; pass {last}-{first}"
+            )
+        if last >= size:
+            raise ConfigError(
+                f"{flag} {text!r} names rank {last}, but a world of {size} has the ranks 0 to {size - 1}"
+            )
+        ranks.update(range(first, last + 1))
+    return sorted(ranks)
 
 
 def rehearse_rank(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -308,10 +309,29 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers build models divided (stage 3 with `zero3_init_flag`); without transformers: nothing."""
-        if not self.zero3_init_flag:
-            return
+        if self.zero3_init_flag:
+            self._tell_transformers()
+
+    def unset_deepspeed_weakref(self) -> None:
+        """Let transformers build models whole again."""
+        object.__setattr__(self, "dschf", None)
+
+    def tell_of_divided_models(self) -> None:
+        """Tell transformers that there are models which stage 3 divides, on which its functions depend.
+
+        `generate()` lets all ranks compute until the last one has its last token, and `resize_token_embeddings()`
+        gathers parameters. Models that are built while it knows are divided as well.
+        """
+        if self.zero_stage != 3 or "transformers" not in sys.modules:
+            return  # a model of transformers would have imported it
+        from transformers.integrations import is_deepspeed_zero3_enabled
+
+        if not is_deepspeed_zero3_enabled():
+            self._tell_transformers()
+
+    def _tell_transformers(self) -> None:
         try:
-            from transformers.integrations import HfDeepSpeedConfig as TransformersConfig
+            from transformers.integrations import set_hf_deepspeed_config
         except ImportError:
             return  # nobody reads it
         config = copy.deepcopy(self.deepspeed_config)
@@ -319,8 +339,10 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
             if config.get(key, "auto") == "auto":
                 config[key] = 1
         config.pop("train_batch_size", None)
-        # transformers keeps a weak reference; the plugin keeps the object.
-        object.__setattr__(self, "dschf", TransformersConfig(config))
+        # transformers keeps a weak reference; the plugin keeps the object. Its own class needs Accelerate installed.
+        told = HfDeepSpeedConfig(config)
+        object.__setattr__(self, "dschf", told)
+        set_hf_deepspeed_config(told)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are divided while they are built."""
@@ -329,20 +351,20 @@ class DeepSpeedPlugin(StrategyPlugin, SectionPlugin, DeepSpeedSection):
     @contextlib.contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
         """Build models divided (`enable`), or whole, inside; with stage 3."""
-        before = self.zero3_init_flag
-        if enable == before or self.zero_stage != 3:
+        if self.zero_stage != 3:
             yield
             return
-        self._switch_zero3_init(enable)
+        before, told = self.zero3_init_flag, getattr(self, "dschf", None) is not None
+        self.unset_deepspeed_weakref()
+        object.__setattr__(self, "zero3_init_flag", enable)
+        self.set_deepspeed_weakref()
         try:
             yield
         finally:
-            self._switch_zero3_init(bool(before))
-
-    def _switch_zero3_init(self, enable: bool) -> None:
-        object.__setattr__(self, "zero3_init_flag", enable)
-        object.__setattr__(self, "dschf", None)
-        self.set_deepspeed_weakref()
+            object.__setattr__(self, "zero3_init_flag", before)
+            self.unset_deepspeed_weakref()
+            if told:
+                self._tell_transformers()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
         """Gather all parameters of each mixture-of-experts module together, because not every rank uses every expert.
@@ -419,6 +441,7 @@ class DeepSpeedPlugins(StrategyPlugin):
     def select(self, name: str) -> None:
         """Use the plugin of a name for what is prepared next."""
         chosen = self.get(name)
+        self.active.unset_deepspeed_weakref()
         self.selected = name
         chosen.set_deepspeed_weakref()
 

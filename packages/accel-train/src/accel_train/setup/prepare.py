@@ -98,6 +98,7 @@ class _Objects:
             optimizers=[_inner(self.results[place]) for place in fresh],
             schedulers=[self.results[place] for place in schedulers],
             loaders=[self.results[place] for place in self._of_kind(DataLoader)],
+            schedule_steps=_schedule_steps(here),
         )
         if new or fresh or parts.schedulers:
             parts = self._prepare_parts(
@@ -336,16 +337,23 @@ def prepare_scheduler(here: Prepared, scheduler: Any) -> AcceleratedScheduler:
     target = getattr(scheduler, "optimizer", None)
     owners = [known for known in here.optimizers if target is known or target is known.optimizer]
     options = here.options
-    split = options.loaders.split_batches
     wrapped = AcceleratedScheduler(
         scheduler,
         owners or list(here.optimizers),
         step_with_optimizer=options.step_scheduler_with_optimizer,
-        split_batches=split,
-        steps_per_call=here.plan.strategy.batch.size if options.scale_scheduler and not split else 1,
+        split_batches=options.loaders.split_batches,
+        steps_per_call=_schedule_steps(here),
         advance_while_accumulating=options.adjust_scheduler,
         accumulator=here.accumulator,
     )
     mark_prepared(wrapped)
     here.schedulers.append(wrapped)
     return wrapped
+
+
+def _schedule_steps(here: Prepared) -> int:
+    """Steps of a schedule for one step of the optimizer: schedules are planned for one process."""
+    options = here.options
+    return (
+        here.plan.strategy.batch.size if options.scale_scheduler and not options.loaders.split_batches else 1
+    )

@@ -199,12 +199,16 @@ class ModelSteps(Protocol):
 
 @dataclass
 class Parts:
-    """The objects that one `prepare()` call was given, by kind; models and optimizers without our wrappers."""
+    """The objects that one `prepare()` call was given, by kind; models and optimizers without our wrappers.
+
+    `schedule_steps` are the steps of a schedule that one step of the optimizer stands for.
+    """
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[Any] = field(default_factory=list)
+    schedule_steps: int = 1
 
 
 class SavedModel(Protocol):

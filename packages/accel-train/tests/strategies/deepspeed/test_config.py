@@ -67,6 +67,27 @@ def test_what_the_model_and_placeholders_tell():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("ranks", "total"), [(1, 50), (2, 25), (4, 13)])
+def test_a_schedule_is_planned_for_one_process(ranks, total):
+    """DeepSpeed refuses a warm-up of 0 steps, the default of the placeholder."""
+    optimizer = DummyOptim([nn.Parameter(torch.ones(1))])
+    scheduler = DummyScheduler(optimizer, total_num_steps=50)
+    section = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}}
+    plugin = DeepSpeedPlugin({"optimizer": {"type": "AdamW"}, "scheduler": section})
+    config = engine_config(plugin, script(optimizer=optimizer, scheduler=scheduler, schedule_steps=ranks))
+    assert config["scheduler"]["params"] == {"total_num_steps": total, "warmup_num_steps": 1}
+
+
+def test_one_scheduler():
+    optimizer = DummyOptim([nn.Parameter(torch.ones(1))])
+    scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda real: None)
+    plugin = DeepSpeedPlugin({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}})
+    with pytest.raises(
+        IncompatibleOptionsError, match=r"lr_scheduler_callable, and .* 'scheduler' \(WarmupLR\)"
+    ):
+        engine_config(plugin, script(optimizer=optimizer, scheduler=scheduler))
+
+
 def test_other_sections_pass_through():
     extra = {
         "tensor_parallel": {"autotp_size": 2},

@@ -15,6 +15,13 @@ def test_a_placeholder_keeps_groups_and_options_and_cannot_step():
     )
     assert [group["lr"] for group in optimizer.params] == [0.1, 0.5]
     assert optimizer.kwargs == {"eps": 1e-6}
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "weight_decay": 0.5})
+    # The configuration has what a group does not say itself.
+    assert [{**group, "params": len(group["params"])} for group in optimizer.groups_for_engine()] == [
+        {"params": 1},
+        {"params": 1, "lr": 0.5},
+        {"params": 1, "weight_decay": 0.5},
+    ]
     with pytest.raises(PrepareError, match="what prepare\\(\\) returned"):
         optimizer.step()
 

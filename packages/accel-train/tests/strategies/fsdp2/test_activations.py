@@ -157,3 +157,25 @@ def test_a_checkpointed_model_pickles():
     again = pickle.loads(pickle.dumps(model))
     again.eval(), model.eval()
     assert torch.equal(again(torch.ones(1, 8)), model(torch.ones(1, 8)))
+
+
+def test_the_cache_under_its_newest_name_is_left_out_and_other_things_of_that_name_are_kept():
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.seen = []
+
+        def forward(self, x, cache=None):
+            self.seen.append(cache)
+            return self.layer(x)
+
+    model = nn.Sequential(Keeps())
+    block = model[0]
+    checkpoint_blocks(model, [block], offload=False)
+    model[0](torch.ones(1, 2), cache=Cache(0)).sum().backward()
+    assert block.seen == [None, None]
+    model[0](torch.ones(1, 2), cache="a folder").sum().backward()
+    assert block.seen[2:] == ["a folder"] * 2
+    with pytest.raises(PrepareError, match="cache holds the keys and values of 3 positions"):
+        model[0](torch.ones(1, 2), cache=Cache(3))

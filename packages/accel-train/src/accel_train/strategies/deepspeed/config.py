@@ -79,7 +79,7 @@ class Script:
         batch_sizes: of the loaders in this `prepare()` call.
         ranks: that read different samples.
         precision: name of the precision.
-        reduce_dtype: in which the precision reduces gradients; None: the engine's choice.
+        schedule_steps: steps of a schedule that one step of the optimizer stands for.
     """
 
     model: nn.Module
@@ -88,6 +88,7 @@ class Script:
     batch_sizes: Sequence[int]
     ranks: int
     precision: str
+    schedule_steps: int = 1
 
 
 def engine_config(plugin: DeepSpeedPlugin, script: Script) -> dict[str, Any]:
@@ -170,6 +171,11 @@ def _check_sections(config: Mapping[str, Any], script: Script, plugin: DeepSpeed
                 f"{origin} has the section {section!r} ({config[section].get('type')}), and the script prepares "
                 f"{type(given).__name__}. Prepare {kind}(…) in its place, or remove the section."
             )
+        if section in config and _makes_its_own(given):
+            raise IncompatibleOptionsError(
+                f"DummyScheduler has an lr_scheduler_callable, and {origin} has the section 'scheduler' "
+                f"({config[section].get('type')}). Leave one of them out."
+            )
         if section not in config and placeholder and not _makes_its_own(given):
             raise IncompatibleOptionsError(
                 f"The script prepares {kind}, which stands for the section {section!r} of the DeepSpeed configuration, "
@@ -205,10 +211,13 @@ def _values(script: Script) -> dict[str, Any]:
         values |= {
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": lr,
-            "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
+            "scheduler.params.warmup_num_steps": max(1, scheduler.warmup_num_steps),  # DeepSpeed refuses 0
         }
         if scheduler.total_num_steps is not None:
-            values["scheduler.params.total_num_steps"] = scheduler.total_num_steps
+            # The engine steps its scheduler once for each step of the optimizer.
+            values["scheduler.params.total_num_steps"] = -(
+                -scheduler.total_num_steps // script.schedule_steps
+            )
     return values
 
 

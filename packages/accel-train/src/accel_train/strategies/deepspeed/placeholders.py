@@ -29,7 +29,22 @@ class DummyOptim(torch.optim.Optimizer):
         self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
     ) -> None:
         self.kwargs = kwargs
+        self._own_options: list[dict[str, Any]] = []
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, and note which options it has itself: the configuration has the others."""
+        own = {key: value for key, value in param_group.items() if key not in ("params", "param_names")}
+        super().add_param_group(param_group)
+        self._own_options.append(own)
+
+    def groups_for_engine(self) -> list[dict[str, Any]]:
+        """The groups with the options that the script gave them; empty ones are left out."""
+        return [
+            {"params": list(group["params"]), **own}
+            for group, own in zip(self.param_groups, self._own_options, strict=True)
+            if group["params"]
+        ]
 
     @property
     def params(self) -> list[dict[str, Any]]:
@@ -53,9 +68,11 @@ class DummyScheduler(LRScheduler):
 
     Args:
         optimizer: the `DummyOptim`, or the real optimizer.
-        total_num_steps: steps of the whole training where the configuration says "auto".
-        warmup_num_steps: steps of the warm-up where the configuration says "auto".
-        lr_scheduler_callable: makes the scheduler from the real optimizer, in place of the configuration's.
+        total_num_steps: steps of the whole training where the configuration says "auto", planned for one process, as
+            with Accelerate: N ranks that read different samples take N of them in one step of the optimizer.
+        warmup_num_steps: steps of the optimizer in the warm-up where the configuration says "auto".
+        lr_scheduler_callable: makes the scheduler from the real optimizer, where the configuration has none; it takes
+            one step for each step of the optimizer.
         kwargs: kept in `kwargs`, for code that reads them.
     """
 

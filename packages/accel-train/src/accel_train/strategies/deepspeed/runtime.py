@@ -14,7 +14,7 @@ from accel_state.trees import recursively_apply
 from accel_state.world.process import PartialState
 from accel_state.world.process_group import leave_at_exit
 
-__all__ = ["cast_inputs", "make_engine"]
+__all__ = ["cast_inputs", "make_engine", "start"]
 
 
 def make_engine(device: torch.device, **arguments: Any) -> Any:
@@ -24,19 +24,23 @@ def make_engine(device: torch.device, **arguments: Any) -> Any:
         device: of this process.
         arguments: of `deepspeed.initialize`.
     """
+    start(device)
+    import deepspeed
+
+    engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
+    return engine
+
+
+def start(device: torch.device) -> None:
+    """Make DeepSpeed use this process's device and process group; a single process gets a group of its own."""
     environment.provide(LOCAL_RANK=PartialState().local_process_index)  # DeepSpeed reads it in every forward
     # Without it DeepSpeed looks for an accelerator, and prints how.
     chosen = {"DS_ACCELERATOR": "cpu"} if device.type == "cpu" else {}
     with environment.patch_environment(**chosen):
-        _start(device)
-        import deepspeed
-
-        engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
-    return engine
+        _choose(device)
 
 
-def _start(device: torch.device) -> None:
-    """Make DeepSpeed use this process's device and process group; a single process gets a group of its own."""
+def _choose(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)

@@ -19,7 +19,7 @@ from accel_ckpt.loading.saved_tensors import SavedTensor, fill_all
 from accel_ckpt.parts import Leaf, fill_part
 from accel_train.strategies.engines import check_groups
 
-__all__ = ["EngineState", "Share", "share_of"]
+__all__ = ["EngineState", "Share", "gathered_layers", "share_of"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,27 @@ def share_of(parameter: Any) -> Share:
     rank = torch.distributed.get_rank(group=parameter.ds_process_group)
     start = min(size * rank, parameter.ds_numel)
     return Share(start, min(size, parameter.ds_numel - start), tuple(parameter.ds_shape))
+
+
+def gathered_layers(model: nn.Module) -> dict[str, Any]:
+    """Whole weights of a model whose layers DeepSpeed's tensor parallelism divides; collective."""
+    from deepspeed.module_inject.layers import GatherReplacedLayerParams
+
+    whole: dict[int, Tensor] = {}
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        # Dividing them again would make new tensors, which the engine's partitions do not know.
+        before = [parameter.data for parameter in own]
+        with GatherReplacedLayerParams(own, module):
+            whole |= {id(parameter): parameter.detach().clone() for parameter in own}
+        for parameter, values in zip(own, before, strict=True):
+            parameter.data = values
+    named = NamedModel(model)
+    parameters = named.parameters()
+    return {
+        name: whole[id(parameters[name])] if name in parameters else value
+        for name, value in named.state_dict().items()
+    }
 
 
 class EngineState:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ckpt import NamedModel, Part
 from accel_state.enums import DistributedType
+from accel_state.errors import NotAvailableError
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError, PrepareError
 from accel_train.mesh import Mesh
 from accel_train.plugins import DeepSpeedPlugin, DeepSpeedPlugins
@@ -31,9 +32,9 @@ from accel_train.strategies.deepspeed.placeholders import (
     DummyScheduler,
     map_pytorch_optim_to_deepspeed,
 )
-from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine
+from accel_train.strategies.deepspeed.runtime import cast_inputs, make_engine, start
 from accel_train.strategies.deepspeed.scheduler import EngineScheduler
-from accel_train.strategies.deepspeed.state import EngineState, share_of
+from accel_train.strategies.deepspeed.state import EngineState, gathered_layers, share_of
 from accel_train.strategies.engines import EngineStrategy
 
 __all__ = ["DeepSpeedStrategy"]
@@ -81,7 +82,16 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         self.plugins = config if isinstance(config, DeepSpeedPlugins) else DeepSpeedPlugins({"": config})
         check_known(self.plugin.deepspeed_config, self.plugin.hf_ds_config.origin)
         self._evaluated: list[Any] = []  # engines without optimizer
-        self.plugin.set_mixed_precision(self.precision.name)
+        for name, plugin in self.plugins.plugins.items():
+            if plugin.launched_precision not in (None, self.precision.name):
+                raise IncompatibleOptionsError(
+                    f"The DeepSpeed plugin {name!r} enables {plugin.launched_precision} in "
+                    f"{plugin.hf_ds_config.origin}, and this run computes with "
+                    f"mixed_precision={self.precision.name!r}. Make the precision of all plugins that of the run."
+                )
+            plugin.set_mixed_precision(self.precision.name)
+        if any(plugin.zero_stage == 3 for plugin in self.plugins.plugins.values()):
+            start(options.device)  # models may be divided while they are built, before there is an engine
         self.plugin.set_deepspeed_weakref()
 
     @property
@@ -94,7 +104,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         """All ranks read different samples, but those of one group of DeepSpeed's tensor parallelism."""
         given = config or DeepSpeedPlugin()
         plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
-        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        size = _layer_parts(plugin)
         if world_size % size:
             raise IncompatibleOptionsError(
                 f"tensor_parallel.autotp_size={size} in {plugin.hf_ds_config.origin} does not divide the "
@@ -109,7 +119,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         """DeepSpeed's own tensor parallelism is a mesh of its own."""
         given = config or DeepSpeedPlugin()
         plugin: DeepSpeedPlugin = given.active if isinstance(given, DeepSpeedPlugins) else given
-        size = plugin.get_value("tensor_parallel.autotp_size") or 1
+        size = _layer_parts(plugin)
         if size > 1:
             raise IncompatibleOptionsError(
                 f"DeepSpeed's configuration has tensor_parallel.autotp_size={size}, which does not go with a "
@@ -144,12 +154,15 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             None,
         )
         sizes = [size for loader in parts.loaders if (size := _batch_size(loader)) is not None]
-        return Script(model, optimizer, placeholder, sizes, self.batch.size, self.precision.name)
+        return Script(
+            model, optimizer, placeholder, sizes, self.batch.size, self.precision.name, parts.schedule_steps
+        )
 
     def _train(self, model: nn.Module, parts: Parts, number: int, steps: ModelSteps) -> _Trained:
         optimizer = parts.optimizers[number]
         plain = self.plain(model)
-        config = engine_config(self.plugin, self._script(plain, optimizer, parts))
+        script = self._script(plain, optimizer, parts)
+        config = engine_config(self.plugin, script)
         self.plugin.set_moe_leaf_modules(plain)
         groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         given = self._optimizer_for(optimizer, config)
@@ -157,7 +170,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             self.options.device,
             model=plain,
             optimizer=given,
-            model_parameters=[p for group in groups for p in group] if given is None else None,
+            model_parameters=optimizer.groups_for_engine() if isinstance(optimizer, DummyOptim) else None,
+            lr_scheduler=script.scheduler and script.scheduler.lr_scheduler_callable,
             config=config,
         )
         cast_inputs(plain, self.precision.dtypes.compute)
@@ -174,6 +188,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             Watch(engine, plain, engine.basic_optimizer),
         )
         self.made.append(made)
+        self.plugin.tell_of_divided_models()
         return made
 
     def _optimizer_for(
@@ -197,6 +212,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
                 config.pop(section, None)
             engine = make_engine(self.options.device, model=plain, config=config)
             self._evaluated.append(engine)
+            self.plugin.tell_of_divided_models()
             Watch(engine, plain)
             cast_inputs(plain, self.precision.dtypes.compute)
             steps.compile_in_place(plain)
@@ -220,6 +236,9 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             item.engine.destroy()
         self.made.clear()
         self._evaluated.clear()
+        for plugin in self.plugins.plugins.values():
+            if not plugin.zero3_init_flag:
+                plugin.unset_deepspeed_weakref()
 
     # One micro-batch
 
@@ -314,17 +333,35 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
     # State
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
-        """What this rank holds: in float32 where the optimizer updates float32 copies."""
+        """What this rank holds: in float32 where the optimizer updates float32 copies.
+
+        Raises:
+            NotAvailableError: layers are divided by DeepSpeed's tensor parallelism.
+        """
         item = self.of_model(model)
         if item is not None:
+            if _divides_layers(item):
+                raise NotAvailableError(
+                    f"tensor_parallel.autotp_size={_layer_parts(item.plugin)} in {item.plugin.hf_ds_config.origin} "
+                    "divides layers in ways that only DeepSpeed knows, so save_state and load_state cannot save or "
+                    "load them. Use save_checkpoint() and load_checkpoint() of the prepared model, or, below stage 3, "
+                    "save_model() for whole weights."
+                )
             return item.state.model_state(named)
         if any(self.plain(engine) is self.plain(model) for engine in self._evaluated):
             return _frozen_state(named or NamedModel(self.plain(model)))
         return super().model_state(model, named)
 
+    def is_divided(self, model: nn.Module) -> bool:
+        """Whether this rank holds less than all of a prepared model."""
+        item = self.of_model(model)
+        return (item is not None and _divides_layers(item)) or super().is_divided(model)
+
     def exported_state(self, model: nn.Module) -> dict[str, Any]:
         """What `save_model` and `get_state_dict` gather: 16-bit weights below stage 3, and there if asked for."""
         item = self.of_model(model)
+        if item is not None and _divides_layers(item) and item.state.stage < 3:
+            return gathered_layers(item.model)
         if item is None or not item.state.is_low:
             return self.model_state(model)
         if item.state.stage == 3:
@@ -394,6 +431,15 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             item.state.load_optimizer_state(tree, models)
 
 
+def _layer_parts(plugin: DeepSpeedPlugin) -> int:
+    """In how many parts DeepSpeed's own tensor parallelism divides layers."""
+    return int(plugin.get_value("tensor_parallel.autotp_size") or 1)
+
+
+def _divides_layers(made: _Trained) -> bool:
+    return _layer_parts(made.plugin) > 1
+
+
 def _pairs(parts: Parts) -> dict[int, int]:
     """The optimizer of each model, by their places; checked before an engine is made.
 
@@ -448,8 +494,6 @@ def _scheduler_of(made: _Trained, given: Any) -> Any:
     """A scheduler of the optimizer that was prepared, made to change the engine's; others as they are."""
     was = made.given
     if isinstance(given, DummyScheduler) and given.optimizer is was:
-        if given.lr_scheduler_callable is not None:
-            return given.lr_scheduler_callable(made.optimizer)
         if made.engine.lr_scheduler is None:
             raise IncompatibleOptionsError(
                 "DummyScheduler stands for the section 'scheduler' of the DeepSpeed configuration, and the engine has "

@@ -23,6 +23,7 @@ Policy = Callable[..., CheckpointPolicy]
 
 # Arguments of blocks of transformers.
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
+_CACHE = "cache"  # the newest name
 
 # Where the time of a forward goes; there is one kernel of attention for each kind of device.
 _PRODUCTS = frozenset(
@@ -98,6 +99,10 @@ class CheckpointedForward:
 def _without_cache(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a block of transformers by which it caches nothing."""
     caches = [name for name in _CACHES if kwargs.get(name) is not None]
+    if hasattr(
+        kwargs.get(_CACHE), "get_seq_length"
+    ):  # too general a name for what it holds to be known by it
+        caches.append(_CACHE)
     for name in caches:
         length = getattr(kwargs[name], "get_seq_length", lambda: None)()
         if length != 0:

@@ -1,0 +1,30 @@
+"""Functions of ``accelerate.utils.fsdp_utils``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from accel_train.strategies.fsdp2.units import ignored_parameters
+
+__all__ = ["get_parameters_from_modules"]
+
+
+def get_parameters_from_modules(
+    modules: str | Iterable[nn.Module] | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """The parameters of modules, moved to a device.
+
+    Args:
+        modules: modules of ``model``, or a regular expression for their whole names.
+        model: the model.
+        device: where the parameters go.
+    """
+    if modules is None:
+        return set()
+    parameters = ignored_parameters(model, modules)
+    for parameter in parameters:
+        parameter.data = parameter.data.to(device)
+    return parameters

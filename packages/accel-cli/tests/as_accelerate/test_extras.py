@@ -1,0 +1,92 @@
+"""What only clients of Accelerate use."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+
+from accel_cli.as_accelerate.extras import config, deepspeed, fsdp, launch
+from accel_cli.commands import launch as command
+from accel_state.config.flags import parse_flags
+
+
+@pytest.fixture
+def words(monkeypatch):
+    """What ``accel launch`` is given."""
+    seen = []
+    monkeypatch.setattr(launch, "main", lambda arguments: seen.extend(arguments) or 0)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["train.py"],
+        ["--num_processes", "2", "--cpu", "train.py", "--lr", "0.1", "--num_processes", "7"],
+        ["--num-processes", "2", "--mixed-precision", "bf16", "train.py"],
+        ["--config_file", "a.yaml", "--use_fsdp", "--fsdp_offload_params", "true", "train.py", "x"],
+        ["--multi_gpu", "--gpu_ids", "0,1", "-m", "package.module", "-m"],
+    ],
+)
+def test_argparse_reads_what_accel_launch_reads(given, words):
+    launch.launch_command(launch.launch_command_parser().parse_args(given))
+    read, expected = (parse_flags(line, command._OWN) for line in (words, given))
+    assert (read.values, read.rest, read.others) == (expected.values, expected.rest, expected.others)
+
+
+def test_a_client_may_change_the_namespace(words):
+    args = launch.launch_command_parser().parse_args(["--num_processes", "2", "train.py"])
+    args.num_processes = 4
+    args.training_script_args = ["--seed", "1"]
+    launch.launch_command(args)
+    assert words == ["--num_processes=4", "train.py", "--seed", "1"]
+
+
+def test_it_can_be_a_command_of_another_program(words):
+    parser = argparse.ArgumentParser()
+    launch.launch_command_parser(parser.add_subparsers())
+    args = parser.parse_args(["launch", "--cpu", "train.py"])
+    args.func(args)
+    assert words == ["--cpu", "train.py"]
+
+
+def test_a_failed_run_is_an_exit(monkeypatch):
+    monkeypatch.setattr(launch, "main", lambda arguments: 3)
+    with pytest.raises(SystemExit) as caught:
+        launch.launch_command(launch.launch_command_parser().parse_args(["train.py"]))
+    assert caught.value.code == 3
+
+
+def test_unknown_flags_are_refused_by_argparse(capsys):
+    with pytest.raises(SystemExit):
+        launch.launch_command_parser().parse_args(["--num_proceses", "2", "train.py"])
+    assert "--num_proceses" in capsys.readouterr().err
+
+
+def test_the_default_file_is_where_launch_looks():
+    from accel_state import default_config_file
+
+    assert config.config_args.default_yaml_config_file == str(default_config_file)
+    assert config.config_args.default_json_config_file.endswith(".json")
+
+
+def test_the_plugin_of_a_state():
+    class State:
+        distributed_type = "MULTI_CPU"
+        deepspeed_plugin = "plugin"
+
+    with pytest.raises(ValueError, match="--use_deepspeed"):
+        deepspeed.get_active_deepspeed_plugin(State())
+    State.distributed_type = "DEEPSPEED"
+    assert deepspeed.get_active_deepspeed_plugin(State()) == "plugin"
+
+
+def test_parameters_of_modules_by_pattern_or_object():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    last = set(model[1].parameters())
+    assert fsdp.get_parameters_from_modules("1", model, "cpu") == last
+    assert fsdp.get_parameters_from_modules([model[1]], model, torch.device("cpu")) == last
+    assert fsdp.get_parameters_from_modules(None, model, "cpu") == set()

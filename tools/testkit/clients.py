@@ -1,0 +1,164 @@
+"""Clients of Accelerate, run unmodified on the real package and on this library, with their results compared.
+
+A scenario is a script in ``tests-integration/engines/clients`` that imports only clients and, as they do,
+``accelerate``; its first argument names what it does, its second a folder of its own. Rank 0 prints ``RESULT`` and
+a line of JSON. ``python tools/testkit/clients.py`` runs all and prints client x ranks: whether results are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "tests-integration/engines/clients"
+SOURCES = [str(ROOT / f"packages/accel-{name}/src") for name in ("state", "ckpt", "bigmodel", "train", "cli")]
+_TIMEOUT = 600
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one client does.
+
+    Attributes:
+        client: the name of the script.
+        name: of what it does.
+        ranks: numbers of processes that it runs with.
+        packages: modules that must be installed.
+    """
+
+    client: str
+    name: str
+    ranks: tuple[int, ...] = (1, 2)
+    packages: tuple[str, ...] = ("transformers",)
+
+    def __str__(self) -> str:
+        return f"{self.client}-{self.name}"
+
+
+SCENARIOS = (
+    Scenario("trainer", "train"),
+    Scenario("trainer", "bf16"),
+    Scenario("trainer", "accumulate"),
+    Scenario("trainer", "resume"),
+    Scenario("trainer", "predict"),
+    Scenario("lora", "merge", packages=("transformers", "peft")),
+    Scenario("models", "device_map", ranks=(1,)),
+    Scenario("models", "offload", ranks=(1,)),
+    Scenario("models", "pipeline", ranks=(1,)),
+)
+
+
+class ClientError(RuntimeError):
+    """A run failed; the message has its output."""
+
+
+def run(scenario: Scenario, ranks: int, ours: bool, folder: Path) -> Any:
+    """Run a scenario, and return what rank 0 printed.
+
+    Args:
+        scenario: which.
+        ranks: number of processes, on the CPU.
+        ours: whether ``accelerate`` is answered by this library; otherwise the real one must be installed.
+        folder: an empty folder, for the files of the run.
+
+    Raises:
+        ClientError: it failed, or printed no result.
+    """
+    script = [str(FOLDER / f"{scenario.client}.py"), scenario.name, str(folder)]
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("ACCELERATE_")}
+    variables |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HOME": str(folder),
+    }
+    if ours:
+        variables["PYTHONPATH"] = os.pathsep.join(SOURCES)
+        flags = ["--cpu", "--num_processes", str(ranks), "--as_accelerate", "--quiet"]
+        command = [sys.executable, "-m", "accel_cli", "launch", *flags, *script]
+    elif ranks == 1:
+        command = [sys.executable, *script]
+    else:
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            *script,
+        ]
+    done = subprocess.run(
+        command, env=variables, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT
+    )
+    found = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
+    if done.returncode or len(found) != 1:
+        who = "accel" if ours else "accelerate"
+        raise ClientError(
+            f"{scenario} on {ranks} with {who}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
+    return json.loads(found[0])
+
+
+def differences(ours: Any, real: Any, tolerance: float = 0.0, at: str = "") -> list[str]:
+    """Places where two results differ by more than a relative tolerance."""
+    if isinstance(real, dict) and isinstance(ours, dict):
+        places = [f"{at}.{key}" for key in sorted(ours.keys() ^ real.keys())]
+        for key in sorted(ours.keys() & real.keys()):
+            places += differences(ours[key], real[key], tolerance, f"{at}.{key}")
+        return places
+    if isinstance(real, list) and isinstance(ours, list) and len(real) == len(ours):
+        return [
+            place
+            for index, pair in enumerate(zip(ours, real, strict=True))
+            for place in differences(*pair, tolerance, f"{at}[{index}]")
+        ]
+    if isinstance(real, float) and isinstance(ours, float):
+        near = math.isclose(ours, real, rel_tol=tolerance, abs_tol=tolerance) or (
+            math.isnan(ours) and math.isnan(real)
+        )
+        return [] if near else [f"{at}: {ours!r} is not {real!r}"]
+    return [] if ours == real else [f"{at}: {ours!r} is not {real!r}"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the scenarios and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", help="only scenarios whose names contain one of these")
+    options = parser.parse_args(arguments)
+    failed = 0
+    print(f"{'client':28} {'1 rank':10} {'2 ranks':10}")
+    for scenario in SCENARIOS:
+        if options.names and not any(name in str(scenario) for name in options.names):
+            continue
+        cells = []
+        for ranks in (1, 2):
+            if ranks not in scenario.ranks:
+                cells.append("-")
+                continue
+            with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+                try:
+                    here = run(scenario, ranks, True, Path(first))
+                    there = run(scenario, ranks, False, Path(second))
+                except ClientError as error:
+                    print(error, file=sys.stderr)
+                    cells.append("fails")
+                else:
+                    found = differences(here, there)
+                    print(*found, sep="\n", file=sys.stderr, end="\n" if found else "")
+                    cells.append("differs" if found else "equal")
+            failed += cells[-1] != "equal"
+        print(f"{scenario!s:28} {cells[0]:10} {cells[1]:10}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
