@@ -20,6 +20,7 @@ from accel_ckpt.errors import CorruptCheckpointError as CorruptCheckpointError
 from accel_ckpt.errors import FileChangedError as FileChangedError
 from accel_ckpt.errors import MissingPartError as MissingPartError
 from accel_ckpt.errors import NameCollisionError as NameCollisionError
+from accel_ckpt.errors import ObjectStorageError as ObjectStorageError
 from accel_ckpt.errors import SaveInProgressError as SaveInProgressError
 from accel_ckpt.errors import StateMismatchError as StateMismatchError
 from accel_ckpt.errors import UninitializedTensorError as UninitializedTensorError
@@ -48,6 +49,8 @@ from accel_ckpt.loading.tree_fill import check_tree as check_tree
 from accel_ckpt.loading.tree_fill import fill_tree as fill_tree
 from accel_ckpt.loading.weights import WeightSource as WeightSource
 from accel_ckpt.loading.weights import open_weights as open_weights
+from accel_ckpt.locations import RemotePath as RemotePath
+from accel_ckpt.locations import location as location
 from accel_ckpt.modules.named_model import NamedModel as NamedModel
 from accel_ckpt.modules.names import canonical_name as canonical_name
 from accel_ckpt.modules.names import canonical_names as canonical_names

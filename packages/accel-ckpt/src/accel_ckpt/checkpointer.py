@@ -21,6 +21,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.loading.load_state import TrainingCheckpoint, open_training_state
 from accel_ckpt.loading.tree_fill import TreeFill
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
@@ -68,7 +69,7 @@ class Checkpointer:
     its own, such as ``RandomState``, goes into ``per_rank``.
 
     Args:
-        directory: the folder of the checkpoints; made by the first save.
+        directory: the folder of the checkpoints; made by the first save. Or a URI of object storage.
         keep: how many of the newest stay, after a save; ``None`` keeps all.
         max_shard_size: bytes per file of weights, or a size such as ``"5GB"``.
         coordinator: the ranks; those of the process group by default.
@@ -87,7 +88,8 @@ class Checkpointer:
     ) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay, or None for all")
-        self.directory = Path(os.path.abspath(Path(directory).expanduser()))
+        place = location(directory)
+        self.directory = place if isinstance(place, RemotePath) else Path(os.path.abspath(place))
         self.keep = keep
         self.max_shard_size = max_shard_size
         self._coordinator = coordinator

@@ -68,6 +68,10 @@ class Disk:
         """Return when what was written is on the disk."""
         os.fsync(descriptor)
 
+    def close(self, descriptor: int) -> None:
+        """Close a file that was opened by :meth:`open_new`; what was not synced may be lost."""
+        os.close(descriptor)
+
     def mkdir(self, path: Path) -> None:
         """Create a directory that must not exist."""
         os.mkdir(path)

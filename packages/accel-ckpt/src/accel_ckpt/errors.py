@@ -9,6 +9,7 @@ AccelError
     ├── FileChangedError                     a file was changed in place while it was mapped into memory
     ├── CheckpointVersionError (ValueError)  written in a format that this version does not know
     ├── MissingPartError (KeyError)          a part of a training state was not saved
+    ├── ObjectStorageError (OSError)         object storage refuses a request, or does not answer
     ├── UnsafeCheckpointError (ValueError)   a file would run code, or a name leaves the folder
     ├── UnsupportedValueError (TypeError)    a value that cannot be saved without pickling
     ├── NameCollisionError (ValueError)      two tensors would be saved under one name
@@ -31,6 +32,7 @@ __all__ = [
     "FileChangedError",
     "MissingPartError",
     "NameCollisionError",
+    "ObjectStorageError",
     "SaveInProgressError",
     "StateMismatchError",
     "UninitializedTensorError",
@@ -63,6 +65,10 @@ class CorruptCheckpointError(CheckpointError, ValueError):
 
 class FileChangedError(CheckpointError):
     """A file was changed in place while its content was in use."""
+
+
+class ObjectStorageError(CheckpointError, OSError):
+    """Object storage refuses a request, or does not answer it, also when it is repeated."""
 
 
 class CheckpointVersionError(CheckpointError, ValueError):

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 
 from accel_ckpt import save_training_state
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.saving.commit import complete_checkpoints, is_complete
+from accel_ckpt.saving.writer import FileRecord
 
 
 @pytest.fixture
@@ -49,3 +51,24 @@ def test_a_checkpoint_that_goes_between_two_looks_is_no_longer_there(checkpoint,
             manifest.check_sizes(checkpoint)
     seen.clear()
     assert complete_checkpoints(checkpoint.parent, "checkpoint_") == [] or looks >= len(manifest.files)
+
+
+def test_files_of_a_save_in_a_folder_of_its_own(tmp_path):
+    """As in object storage, and after a copy from there."""
+    text = b"content"
+    record = FileRecord(len(text), xxhash.xxh3_64_hexdigest(text), blocks=(xxhash.xxh3_64_hexdigest(text),))
+    manifest = Manifest(1, (0,), (), {"a/b": record}, "files-0123456789ab")
+    manifest.write(tmp_path)
+    assert Manifest.read(tmp_path) == manifest == Manifest.decode(manifest.encode(), "text")
+    with pytest.raises(CorruptCheckpointError, match="files-0123456789ab/a/b is missing"):
+        manifest.check_sizes(tmp_path)
+    (tmp_path / "files-0123456789ab/a").mkdir(parents=True)
+    (tmp_path / "files-0123456789ab/a/b").write_bytes(text)
+    manifest.check_content(tmp_path)
+
+
+@pytest.mark.parametrize("folder", ["..", "files-0123456789ab/..", "other", 3])
+def test_folders_that_no_save_makes(folder):
+    raw = Manifest(1, (0,), (), {}, folder).encode()
+    with pytest.raises(CorruptCheckpointError, match="is no folder of a save"):
+        Manifest.decode(raw, "text")

@@ -1,15 +1,17 @@
 """Reads of boxes: right values from any box into any target, and no more bytes than are needed."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_ckpt.errors import CorruptCheckpointError
-from accel_ckpt.format.reader import read_header
+from accel_ckpt.format.reader import TensorEntry, read_header
 from accel_ckpt.geometry import Box
 from accel_ckpt.loading import box_reads
-from accel_ckpt.loading.box_reads import BoxRead, read_boxes
+from accel_ckpt.loading.box_reads import BoxRead, read_boxes, spans
 from accel_ckpt.saving.writer import write_safetensors
 
 
@@ -119,3 +121,33 @@ def test_autograd_notices_that_values_changed(tmp_path):
     read_boxes([BoxRead(entry, Box((0,), (3,)), weight.detach())])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         result.backward()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_spans_hold_every_byte_that_is_read_and_little_else(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
+    begins = [data.draw(st.integers(0, n - 1)) for n in shape]
+    sizes = [data.draw(st.integers(1, n - b)) for n, b in zip(shape, begins, strict=True)]
+    gap = data.draw(st.sampled_from([0, 4, 40, 1 << 20]))
+    count = torch.Size(shape).numel()
+    entry = TensorEntry("t", torch.float32, shape, Path("file"), 100, 4 * count)
+    read = BoxRead(entry, Box(tuple(begins), tuple(sizes)), torch.empty(sizes))
+    wanted = torch.arange(count).reshape(shape)[Box(tuple(begins), tuple(sizes)).slices].flatten().tolist()
+    found = spans(read, gap)
+    assert found.file == Path("file")
+    covered = [byte for begin, end in found.ranges for byte in range(begin, end)]
+    assert len(covered) == len(set(covered))  # each once
+    needed = {100 + 4 * index + byte for index in wanted for byte in range(4)}
+    assert needed <= set(covered)
+    assert set(covered) <= set(range(min(needed), max(needed) + 1))
+    if gap == 0:
+        assert set(covered) == needed
+    if gap == 1 << 20:
+        assert len(found.ranges) == 1
+
+
+def test_nothing_has_no_spans():
+    entry = TensorEntry("t", torch.float32, (2, 0), Path("file"), 100, 0)
+    assert spans(BoxRead(entry, Box((0, 0), (2, 0)), torch.empty(2, 0)), 0) is None
+    assert spans(BoxRead(torch.ones(2), Box((0,), (2,)), torch.empty(2)), 0) is None

@@ -174,3 +174,11 @@ def test_a_folder_that_is_cleaned_before_it_is_locked_is_made_again(tmp_path):
     assert folder.path.is_dir()
     assert clean_leftovers(tmp_path, time.time()) == []  # it is locked
     folder.release()
+
+
+@needs_locks
+def test_whether_anybody_holds_a_folder(tmp_path):
+    held = TemporaryFolder(tmp_path / "held")
+    assert not leftovers.is_abandoned(tmp_path / "held")
+    held.release()
+    assert leftovers.is_abandoned(tmp_path / "held")

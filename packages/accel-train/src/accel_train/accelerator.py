@@ -96,7 +96,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         rng_types: random states that ranks share at the start of an epoch; None: "generator", the sampler's own.
         log_with: experiment trackers, which `init_trackers` starts: a name ("tensorboard", "wandb", …), a `LoggerType`,
             a `GeneralTracker`, or a list of these; "all": every one that is installed.
-        project_dir: folder of checkpoints and logs.
+        project_dir: folder of checkpoints and logs; for checkpoints also a URI of object storage.
         project_config: naming and number of checkpoints.
         gradient_accumulation_plugin: instead of `gradient_accumulation_steps`, with more options.
         step_scheduler_with_optimizer: False: calls of a prepared scheduler's `step()` are passed on as they are.
@@ -871,7 +871,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         states of the others are derived on load then.
 
         Args:
-            output_dir: the folder; unused with automatic naming.
+            output_dir: the folder, or a URI of object storage (`s3://bucket/run/last`); unused with automatic naming.
             safe_serialization: weights as safetensors, or as files of `torch.save`.
             asynchronous: return when what training may change is copied, and write in the background. Parameters and
                 optimizer states are copied in the background too, and prepared optimizers wait for it before their
@@ -906,7 +906,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         Everything is read and verified, on all ranks, before anything is changed on any.
 
         Args:
-            input_dir: the folder.
+            input_dir: the folder, or a URI of object storage.
             load_kwargs: must be empty; kept for scripts that pass it.
             allow_missing_rng: keep the current random state when this rank's is missing in the checkpoint. (A
                 rank that is new in a larger world needs no permission: it derives a state from a saved one.)

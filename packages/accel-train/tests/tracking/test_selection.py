@@ -113,3 +113,9 @@ def test_available():
 
 def test_the_folder_of_the_project(tmp_path):
     assert Accelerator(log_with="tensorboard", project_dir=tmp_path).log_with == ["tensorboard"]
+
+
+def test_a_tracker_of_files_needs_a_folder_of_this_machine():
+    with pytest.raises(OptionError, match=r"logging_dir is 's3://bucket/run'.*logging_dir=…\) with a folder"):
+        filter_trackers("tensorboard", "s3://bucket/run")
+    assert filter_trackers("trackio", "s3://bucket/run") == ["trackio"]

@@ -25,6 +25,7 @@ from accel_ckpt.convert.pickles import unpickle
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.modules.names import canonical_name, canonical_state_dict
 from accel_ckpt.optimizers import name_positions
 from accel_ckpt.saving.commit import checkpoints_from
@@ -90,6 +91,8 @@ def is_accelerate_checkpoint(folder: Path) -> bool:
     It has no manifest of ours, and something that only a training state has: a random state, an optimizer, a
     scheduler, or weights in one of the layouts of FSDP or DeepSpeed.
     """
+    if isinstance(folder, RemotePath):  # those of Accelerate are read from local folders
+        return False
     if not folder.is_dir() or (folder / MANIFEST_NAME).exists():
         return False
     if (folder / "latest").is_file():
@@ -105,6 +108,8 @@ def accelerate_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path
 
     Whether one is complete cannot be seen.
     """
+    if isinstance(base, RemotePath):
+        return []
     return [path for path in checkpoints_from(base, 0, prefix) if is_accelerate_checkpoint(path)]
 
 

@@ -16,6 +16,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
@@ -45,8 +46,10 @@ def merge_weights(
     Args:
         checkpoint_dir: a Distributed Checkpoint of torch, or the folder that Accelerate or transformers put it
             in; an FSDP checkpoint in one file; safetensors files of each rank, as torch's Hugging Face writer
-            saves them; shards with an index; a training state, or a folder of `save_model`.
-        output_path: the folder, made if it is not there. Other weights in it are replaced, as by `save_model`.
+            saves them; shards with an index; a training state, or a folder of `save_model`. The last three may be
+            URIs of object storage, whose weights are fetched first.
+        output_path: the folder, made if it is not there, or a URI. Other weights in it are replaced, as by
+            `save_model`.
         safe_serialization: safetensors, or else files of ``torch.save``.
         remove_checkpoint_dir: afterwards, remove the folder that held the weights and nothing else.
         max_shard_size: bytes per file, or a size such as ``"5GB"``; ``None``: one file.
@@ -64,8 +67,21 @@ def merge_weights(
         UnsafeCheckpointError: reading would run code.
         UnsupportedValueError: safetensors does not know a dtype.
     """
-    checkpoint, output = Path(checkpoint_dir).expanduser(), Path(output_path).expanduser()
+    checkpoint, output = location(checkpoint_dir), location(output_path)
     limit = None if max_shard_size is None else convert_file_size_to_int(max_shard_size)
+    if isinstance(checkpoint, RemotePath):
+        if remove_checkpoint_dir:
+            raise CheckpointSaveError(
+                f"remove_checkpoint_dir removes a local folder, and {checkpoint} is none; leave it out"
+            )
+        from accel_ckpt.remote.weights import fetch_weights
+
+        local, mirror = fetch_weights(checkpoint)
+        written = merge_weights(
+            local, output, safe_serialization, max_shard_size=max_shard_size, progress=progress, disk=disk
+        )
+        mirror.remove()
+        return written
     if not checkpoint.exists():
         raise CheckpointNotFoundError(f"there is no file or folder {checkpoint}")
     refuse_several_models(checkpoint)
@@ -99,6 +115,8 @@ def _folder(source: Source) -> Path:
 
 def _check_output(source: Source, output: Path) -> None:
     """The output's folder is cleared of other weights, which must not be those that are read."""
+    if isinstance(output, RemotePath):
+        return
     files = source.files
     if isinstance(source, PiecedFolder) and output.resolve() == source.folder.resolve():
         raise CheckpointSaveError(f"{output} is the checkpoint that is to be merged; choose another folder")
@@ -114,7 +132,7 @@ def _check_output(source: Source, output: Path) -> None:
 
 def _check_removal(source: Source, output: Path) -> None:
     folder = _folder(source)
-    if output.resolve().is_relative_to(folder.resolve()):
+    if not isinstance(output, RemotePath) and output.resolve().is_relative_to(folder.resolve()):
         raise CheckpointSaveError(
             f"{output} is inside {folder}, which is to be removed; choose another folder"
         )
@@ -187,7 +205,7 @@ class _Merge:
     def _aliases(self, part: Mapping[str, PiecedTensor]) -> dict[str, str]:
         return {alias: name for alias, name in self.weights.aliases.items() if name in part}
 
-    def _safetensors(self, part: Mapping[str, PiecedTensor], path: Path) -> FileRecord:
+    def _safetensors(self, part: Mapping[str, PiecedTensor], path: Path, disk: Disk) -> FileRecord:
         about = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in part.items()}
         metadata = {"format": "pt", **self._aliases(part)}
 
@@ -198,12 +216,12 @@ class _Merge:
                 del run  # before the next one is read
                 self._count(size)
 
-        return write_safetensors_from(path, about, runs, metadata, self.disk)
+        return write_safetensors_from(path, about, runs, metadata, disk)
 
-    def _pickle(self, part: Mapping[str, PiecedTensor], path: Path) -> FileRecord:
+    def _pickle(self, part: Mapping[str, PiecedTensor], path: Path, disk: Disk) -> FileRecord:
         whole = {name: tensor.whole() for name, tensor in part.items()}
         record = write_torch(
-            path, {**whole, **{a: whole[name] for a, name in self._aliases(part).items()}}, self.disk
+            path, {**whole, **{a: whole[name] for a, name in self._aliases(part).items()}}, disk
         )
         self._count(sum(tensor.nbytes for tensor in part.values()))
         return record

@@ -20,7 +20,7 @@ from accel_ckpt.errors import (
 )
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
-from accel_ckpt.saving.writer import FileRecord, FileWriter
+from accel_ckpt.saving.writer import BLOCK_HASHED, FileRecord, FileWriter
 
 __all__ = ["FORMAT", "MANIFEST_NAME", "VERSION", "Manifest"]
 
@@ -28,6 +28,7 @@ FORMAT = "accel-checkpoint"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
 _BLANK = "0" * 16
+_FOLDER = re.compile(r"files-[0-9a-f]{12}")
 _CHECKSUM = re.compile(rb'"manifest_xxh3": "([0-9a-f]{16})"')
 
 
@@ -44,9 +45,17 @@ class Manifest:
     models: tuple[tuple[str, ...], ...]
     """Per model, the files that hold its tensors."""
     files: Mapping[str, FileRecord] = field(default_factory=dict)
+    folder: str = ""
+    """Where the files are, below the checkpoint's folder; in object storage each save has a folder of its own."""
 
     def write(self, directory: Path, disk: Disk = LOCAL) -> FileRecord:
-        """Write the manifest into a folder. Its own checksum covers its text with the checksum blanked."""
+        """Write the manifest into a folder."""
+        with FileWriter(directory / MANIFEST_NAME, disk) as file:
+            file.write(self.encode())
+            return file.finish()
+
+    def encode(self) -> bytes:
+        """The manifest as a file. Its own checksum covers its text with the checksum blanked."""
         payload = {
             "format": FORMAT,
             "version": VERSION,
@@ -57,12 +66,15 @@ class Manifest:
             "files": {name: {"size": r.size, "xxh3": r.xxh3} for name, r in sorted(self.files.items())},
             "tensors": {name: r.tensors for name, r in sorted(self.files.items()) if r.tensors},
         }
+        if self.folder:
+            payload["folder"] = self.folder
+        if any(record.blocks for record in self.files.values()):
+            blocks = {name: "".join(r.blocks) for name, r in sorted(self.files.items()) if r.blocks}
+            payload["blocks"] = {"size": BLOCK_HASHED, "xxh3": blocks}
         lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in payload.items())
         raw = f"{{\n{lines}\n}}\n".encode()
         digest = xxhash.xxh3_64_hexdigest(raw)
-        with FileWriter(directory / MANIFEST_NAME, disk) as file:
-            file.write(raw.replace(_BLANK.encode(), digest.encode(), 1))
-            return file.finish()
+        return raw.replace(_BLANK.encode(), digest.encode(), 1)
 
     @classmethod
     def read(cls, directory: Path) -> Manifest:
@@ -85,19 +97,44 @@ class Manifest:
                 f"{directory} holds no {MANIFEST_NAME}: it is not a training state of this library, or is not "
                 "complete"
             ) from error
-        payload = _parse(path, raw)
+        return cls.decode(raw, str(path))
+
+    @classmethod
+    def decode(cls, raw: bytes, what: str) -> Manifest:
+        """Parse the text of a manifest.
+
+        Args:
+            raw: the text.
+            what: its name, for messages.
+
+        Raises:
+            CheckpointVersionError: it was written by a newer version.
+            CorruptCheckpointError: the manifest is damaged.
+        """
+        payload = _parse(what, raw)
         try:
+            tensors, blocks = payload.get("tensors", {}), _blocks(payload)
+            folder = payload.get("folder", "")
+            if not isinstance(folder, str) or (folder and _FOLDER.fullmatch(folder) is None):
+                raise ValueError(f"{folder!r} is no folder of a save")
             return cls(
                 int(payload["world_size"]),
                 tuple(payload["ranks"]),
                 tuple(tuple(names) for names in payload["models"]),
                 {
-                    name: FileRecord(record["size"], record["xxh3"], payload.get("tensors", {}).get(name, {}))
+                    name: FileRecord(
+                        record["size"], record["xxh3"], tensors.get(name, {}), blocks.get(name, ())
+                    )
                     for name, record in payload["files"].items()
                 },
+                folder,
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{path} lacks something or has a wrong type: {error!r}") from error
+            raise CorruptCheckpointError(f"{what} lacks something or has a wrong type: {error!r}") from error
+
+    def home(self, directory: Path) -> Path:
+        """The folder of the files, given that of the checkpoint."""
+        return directory / self.folder if self.folder else directory
 
     def check_sizes(self, directory: Path) -> None:
         """Check that every file is there with its size.
@@ -108,7 +145,7 @@ class Manifest:
             UnsafeCheckpointError: a name leaves the folder.
         """
         for name, record in self.files.items():
-            path = inside(directory, name)
+            path = inside(self.home(directory), name)
             size = _size_of_file(path)
             if size is None:
                 if not directory.exists():
@@ -125,7 +162,7 @@ class Manifest:
         """Check sizes, then read every file and check its checksum."""
         self.check_sizes(directory)
         for name, record in self.files.items():
-            path = inside(directory, name)
+            path = inside(self.home(directory), name)
             check_digest(path, file_digest(path), record.xxh3)
 
 
@@ -138,8 +175,20 @@ def _size_of_file(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    payload = parse_json(raw, str(path))
+def _blocks(payload: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Checksums of the blocks of files; those of blocks of another size are of no use here."""
+    about = payload.get("blocks", {})
+    if about.get("size") != BLOCK_HASHED:
+        return {}
+    width = len(_BLANK)
+    return {
+        name: tuple(joined[at : at + width] for at in range(0, len(joined), width))
+        for name, joined in about["xxh3"].items()
+    }
+
+
+def _parse(path: str, raw: bytes) -> dict[str, Any]:
+    payload = parse_json(raw, path)
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise CorruptCheckpointError(
             f"{path} is not the manifest of a checkpoint: its format is not {FORMAT!r}"

@@ -16,7 +16,7 @@ from accel_ckpt.format.reader import TensorEntry, read_into
 from accel_ckpt.geometry import Box
 from accel_ckpt.tensor_storage import as_bytes
 
-__all__ = ["BoxRead", "read_boxes"]
+__all__ = ["BoxRead", "FileSpans", "read_boxes", "spans"]
 
 # Bytes of a request, and of the memory that it may need beside its target.
 _REQUEST = 1 << 23
@@ -39,6 +39,37 @@ class BoxRead(NamedTuple):
     box: Box
     """Within the content."""
     into: torch.Tensor
+
+
+class FileSpans(NamedTuple):
+    """Ranges of bytes of a file."""
+
+    file: Path
+    ranges: Sequence[tuple[int, int]]
+    """Begin, and end behind the last byte."""
+
+
+def spans(read: BoxRead, gap: int) -> FileSpans | None:
+    """The bytes of a file that a read needs; runs with at most `gap` bytes between them count as one.
+
+    Returns:
+        ``None`` where nothing is read from a file.
+    """
+    if isinstance(read.content, torch.Tensor) or not read.box.volume:
+        return None
+    entry, size = read.content, read.content.dtype.itemsize
+    strides = _strides(entry.shape)
+    run, outer = _run(read)
+    # Dimensions whose runs are close to each other make one span; the others are gone through.
+    while outer and strides[outer - 1] * size - run * size <= gap:
+        run += (read.box.sizes[outer - 1] - 1) * strides[outer - 1]
+        outer -= 1
+    begin = _begin(read)
+    starts = (
+        begin + size * sum(i * s for i, s in zip(index, strides, strict=False))
+        for index in itertools.product(*map(range, read.box.sizes[:outer]))
+    )
+    return FileSpans(entry.file, [(start, start + run * size) for start in starts])
 
 
 class _Copy(NamedTuple):

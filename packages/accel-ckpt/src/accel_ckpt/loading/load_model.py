@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from accel_ckpt.loading.weights import (
     collector_paused,
     open_weights,
 )
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.devices import existing_device
 from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
 from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
@@ -86,7 +86,7 @@ def load_state_dict(
     """Load one file of weights, safetensors or ``.bin``.
 
     Args:
-        checkpoint_file: the file. Without code being run from it.
+        checkpoint_file: the file, or its URI. Without code being run from it.
         device_map: for safetensors: module name → device; ``""`` is the whole model. Names that it does not
             cover, and ``"disk"``, stay on the CPU.
 
@@ -100,7 +100,15 @@ def load_state_dict(
         DeviceError: a device of ``device_map`` is not there.
     """
     places = _devices_of(device_map or {})
-    path = Path(checkpoint_file).expanduser()
+    path = location(checkpoint_file)
+    if isinstance(path, RemotePath):
+        from accel_ckpt.remote.weights import fetch_file
+
+        mirror = fetch_file(path)
+        try:  # what is mapped stays
+            return load_state_dict(mirror.folder / path.name, device_map)
+        finally:
+            mirror.remove()
     if path.suffix != ".safetensors":
         content = read_pickled(path, mapped=False)
         return dict(content) if isinstance(content, Mapping) else content
@@ -180,7 +188,7 @@ def load_checkpoint_in_model(
 
     Args:
         model: changed in place.
-        checkpoint: a file, an index, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an
+        checkpoint: a file, an index, a URI of one, or a folder with ``model.safetensors``, ``pytorch_model.bin`` or an
             index, or of a distributed checkpoint. A string ``org/name`` that is no local path is a repository
             of a hub, whose weights are downloaded to huggingface_hub's cache.
         device_map: ``None``: every tensor stays on its device, those without one go to the CPU. ``{"":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,7 @@ from accel_ckpt.format.reader import MappedShard, read_json
 from accel_ckpt.format.sharding import is_divided
 from accel_ckpt.format.state_files import EXTRA, is_part_file, is_tensor_file, rank_stem
 from accel_ckpt.loading.saved_tensors import FileChecks, SavedTensor, SavedTensors, fill_all, verify_all
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.memory import Arena
 from accel_ckpt.parts import Leaf
 from accel_ckpt.saving.draft import Tree
@@ -28,8 +29,11 @@ __all__ = ["NamedTrees", "SavedWeights", "TrainingCheckpoint", "open_training_st
 def open_training_state(directory: str | os.PathLike[str], *, verify: bool = True) -> TrainingCheckpoint:
     """Open a training state. Sizes of all files are checked here, contents when they are read.
 
+    Of one in object storage, only what is read is fetched, to files in a folder of ``tempfile`` that is removed when
+    nobody holds what is returned any more.
+
     Args:
-        directory: a folder that ``save_training_state`` wrote.
+        directory: a folder that ``save_training_state`` wrote, or its URI.
         verify: check the checksum of every file that is read, before anything of it is returned.
 
     Raises:
@@ -37,23 +41,54 @@ def open_training_state(directory: str | os.PathLike[str], *, verify: bool = Tru
         CheckpointVersionError: it was written by a newer version.
         CorruptCheckpointError: its manifest is damaged, or a file is missing or has another size.
     """
-    folder = Path(os.path.abspath(Path(directory).expanduser()))
+    place = location(directory)
+    if isinstance(place, RemotePath):
+        from accel_ckpt.remote.mirror import open_remote
+
+        manifest, mirror, files = open_remote(place, verify)
+        return TrainingCheckpoint(place, manifest, verify, _Elsewhere(mirror.folder, files, mirror.check))
+    folder = Path(os.path.abspath(place))
     restore_interrupted_swaps(folder.parent)
     manifest = Manifest.read(folder)
     manifest.check_sizes(folder)
     return TrainingCheckpoint(folder, manifest, verify)
 
 
+class _Elsewhere(NamedTuple):
+    """Of a checkpoint in object storage."""
+
+    folder: Path
+    """Local files that stand for the objects."""
+    files: FileChecks
+    """Fills them."""
+    check: Callable[[], None]
+    """Reads and checks everything."""
+
+
 class TrainingCheckpoint:
-    """A complete training state on disk. Every access reads; tensors are on the CPU, writable, and not tied
-    to the files.
+    """A complete training state on disk, or in object storage.
+
+    Every access reads; tensors are on the CPU, writable, and not tied to the files.
     """
 
-    def __init__(self, directory: Path, manifest: Manifest, verify: bool) -> None:
+    def __init__(
+        self, directory: Path, manifest: Manifest, verify: bool, elsewhere: _Elsewhere | None = None
+    ) -> None:
         self.directory = directory
         self.manifest = manifest
         self._verify = verify
-        self._check = FileChecks(self._checksum)
+        self._elsewhere = elsewhere
+        self._folder = manifest.home(directory) if elsewhere is None else elsewhere.folder
+        self._check = FileChecks(self._checksum) if elsewhere is None else elsewhere.files
+
+    def local_folder(self) -> Path:
+        """The folder of the files on this machine; those of object storage are fetched first.
+
+        Raises:
+            CorruptCheckpointError: what was fetched is not what was written.
+        """
+        self._check.fetch(self._files(self.manifest.files))
+        return self._folder
 
     @property
     def models(self) -> Sequence[dict[str, Any]]:
@@ -111,7 +146,10 @@ class TrainingCheckpoint:
         Raises:
             CorruptCheckpointError: names the file that has changed.
         """
-        self.manifest.check_content(self.directory)
+        if self._elsewhere is None:
+            self.manifest.check_content(self.directory)
+        else:
+            self._elsewhere.check()
 
     def _checksum(self, name: str) -> str | None:
         if name not in self.manifest.files:
@@ -128,7 +166,8 @@ class TrainingCheckpoint:
         lazy: Collection[str] = (),
     ) -> dict[str, Tree]:
         """Trees by name; files of tensors are only read if one of these trees holds some."""
-        path = inside(self.directory, f"{stem}.json")
+        path = inside(self._folder, f"{stem}.json")
+        self._check.fetch([path])
         content = read_json(path, self._checksum(path.name))
         if not isinstance(content, dict):
             raise CorruptCheckpointError(f"{path} does not hold trees by name")
@@ -171,12 +210,14 @@ class TrainingCheckpoint:
         ]
 
     def _files(self, names: Iterable[str]) -> list[Path]:
-        return [inside(self.directory, name) for name in names]
+        return [inside(self._folder, name) for name in names]
 
     def _mapped(self, files: Iterable[Path]) -> dict[str, torch.Tensor]:
         """Views of the whole tensors in safetensors files, which are checked first."""
         found: dict[str, torch.Tensor] = {}
-        for path in files:
+        paths = list(files)
+        self._check.fetch(paths)
+        for path in paths:
             shard = MappedShard(path)
             if not is_divided(shard.header):
                 self._check.mapped(shard)

@@ -35,9 +35,14 @@ __all__ = ["FileChecks", "SavedTensor", "SavedTensors", "fill_all", "verify_all"
 class FileChecks:
     """Compares the content of files with their checksums, each file once.
 
+    Files that are elsewhere are brought here by a subclass, before they are read and no more of them than is read.
+
     Args:
         checksum: file name → the xxh3 checksum that the content must have; ``None`` does not check.
     """
+
+    by_range = False
+    """Whether it must be told which bytes are read; else which files."""
 
     def __init__(self, checksum: Callable[[str], str | None] = lambda name: None) -> None:
         self._checksum = checksum
@@ -54,6 +59,15 @@ class FileChecks:
             if expected is not None:
                 check_digest(path, file_digest(path), expected)
             self._checked.add(path)
+
+    def fetch(self, files: Iterable[Path]) -> None:
+        """Called before files are read by what checks them itself; these are here."""
+
+    def headers(self, files: Iterable[Path]) -> None:
+        """Called before the headers of safetensors files are read; these are here."""
+
+    def reads(self, reads: Iterable[BoxRead]) -> None:
+        """Called, where ``by_range``, before parts of files are read."""
 
     def mapped(self, shard: MappedShard) -> None:
         """The same for a file that is mapped, whose views are used next: hashing brings their pages into memory.
@@ -138,10 +152,16 @@ def verify_all(pairs: Iterable[tuple[SavedTensor, Leaf]]) -> None:
         CorruptCheckpointError: a file is not what was written.
     """
     files: dict[FileChecks, set[Path]] = {}
+    reads: dict[FileChecks, list[BoxRead]] = {}
     for saved, target in pairs:
-        files.setdefault(saved.check, set()).update(saved.files(target))
+        if saved.check.by_range:
+            reads.setdefault(saved.check, []).extend(saved.reads(target))
+        else:
+            files.setdefault(saved.check, set()).update(saved.files(target))
     for check, paths in files.items():
         check(paths)
+    for check, parts in reads.items():
+        check.reads(parts)
 
 
 def fill_all(pairs: Sequence[tuple[SavedTensor, Leaf]]) -> None:
@@ -170,6 +190,7 @@ class SavedTensors(Mapping[str, SavedTensor]):
         self._found: dict[str, list[tuple[Place, _Saved]]] = {}
         self.aliases: dict[str, str] = {}
         self._files = list(files)
+        self._check.headers(path for path in self._files if path.suffix == ".safetensors")
         for path in self._files:
             if path.suffix == ".safetensors":
                 self._add_safetensors(path)

@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.reader import MappedShard, read_pickled_weights
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
 from accel_state.world.process import PartialState
 
@@ -100,7 +102,8 @@ def open_weights(
     Folders of torch's Distributed Checkpoint are read too, also where Accelerate put one.
 
     Args:
-        checkpoint: what to open. A string ``org/name`` is a repository of a hub if there is no such local path.
+        checkpoint: what to open; of a URI of object storage the weights are fetched to a folder of ``tempfile``. A
+            string ``org/name`` is a repository of a hub if there is no such local path.
         revision: of the repository: branch, tag or commit.
         token: for a private repository; by default the one that was logged in with.
 
@@ -112,15 +115,36 @@ def open_weights(
             f"the checkpoint is one {type(checkpoint).__qualname__}; give the path of a folder, file or index, or the "
             "name of a repository of the hub as 'owner/name'. Tensors in memory go to model.load_state_dict"
         )
+    place = location(checkpoint)
+    if isinstance(place, RemotePath):
+        if revision is not None or token is not None:
+            raise ValueError(
+                f"revision and token are for repositories of a hub, and {place} is none; leave them out"
+            )
+        return _open_remote(place)
     if hub.is_repo_id(checkpoint) and not Path(checkpoint).exists():
         checkpoint = hub.fetch_weights(str(checkpoint), revision, token)
     elif revision is not None or token is not None:
         raise ValueError(
             f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
         )
-    source = find_source(Path(checkpoint))
+    return _open_local(location(checkpoint))
+
+
+def _open_local(place: Path) -> WeightSource:
+    source = find_source(place)
     with collector_paused():
         return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)
+
+
+def _open_remote(place: RemotePath) -> WeightSource:
+    """Weights in object storage: fetched to a folder that is there as long as what is returned."""
+    from accel_ckpt.remote.weights import fetch_weights
+
+    local, mirror = fetch_weights(place)
+    source = _open_local(local)
+    weakref.finalize(source, _let_go, mirror)  # which holds it until then
+    return source
 
 
 @contextmanager
@@ -150,6 +174,10 @@ def fingerprint_of(files: Iterable[Path]) -> str:
         status = path.stat()
         facts.append((str(path.absolute()), status.st_size, status.st_mtime_ns, status.st_ino))
     return xxhash.xxh3_128_hexdigest(repr(facts).encode("utf-8", "surrogateescape"))
+
+
+def _let_go(mirror: object) -> None:
+    """Its files go with it."""
 
 
 class _Files:

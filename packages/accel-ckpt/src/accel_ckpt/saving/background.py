@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
@@ -15,6 +16,7 @@ import torch
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.draft import Tree
@@ -175,6 +177,7 @@ class BackgroundSaver:
         self._begin()
 
     def _begin(self) -> None:
+        self._waits_early = False
         self._buffers = HostBuffers()
         self._current: SaveHandle | None = None
         self._held_back: Removable | None = None
@@ -257,6 +260,9 @@ class BackgroundSaver:
         save, self._held_back = staged[0]
         self._current = save
         atexit.register(save._at_exit)
+        if isinstance(save.directory, RemotePath) and not self._waits_early:
+            _before_thread_pools_end(self)
+            self._waits_early = True
         save._start()
         return save
 
@@ -400,6 +406,9 @@ class _Stoppable(Disk):
     def fsync(self, descriptor: int) -> None:
         self._disk.fsync(descriptor)
 
+    def close(self, descriptor: int) -> None:
+        self._disk.close(descriptor)
+
 
 class _EndWithFailure:
     """Ends the process with status 1 when the interpreter is torn down, after all that others do at exit.
@@ -412,6 +421,24 @@ class _EndWithFailure:
 
 
 _end: _EndWithFailure | None = None
+
+
+def _before_thread_pools_end(saver: BackgroundSaver) -> None:
+    """Let the end of the program wait for the last save of a saver while thread pools, which fsspec needs, still run.
+
+    Functions of ``atexit`` come after their end.
+    """
+    known = weakref.ref(saver)
+
+    def wait() -> None:
+        saver = known()
+        save = None if saver is None else saver._own()
+        if save is not None:
+            save.wait()
+
+    register: Callable[[Callable[[], None]], None] | None = getattr(threading, "_register_atexit", None)
+    if register is not None:  # no public function does it
+        register(wait)
 
 
 def _in_background(ranks: Coordinator, token: str, why_stopped: Callable[[], str | None]) -> Coordinator:

@@ -29,6 +29,7 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.saving.leftovers import (
     TemporaryFolder,
     clean_leftovers,
@@ -417,29 +418,37 @@ def swap(new: Path, directory: Path, disk: Disk) -> Path:
     return old
 
 
-def complete_checkpoints(base: Path, prefix: str = "checkpoint_") -> list[Path]:
+def complete_checkpoints(base: str | os.PathLike[str], prefix: str = "checkpoint_") -> list[Path]:
     """The complete checkpoints ``<prefix><number>`` of a folder, oldest first.
 
     The order is that of the numbers; times do not matter. Complete means: a readable manifest, and every file
     that it lists with its size. Folders that are not complete are left out.
     """
-    base = Path(base).expanduser()
+    base = location(base)
+    if isinstance(base, RemotePath):
+        from accel_ckpt.remote import folders
+
+        return folders.complete_checkpoints(base, prefix)
     if not base.is_dir():
         return []
     restore_interrupted_swaps(base)
     return [path for _, path in _numbered(base, prefix) if is_complete(path)]
 
 
-def checkpoints_from(base: Path, number: int, prefix: str = "checkpoint_") -> list[Path]:
+def checkpoints_from(base: str | os.PathLike[str], number: int, prefix: str = "checkpoint_") -> list[Path]:
     """Whatever is called ``<prefix><n>`` with n of at least ``number``, complete or not, in rising order.
 
     A new checkpoint ``number`` beside one of these would be taken for the older one: pruned first, never the newest.
     """
+    base = location(base)
+    if isinstance(base, RemotePath):
+        from accel_ckpt.remote import folders
+
+        return folders.checkpoints_from(base, number, prefix)
     return [path for found, path in _numbered(base, prefix) if found >= number]
 
 
 def _numbered(base: Path, prefix: str) -> list[tuple[int, Path]]:
-    base = Path(base).expanduser()
     if not base.is_dir():
         return []
     pattern = re.compile(re.escape(prefix) + r"(\d+)")
@@ -459,7 +468,7 @@ def is_complete(directory: Path) -> bool:
 
 
 def prune_checkpoints(
-    base: Path, keep: int, prefix: str = "checkpoint_", *, disk: Disk = LOCAL
+    base: str | os.PathLike[str], keep: int, prefix: str = "checkpoint_", *, disk: Disk = LOCAL
 ) -> list[Path]:
     """Remove the oldest complete checkpoints until ``keep`` are left. Call it on one rank, after a commit.
 
@@ -473,6 +482,11 @@ def prune_checkpoints(
     """
     if keep < 1:
         raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
+    base = location(base)
+    if isinstance(base, RemotePath):
+        from accel_ckpt.remote import folders
+
+        return folders.prune_checkpoints(base, keep, prefix)
     doomed = complete_checkpoints(base, prefix)[:-keep]
     for path in doomed:
         trash = temporary_name(path, host_token(secrets.token_hex(6)))

@@ -18,6 +18,7 @@ __all__ = [
     "TemporaryFolder",
     "clean_leftovers",
     "host_token",
+    "is_abandoned",
     "locked",
     "previous_name",
     "restore_interrupted_swaps",
@@ -154,6 +155,17 @@ def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
     try:
         # The save may have finished, and released its lock, between the two calls above and below.
         yield bool(_try_lock(descriptor)) and _is(path, descriptor)
+    finally:
+        _unlock(descriptor)
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether nobody on this machine holds the lock of a folder; False where locks do not exist."""
+    if fcntl is None:
+        return False
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        return bool(_try_lock(descriptor))
     finally:
         _unlock(descriptor)
 

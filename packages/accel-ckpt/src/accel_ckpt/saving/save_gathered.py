@@ -16,6 +16,7 @@ import torch
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.locations import location
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, index_of, no_weight, publish_weights
@@ -98,7 +99,7 @@ def save_gathered_model(
         UnsupportedValueError: a tensor that the format cannot hold, or a value that is no tensor.
     """
     ranks = coordinator or default_coordinator()
-    directory = Path(save_directory).expanduser()
+    directory = location(save_directory)
     limit = convert_file_size_to_int(max_shard_size)
     writes = ranks.local_rank == 0 if each_node else ranks.rank == 0
 
@@ -123,7 +124,7 @@ def save_gathered_model(
         try:
             if not writes:
                 return ()
-            writers = {file.name: partial(file.write, gathering.take, disk) for file in files}
+            writers = {file.name: partial(file.write, gathering.take) for file in files}
             return publish_weights(directory, writers, index, safe_serialization, disk)
         finally:
             gathering.finish()  # whatever happened here: the other ranks wait for this one's parts
@@ -156,7 +157,7 @@ class _GatheredFile:
         """Names in the order in which their values are written."""
         return list(lay_out(self.about, self.metadata).entries) if self.safe else list(self.about)
 
-    def write(self, take: Callable[[str], torch.Tensor], disk: Disk, path: Path) -> FileRecord:
+    def write(self, take: Callable[[str], torch.Tensor], path: Path, disk: Disk) -> FileRecord:
         """Write it; `take` is asked for every tensor once, in order."""
         if self.safe:
             return write_safetensors_from(path, self.about, lambda name: (take(name),), self.metadata, disk)

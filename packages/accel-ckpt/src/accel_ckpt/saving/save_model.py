@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +26,7 @@ from accel_ckpt.format.index import (
     is_weight_file,
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import (
     PlannedTensor,
@@ -98,7 +98,7 @@ def save_model(
 
     Args:
         model: a module, or a state dict of full tensors on any device.
-        save_directory: the folder; made if it is not there.
+        save_directory: the folder; made if it is not there. Or a URI of object storage.
         max_shard_size: bytes per file, or a size such as ``"5GB"``; 10 GB as in Accelerate. A larger tensor
             gets a file of its own.
         safe_serialization: safetensors, or else files of ``torch.save``.
@@ -126,14 +126,18 @@ def save_model(
         n for n, v in (("token", token), ("private", private), ("commit_message", commit_message)) if v
     ]:
         raise ValueError(f"{', '.join(given)} is for uploads; name the repository: push_to_hub='org/name'")
-    directory = Path(save_directory).expanduser()
+    directory = location(save_directory)
+    if push_to_hub is not None and isinstance(directory, RemotePath):
+        raise ValueError(
+            f"push_to_hub uploads from a local folder, and {directory} is none; save to one first"
+        )
 
     def write() -> tuple[str, ...]:
         state_dict = weights_of(model)
         check_weights_folder(directory)
         stem = "model" if safe_serialization else "pytorch_model"
         files = plan_model_files(state_dict, limit, safe_serialization, stem)
-        writers = {file.name: partial(file.write, disk=disk) for file in files.files}
+        writers = {file.name: file.write for file in files.files}
         written = publish_weights(directory, writers, files.index, safe_serialization, disk)
         if push_to_hub is not None:
             hub.push_to_hub(
@@ -150,6 +154,11 @@ def check_weights_folder(directory: Path) -> None:
     Raises:
         CheckpointSaveError: it is one.
     """
+    if isinstance(directory, RemotePath):
+        from accel_ckpt.remote import weights
+
+        weights.check_weights_folder(directory)
+        return
     if directory.exists() and not directory.is_dir():
         raise CheckpointSaveError(f"{directory} is a file; weights go to a folder, choose another name")
     if (directory / MANIFEST_NAME).exists():
@@ -161,7 +170,7 @@ def check_weights_folder(directory: Path) -> None:
 
 def publish_weights(
     directory: Path,
-    writers: Mapping[str, Callable[[Path], FileRecord]],
+    writers: Mapping[str, Callable[[Path, Disk], FileRecord]],
     index: str | None,
     safe_serialization: bool,
     disk: Disk = LOCAL,
@@ -170,7 +179,7 @@ def publish_weights(
 
     Args:
         directory: made if it is not there.
-        writers: file name → writes it to the path that it is given.
+        writers: file name → writes it to the path and disk that it is given.
         index: text of the index, if there is to be one.
         safe_serialization: which of the two names the index gets.
         disk: where.
@@ -178,19 +187,23 @@ def publish_weights(
     Returns:
         The names of the files written, the index included.
     """
+    index_name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
+    if isinstance(directory, RemotePath):
+        from accel_ckpt.remote import weights
+
+        return weights.publish_weights(directory, writers, None if index is None else (index_name, index))
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         # Without an index a half-replaced set of shards cannot be taken for a whole one.
         if (directory / stale).is_file():
             disk.unlink(directory / stale)
     for name, write in writers.items():
-        replace_file(directory / name, write, disk)
+        replace_file(directory / name, _on(disk, write), disk)
     written = [*writers]
     if index is not None:
         text = index.encode()
-        name = SAFE_WEIGHTS_INDEX_NAME if safe_serialization else WEIGHTS_INDEX_NAME
-        replace_file(directory / name, lambda path: write_bytes(path, text, disk), disk)
-        written.append(name)
+        replace_file(directory / index_name, lambda path: write_bytes(path, text, disk), disk)
+        written.append(index_name)
     now = (directory / written[0]).stat().st_mtime
     for path in directory.iterdir():
         is_stale = is_weight_file(path.name) and path.name not in written
@@ -198,6 +211,10 @@ def publish_weights(
             disk.unlink(path)
     disk.sync_directory(directory)
     return tuple(written)
+
+
+def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:
+    return lambda path: write(path, disk)
 
 
 def _is_dead_part(path: Path, now: float) -> bool:
@@ -294,7 +311,7 @@ def save(
 
     Args:
         obj: anything that ``torch.save`` takes; with ``safe_serialization`` a dictionary of tensors.
-        f: a path, whose old content stays until the new one is complete, or a binary file.
+        f: a path or a URI, whose old content stays until the new one is complete, or a binary file.
         save_on_each_node: save on the local main process of every node, not only on the main process.
         safe_serialization: write safetensors instead of ``torch.save``'s format.
 
@@ -327,10 +344,19 @@ def save(
         else:
             torch.save(cleaned, f)
         return
-    if safe_serialization:
-        replace_file(Path(f).expanduser(), lambda path: write_safetensors(path, cleaned, {"format": "pt"}))
+
+    def write(path: Path, disk: Disk) -> FileRecord:
+        if safe_serialization:
+            return write_safetensors(path, cleaned, {"format": "pt"}, disk)
+        return write_torch(path, cleaned, disk)
+
+    place = location(f)
+    if isinstance(place, RemotePath):
+        from accel_ckpt.remote.weights import write_object
+
+        write_object(place, write)
     else:
-        replace_file(Path(f).expanduser(), lambda path: write_torch(path, cleaned))
+        replace_file(place, lambda path: write(path, LOCAL))
 
 
 def _from_xla(leaf: torch.Tensor) -> torch.Tensor:
@@ -341,13 +367,22 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
     """Load what ``torch.save`` wrote, without running code from it.
 
     Args:
-        f: a path or a binary file.
+        f: a path, a URI, or a binary file.
         map_location: as in ``torch.load``.
         **kwargs: more arguments of ``torch.load``. ``weights_only`` is ``True`` unless given; besides
             tensors, NumPy arrays and scalars of plain types are allowed.
     """
     kwargs.setdefault("weights_only", True)
     if isinstance(f, (str, os.PathLike)):
-        f = Path(f).expanduser()
+        place = location(f)
+        if isinstance(place, RemotePath):
+            from accel_ckpt.remote.weights import fetch_file
+
+            mirror = fetch_file(place)
+            try:
+                return load(mirror.folder / place.name, map_location, **kwargs)
+            finally:
+                mirror.remove()
+        f = place
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return torch.load(f, map_location=map_location, **kwargs)

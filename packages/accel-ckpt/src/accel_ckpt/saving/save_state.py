@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from accel_ckpt.coordination import Coordinator, default_coordinator
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import UnsupportedValueError
+from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.commit import Transaction
 from accel_ckpt.saving.draft import Offer, StateDraft, StatePlan, Tree
@@ -93,8 +94,9 @@ def save_training_state(
     """Save a training state so that it exists completely or not at all. Collective.
 
     Args:
-        directory: the checkpoint's folder. One that exists is replaced as a whole, in one step; files in it
-            that no save of a training state wrote are carried over.
+        directory: the checkpoint's folder, or a URI of object storage (``s3://bucket/run/checkpoint_1``). One that
+            exists is replaced as a whole, in one step; files in it that no save of a training state wrote are carried
+            over.
         models: state dicts with canonical names. Of a ``DTensor`` or :class:`accel_ckpt.Part` every rank writes
             what it holds; whole tensors are written by the leading rank, and the others need not give them. One name
             may have a list of parts. Together the ranks must hold all of a divided tensor; of equal parts (replicas)
@@ -115,7 +117,7 @@ def save_training_state(
         disk: where.
 
     Returns:
-        The folder, absolute.
+        The folder, absolute; of a URI a :class:`accel_ckpt.RemotePath`.
 
     Raises:
         CheckpointSaveError: writing failed, here or on another rank. On every rank; what was there before is
@@ -155,7 +157,7 @@ def save_collected(
         disk: where.
     """
     transaction, plan = begin_save(directory, content, coordinator, disk)
-    return transaction.complete(lambda folder: plan.write(folder, disk))
+    return transaction.complete(lambda folder: plan.write(folder, transaction.disk))
 
 
 def begin_save(
@@ -168,8 +170,9 @@ def begin_save(
     ranks = coordinator or default_coordinator()
     collector = _Given(content) if isinstance(content, StateContent) else content
     each_node = collector.each_node
-    transaction = Transaction.begin(
-        Path(directory), coordinator=ranks, each_node=each_node, disk=disk, prepare=collector.collect
+    place = location(directory)
+    transaction = _kind_of_transaction(place).begin(
+        place, coordinator=ranks, each_node=each_node, disk=disk, prepare=collector.collect
     )
     drafts: list[StateDraft] = []
 
@@ -188,6 +191,14 @@ def begin_save(
         transaction.abort()
         raise
     return transaction, plan
+
+
+def _kind_of_transaction(place: Path) -> type[Transaction]:
+    if isinstance(place, RemotePath):
+        from accel_ckpt.remote.transaction import RemoteTransaction
+
+        return RemoteTransaction
+    return Transaction
 
 
 class _Given:

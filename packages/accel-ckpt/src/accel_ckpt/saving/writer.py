@@ -6,7 +6,6 @@ import io
 import json
 import math
 import mmap
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from accel_ckpt.saving.blocks import BlockStream
 from accel_ckpt.tensor_storage import DTYPE_NAMES, as_bytes, compact, why_not_plain
 
 __all__ = [
+    "BLOCK_HASHED",
     "FileLayout",
     "FileRecord",
     "FileWriter",
@@ -38,6 +38,9 @@ __all__ = [
     "write_torch",
 ]
 
+BLOCK_HASHED = 1 << 22
+"""Bytes of a block that has a checksum of its own."""
+
 # Bytes. Kernels may take another path, and round otherwise, for memory that is less aligned.
 _ALIGNMENT = 64
 
@@ -50,6 +53,8 @@ class FileRecord:
     xxh3: str
     tensors: Mapping[str, Any] = field(default_factory=dict)
     """For safetensors files: name to dtype, shape and byte range, as in the file's header."""
+    blocks: tuple[str, ...] = ()
+    """xxh3 checksums of its blocks of ``BLOCK_HASHED`` bytes; in object storage, where parts of files are read."""
 
 
 class FileWriter(io.RawIOBase):
@@ -58,6 +63,7 @@ class FileWriter(io.RawIOBase):
     def __init__(self, path: Path, disk: Disk = LOCAL) -> None:
         super().__init__()
         self.path = path
+        self._disk = disk
         self.descriptor = disk.open_new(path)
         self._stream = BlockStream(self.descriptor, disk)
 
@@ -85,7 +91,7 @@ class FileWriter(io.RawIOBase):
         """Close the file, finished or not."""
         if not self.closed:
             self._stream.settle()
-            os.close(self.descriptor)
+            self._disk.close(self.descriptor)
         super().close()
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from torch import nn
 
 import accel_ckpt
-from accel_ckpt.coordination import MainProcess
+from accel_ckpt.coordination import MainProcess, do_together
 from accel_ckpt.optimizers import steps_only
 from accel_ckpt.parts import is_divided, is_leaf
 from accel_train.checkpoints import accelerate_checkpoints, window_state
@@ -33,6 +34,8 @@ __all__ = [
     "save_state",
 ]
 
+
+T = TypeVar("T")
 
 _SAVE = "save_state"
 _PARTS = (
@@ -178,7 +181,9 @@ def _save_state(
         return cast("SaveHandle", NotSaved(directory)) if asynchronous else directory
     saver = here.saver
     ranks = _saving_ranks(here, asynchronous, when_busy)
-    directory = _target(here, output_dir)
+    directory = _in_agreement(
+        lambda: _target(here, output_dir), ranks, here.project.project_dir or output_dir
+    )
     named = named_models(here)
     shared, own = collect(here, ranks, named)
     if isinstance(ranks, MainProcess):
@@ -296,9 +301,22 @@ def refuse_used_folder(here: Prepared) -> None:
         OptionError: checkpoints of another run would be mixed with this one's.
     """
     if here.project.project_dir is not None:
-        problem = _why_taken(here, automatic_folder(here.project))
+        try:
+            problem = _why_taken(here, automatic_folder(here.project))
+        except accel_ckpt.ObjectStorageError as error:  # perhaps on this rank only, and a save looks again
+            warnings.warn(
+                f"whether another run's checkpoints are there is not known yet: {error}", stacklevel=4
+            )
+            return
         if problem is not None:
             raise OptionError(problem)
+
+
+def _in_agreement(step: Callable[[], T], ranks: accel_ckpt.Coordinator, place: str | Path | None) -> T:
+    """What a step returns that looks for checkpoints; in object storage it fails on all ranks, or on none."""
+    if place is None or not isinstance(accel_ckpt.location(place), accel_ckpt.RemotePath):
+        return step()
+    return do_together(step, ranks, doing=f"looking for checkpoints in {place}")
 
 
 def _why_taken(here: Prepared, folder: Path) -> str | None:
@@ -326,7 +344,7 @@ def _target(here: Prepared, output_dir: str | Path | None) -> Path:
         raise OptionError(
             "save_state() needs a folder, or ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    return Path(output_dir).expanduser()
+    return accel_ckpt.location(output_dir)
 
 
 def automatic_folder(project: ProjectConfiguration) -> Path:
@@ -340,7 +358,7 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
             "automatic_checkpoint_naming needs a place: ProjectConfiguration(project_dir=…) or "
             "Accelerator(project_dir=…)."
         )
-    return Path(project.project_dir).expanduser() / "checkpoints"
+    return accel_ckpt.location(project.project_dir) / "checkpoints"
 
 
 def _replicated(here: Prepared) -> list[str]:
@@ -377,13 +395,17 @@ def load_state(
     def work() -> None:
         directory = _source(here, input_dir)
         found.append(read(here, directory, allow_missing_rng, trust_custom_objects))
+        if here.hooks.load:
+            found[0].local_folder()  # from object storage it can fail
 
     # Ranks agree that everything could be read before anything is changed on any of them.
     accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
     [saved] = found
     models = list(here.models)
-    for hook in here.hooks.load.values():
-        hook(models, str(saved.directory))
+    if here.hooks.load:
+        folder = str(saved.local_folder())
+        for hook in here.hooks.load.values():
+            hook(models, folder)
     pairs: Pairs = []
     accel_ckpt.run_together(
         lambda: pairs.extend(fit(here, saved, models, strict)),
@@ -392,14 +414,16 @@ def load_state(
     )
     apply(here, saved, pairs, strict)
     if here.project.automatic_checkpoint_naming:
-        taken = accel_ckpt.checkpoints_from(automatic_folder(here.project), 0)
+        base = automatic_folder(here.project)
+        ranks = accel_ckpt.default_coordinator()
+        taken = _in_agreement(lambda: accel_ckpt.checkpoints_from(base, 0), ranks, base)
         here.project.iteration = accelerate_checkpoints.number_of(taken[-1]) + 1 if taken else 0
     return saved.directory
 
 
 def _source(here: Prepared, input_dir: str | Path | None) -> Path:
     if input_dir is not None:
-        return Path(input_dir).expanduser()
+        return accel_ckpt.location(input_dir)
     if not here.project.automatic_checkpoint_naming:
         raise OptionError(
             "load_state() needs a folder, or ProjectConfiguration(automatic_checkpoint_naming=True) to find the newest."

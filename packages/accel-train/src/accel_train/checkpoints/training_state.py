@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -49,6 +49,8 @@ class Saved:
     """What this rank's copies of the models have of their own; empty for another number of ranks."""
     windows: Mapping[str, Any] | None
     """This rank's unfinished accumulation windows; None where none are saved."""
+    local_folder: Callable[[], Path]
+    """Gives the folder of the files on this machine, for hooks; fetches those of object storage."""
 
 
 # Collecting. Nothing here may change what the training does next.
@@ -223,7 +225,8 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
     rng = _read_rng(here, checkpoint, own, saved_by)
-    return Saved(directory, models, shared, rng, loaders, replicas, windows)
+    folder = checkpoint.local_folder
+    return Saved(directory, models, shared, rng, loaders, replicas, windows, folder)
 
 
 def _read_foreign(
@@ -235,7 +238,16 @@ def _read_foreign(
     )
     numbers = range(len(here.loaders))
     loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
-    return Saved(directory, [WholeModel(weights) for weights in models], shared, rng, loaders, {}, None)
+    return Saved(
+        directory,
+        [WholeModel(weights) for weights in models],
+        shared,
+        rng,
+        loaders,
+        {},
+        None,
+        lambda: directory,
+    )
 
 
 def _home(here: Prepared, checkpoint: accel_ckpt.TrainingCheckpoint, saved_by: int) -> int:

@@ -15,7 +15,7 @@ class ProjectConfiguration:
     """Where checkpoints are written and how they are named; may be changed while training.
 
     Attributes:
-        project_dir: folder of the project.
+        project_dir: folder of the project, or a URI of object storage.
         logging_dir: folder of logs; the project's by default.
         automatic_checkpoint_naming: write checkpoints to `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many automatic checkpoints are kept; older ones are deleted after a new one is complete.

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from accel_ckpt.locations import RemotePath, location
 from accel_state.enums import LoggerType
 from accel_state.errors import MissingDependencyError
 from accel_state.log import get_logger
@@ -81,6 +82,11 @@ def _check(name: str, logging_dir: str | Path | None) -> None:
         raise OptionError(
             f"log_with={name!r} writes to a folder, and there is none. Pass Accelerator(project_dir=…), or "
             "project_config=ProjectConfiguration(logging_dir=…)."
+        )
+    if kind.requires_logging_directory and isinstance(location(str(logging_dir)), RemotePath):
+        raise OptionError(
+            f"log_with={name!r} writes to a local folder, and logging_dir is {str(logging_dir)!r} (by default "
+            "the project_dir). Pass project_config=ProjectConfiguration(project_dir=…, logging_dir=…) with a folder."
         )
 
 

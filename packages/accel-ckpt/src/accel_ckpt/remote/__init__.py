@@ -1,0 +1,1 @@
+"""Checkpoints in object storage, by fsspec; see ``docs/architecture.md``."""

@@ -1,0 +1,24 @@
+"""Which kind of store a URI needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from accel_ckpt.locations import RemotePath
+from accel_ckpt.remote.store import Store
+
+__all__ = ["open_store"]
+
+
+def open_store(root: Path) -> Store:
+    """The objects below a URI.
+
+    Raises:
+        MissingDependencyError: the file system of the URI is not installed.
+    """
+    assert isinstance(root, RemotePath), "local paths have no store"
+    if root.scheme in ("s3", "s3a"):
+        from accel_ckpt.remote.s3 import S3Store
+
+        return S3Store(root)
+    return Store(root)
