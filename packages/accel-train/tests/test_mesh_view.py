@@ -27,7 +27,7 @@ PLACES = {
 class View(MeshView):
     """Of a mesh whose dimensions have different places, which needs 720 ranks to exist."""
 
-    def __init__(self, places, config=object(), is_local_main=False):
+    def __init__(self, places, config="a configuration", is_local_main=False):
         self.state = SimpleNamespace(parallelism_config=config)
         self._plan = SimpleNamespace(mesh=SimpleNamespace(index=places.__getitem__))
         self._process = SimpleNamespace(is_local_main_process=is_local_main)
@@ -40,7 +40,8 @@ def test_each_name_asks_for_its_dimension(name):
 
 
 @pytest.mark.parametrize(
-    ("config", "is_local_main", "saves"), [(None, True, True), (None, False, False), (object(), False, True)]
+    ("config", "is_local_main", "saves"),
+    [(None, True, True), (None, False, False), ("a configuration", False, True)],
 )
 def test_all_ranks_of_a_mesh_save(config, is_local_main, saves):
     assert View({}, config, is_local_main).should_save_model is saves

@@ -92,11 +92,15 @@ def test_a_batch_after_the_last_step_ends_the_script():
         DataLoader(range(8), 2), num_processes=1, process_index=0, ledger=training.ledger
     )
     seen = []
-    with pytest.raises(RehearsalEnd):
+
+    def script():
         for batch in loader:
             seen.append(batch.tolist())
             if len(seen) == 2:
                 step(training, optimizer)
+
+    with pytest.raises(RehearsalEnd):
+        script()
     assert seen == [[0, 1], [2, 3]]
     evaluation = following(here(), steps=1)[1]
     loader = prepare_data_loader(
