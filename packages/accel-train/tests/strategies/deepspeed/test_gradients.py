@@ -149,7 +149,7 @@ def test_a_backward_after_a_factor_joins_what_is_scaled(stage):
 @STAGES
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 def test_norms(stage, norm_type):
-    model, engine, gradients = begun(stage)
+    _, engine, gradients = begun(stage)
     expected = nn.utils.get_total_norm([p.grad for p in filled(plain()).parameters()], norm_type)
     if stage and norm_type != 2.0:
         torch.distributed.init_process_group(
