@@ -1,6 +1,7 @@
 """A saved position that means something else for this loader is refused before anything is changed."""
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 from accel_state.errors import NotAvailableError
@@ -173,3 +174,19 @@ def test_a_dataset_that_keeps_its_position_in_workers_needs_as_many():
     _, state = left_after(build(2), 3)
     with pytest.raises(NotAvailableError, match="num_workers=2"):
         build(3).load_state_dict(state)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_another_number_of_generators_is_found_before_anything_is_changed(finished):
+    saver = prepare(DataLoader(range(6), 2, shuffle=True, generator=torch.Generator().manual_seed(3)))
+    iterator = iter(saver)
+    for _ in range(3 if finished else 1):
+        next(iterator)
+    state = saver.state_dict()
+    without = prepare(DataLoader(range(6), 2, shuffle=True))
+    before = without.state_dict()
+    for load in (without.check_state_dict, without.load_state_dict):
+        with pytest.raises(DataError, match=r"had 1 own random generators .* this one has 0\. Build"):
+            load(state)
+    assert without.iteration == 0
+    assert without.state_dict() == before

@@ -68,7 +68,9 @@ class LoaderIterator:
                     iteration.raise_failure()
                 item = next(self._source)
             except StopIteration as stop:
-                early = early_end(iteration.stream, iteration.yielded, self._loader.ranks.world_size)
+                early = None
+                if self._live:
+                    early = early_end(iteration.stream, iteration.yielded, self._loader.ranks.world_size)
                 self._close(exhausted=early is None)
                 if early is not None:
                     raise early from stop
@@ -108,8 +110,9 @@ class LoaderIterator:
             loader.current = loader.epoch_state.running = around
 
     def close(self) -> None:
-        """End the iteration without waiting for the iterator to be dropped."""
+        """End the iteration without waiting for the iterator to be dropped; it yields nothing more."""
         self._close(exhausted=False)
+        self._source = iter(())
 
     def __del__(self) -> None:
         if self._live:
@@ -156,6 +159,8 @@ class AheadIterator(LoaderIterator):
         iteration = self._iteration
         assert iteration is not None
         stream = iteration.stream
+        if iteration.closed:  # after an error, the script reads on
+            return batch
         if not iteration.held and (stream is None or not stream.ends_at(iteration.yielded)):
             iteration.look_ahead()
         return batch

@@ -440,10 +440,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         """Whether a loader prepared like this one can continue where `state_dict` was saved; changes nothing.
 
         Raises:
-            DataError: `state_dict` does not come from a prepared loader, or from another kind of loader.
+            DataError: `state_dict` does not come from a prepared loader, or from another kind of loader, or from one
+                with another number of random generators.
             NotAvailableError: the position means nothing for this number of ranks or workers, or this batch size.
         """
         restored = read(state_dict)
+        self.randomness().check_own(state_dict.get("generators", []))
         if restored is not None and self.use_stateful_dataloader and not state_dict["finished"]:
             check_fits(self, restored)
 

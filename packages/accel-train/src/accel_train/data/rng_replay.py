@@ -61,8 +61,8 @@ class Randomness:
         """The present states of the loader's own generators, as trees."""
         return [_tree(generator, _get(generator)) for generator in self.own]
 
-    def set_own(self, trees: list[Any]) -> None:
-        """Set the loader's own generators to what `own_trees` returned.
+    def check_own(self, trees: list[Any]) -> None:
+        """Check that `set_own` can set these states; changes nothing.
 
         Raises:
             DataError: the loader has another number of generators.
@@ -73,6 +73,14 @@ class Randomness:
                 f"NumPy generators in the loader, its samplers or its stream), this one has {len(self.own)}. Build "
                 "the loader as it was built when its state was saved."
             )
+
+    def set_own(self, trees: list[Any]) -> None:
+        """Set the loader's own generators to what `own_trees` returned.
+
+        Raises:
+            DataError: see `check_own`.
+        """
+        self.check_own(trees)
         for generator, tree in zip(self.own, trees, strict=True):
             _set(generator, _untree(generator, tree))
 

@@ -1,0 +1,178 @@
+"""This rank's positions of a batch, against slices of hand-made tensors."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from accel_train.errors import IncompatibleOptionsError
+from accel_train.sequence.batches import ModelFacts, Place, cut_batch
+
+NOTHING = ModelFacts()
+CAUSAL = ModelFacts(positions=True, is_causal=True, counts=True)
+MASKED = ModelFacts(counts=True)
+IDS = torch.arange(16).reshape(2, 8)
+
+
+def place(index=0, parts=2, length=None):
+    return Place(index, parts, "cp_size=2", length)
+
+
+def cut_all(batch, facts, parts=2):
+    return [cut_batch(batch, place(index, parts), facts) for index in range(parts)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_are_in_order_and_make_up_the_sequence(parts):
+    batch = (IDS, {"scores": torch.rand(2, 8, 3), "length": torch.tensor([8, 8]), "kind": "text"})
+    found = cut_all(batch, NOTHING, parts)
+    share = 8 // parts
+    for index, (ids, rest) in enumerate(found):
+        assert torch.equal(ids, IDS[:, index * share : (index + 1) * share])
+        assert ids.is_contiguous()
+        assert torch.equal(rest["scores"], batch[1]["scores"][:, index * share : (index + 1) * share])
+        assert rest["length"].tolist() == [8, 8]
+        assert rest["kind"] == "text"
+
+
+def test_tensors_of_another_second_dimension_stay():
+    batch = {"input_ids": IDS, "image": torch.rand(2, 3, 8)}
+    found = cut_batch(batch, place(1), NOTHING)
+    assert torch.equal(found["image"], batch["image"])
+    assert found["input_ids"].tolist() == [[4, 5, 6, 7], [12, 13, 14, 15]]
+    assert set(found) == {"input_ids", "image"}, "the model takes nothing else"
+    # the length is that of the tokens, whatever comes first
+    found = cut_batch({"image": torch.rand(2, 3, 8), "input_ids": IDS}, place(), NOTHING)
+    assert found["image"].shape == (2, 3, 8)
+
+
+def test_positions_are_those_of_the_whole_sequence():
+    facts = ModelFacts(positions=True)
+    for index, found in enumerate(cut_all({"input_ids": IDS}, facts)):
+        assert found["position_ids"].tolist() == [list(range(index * 4, index * 4 + 4))] * 2
+    for index, found in enumerate(cut_all({"inputs_embeds": torch.rand(2, 8, 3)}, facts)):
+        assert found["position_ids"].tolist() == [list(range(index * 4, index * 4 + 4))] * 2
+    own = torch.arange(8).flip(0).expand(2, 8)
+    found = cut_batch({"input_ids": IDS, "position_ids": own}, place(1), facts)
+    assert found["position_ids"].tolist() == [[3, 2, 1, 0]] * 2
+
+
+def test_the_mean_over_ranks_is_the_loss_of_the_whole_batch():
+    """The labels of a rank's last position are on the next rank; ranks hold different numbers of them."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 8, 11, dtype=torch.float64)
+    labels = torch.randint(0, 11, (2, 8))
+    labels[0, 2:] = -100
+    expected = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    found = cut_all({"input_ids": IDS, "labels": labels}, CAUSAL, 4)
+    losses = []
+    for part, mine in zip(found, logits.chunk(4, 1), strict=True):
+        total = cross_entropy(mine.flatten(0, 1), part["shift_labels"].flatten(), reduction="sum")
+        losses.append(total / part["num_items_in_batch"])
+    torch.testing.assert_close(torch.stack(losses).mean(), expected)
+    assert found[0]["num_items_in_batch"].item() == (1 + 7) / 4
+
+
+def test_masked_models_predict_in_place():
+    labels = torch.full((2, 8), -100)
+    labels[0, 5] = 3
+    found = cut_batch({"input_ids": IDS, "labels": labels}, place(1), MASKED)
+    assert "shift_labels" not in found
+    assert found["labels"].tolist() == [[-100, 3, -100, -100], [-100] * 4]
+    assert found["num_items_in_batch"].item() == 0.5
+
+
+def test_what_the_script_gives_itself_is_kept():
+    labels = torch.zeros(2, 8, dtype=torch.int64)
+    shifted = torch.full((2, 8), -100)
+    shifted[0, :3] = 1
+    found = cut_batch({"input_ids": IDS, "labels": labels, "shift_labels": shifted}, place(), CAUSAL)
+    assert found["shift_labels"].tolist() == [[1, 1, 1, -100], [-100] * 4]
+    assert found["num_items_in_batch"].item() == 1.5, "counted in the labels that the loss reads"
+    given = cut_batch({"input_ids": IDS, "labels": labels, "num_items_in_batch": 7}, place(), CAUSAL)
+    assert given["num_items_in_batch"] == 7
+
+
+def test_a_batch_without_labels_that_count_divides_by_one():
+    labels = torch.full((2, 8), -100)
+    found = cut_batch({"input_ids": IDS, "labels": labels}, place(), CAUSAL)
+    assert found["num_items_in_batch"].item() == 0.5
+    of_sequences = cut_batch({"input_ids": IDS, "labels": torch.tensor([0, 1])}, place(), CAUSAL)
+    assert of_sequences["labels"].tolist() == [0, 1]
+    assert "num_items_in_batch" not in of_sequences
+
+
+def test_masks_that_can_be_left_out():
+    ones = torch.ones(2, 8, dtype=torch.int64)
+    right = ones.clone()
+    right[1, 5:] = 0
+    batch = {"input_ids": IDS, "attention_mask": right}
+    assert "attention_mask" not in cut_batch(batch, place(), CAUSAL)
+    assert "attention_mask" in batch, "the script's batch stays as it was"
+    assert "attention_mask" not in cut_batch({**batch, "attention_mask": ones}, place(), MASKED)
+    assert "attention_mask" not in cut_batch({**batch, "attention_mask": None}, place(), MASKED)
+
+
+def test_masks_that_are_needed_are_refused():
+    left = torch.ones(2, 8)
+    left[1, :2] = 0
+    with pytest.raises(IncompatibleOptionsError, match=r"padding before the positions.*cp_size=2.*right"):
+        cut_batch({"input_ids": IDS, "attention_mask": left}, place(), CAUSAL)
+    right = left.flip(1)
+    with pytest.raises(IncompatibleOptionsError, match=r"padding among the positions.*full length"):
+        cut_batch({"input_ids": IDS, "attention_mask": right}, place(), MASKED)
+    with pytest.raises(IncompatibleOptionsError, match=r"attention_mask of shape \(2, 1, 8, 8\)"):
+        cut_batch({"input_ids": IDS, "attention_mask": torch.ones(2, 1, 8, 8)}, place(), CAUSAL)
+
+
+def test_lengths_that_cannot_be_divided():
+    with pytest.raises(IncompatibleOptionsError, match=r"8 positions, which cp_size=2 cannot divide into 3"):
+        cut_batch(IDS, place(parts=3), NOTHING)
+    with pytest.raises(IncompatibleOptionsError, match=r"8 positions, and sp_seq_length is 16"):
+        cut_batch(IDS, place(length=16), NOTHING)
+    assert cut_batch(IDS, place(length=8), NOTHING).shape == (2, 4)
+    for batch in (torch.ones(4), {"kind": "text"}, []):
+        with pytest.raises(IncompatibleOptionsError, match=rf"\({type(batch).__name__}\) has no tensor"):
+            cut_batch(batch, place(), NOTHING)
+
+
+def ForCausalLMLoss(): ...
+
+
+def ForMaskedLMLoss(): ...
+
+
+class Plain(nn.Module):
+    def forward(self, x): ...
+
+
+class Causal(nn.Module):
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def forward(self, input_ids, position_ids=None, **kwargs): ...
+
+
+class Masked(nn.Module):
+    loss_function = staticmethod(ForMaskedLMLoss)
+
+    def forward(self, input_ids, **kwargs): ...
+
+
+class Fixed(nn.Module):
+    loss_function = staticmethod(ForCausalLMLoss)
+
+    def forward(self, input_ids): ...
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (Plain(), (False, False, False)),
+        (Causal(), (True, True, True)),
+        (Masked(), (False, False, True)),
+        (Fixed(), (False, True, False)),  # it takes no number of items
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_facts_of_a_model(model, expected):
+    assert ModelFacts.of(model) == ModelFacts(*expected)
