@@ -79,13 +79,15 @@ def test_two_ranks_save_one_folder_in_four_exchanges(tmp_path):
 
 def test_every_node_saves_a_folder_of_its_own(tmp_path):
     """Four ranks on two nodes, which see different disks."""
+    moments = {f"m{index}": torch.full((1 << 15,), float(index)) for index in range(4)}
 
     def save(rank, coordinator):
         return save_training_state(
             tmp_path / f"node{rank // 2}",
             models=[{"w": torch.full((2,), float(rank))}],
-            shared={},
+            shared={"o": moments},
             per_rank={"rank": rank},
+            replicated=("o",),
             each_node=True,
             coordinator=coordinator,
         )
@@ -96,6 +98,10 @@ def test_every_node_saves_a_folder_of_its_own(tmp_path):
         assert load_file(folder / "model.safetensors")["w"].tolist() == [2.0 * node] * 2
         own = sorted(path.name for path in folder.glob("rank-*"))
         assert own == [f"rank-0000{rank}.json" for rank in (2 * node, 2 * node + 1)]
+        # The ranks of a node divide what they hold alike, so that each folder has all of it.
+        files = [load_file(path) for path in sorted(folder.glob("state*.safetensors"))]
+        assert sorted(name for tensors in files for name in tensors) == [f"o.m{index}" for index in range(4)]
+        assert [len(tensors) for tensors in files] == [2, 2]
 
 
 def test_divided_tensors_are_not_saved_on_each_node(tmp_path):
