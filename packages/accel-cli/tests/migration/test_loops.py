@@ -172,6 +172,39 @@ def test_an_evaluation_that_cannot_be_gathered_is_left_and_noted():
     assert "every process runs it over all samples" in notes[0]
 
 
+def test_annotated_objects_are_as_others():
+    code, refusals, _ = changed(
+        """\
+device: torch.device = torch.device("cuda")
+sampler: DistributedSampler = DistributedSampler(dataset)
+net: Net = Net().to(device)
+loader: DataLoader = DataLoader(dataset, sampler=sampler)
+opt: SGD = SGD(net.parameters())
+scaler: GradScaler = GradScaler()
+for x in loader:
+    scaler.scale(net(x.to(device), torch.zeros(1).to(device))).backward()
+    scaler.step(opt)
+    scaler.update()
+"""
+    )
+    assert refusals == []
+    assert (
+        code
+        == """\
+from accel_train import Accelerator
+accelerator = Accelerator()
+device: torch.device = accelerator.device
+net: Net = Net()
+loader: DataLoader = DataLoader(dataset, shuffle=True)
+opt: SGD = SGD(net.parameters())
+net, opt, loader = accelerator.prepare(net, opt, loader)
+for x in loader:
+    accelerator.backward(net(x, torch.zeros(1).to(device)))
+    opt.step()
+"""
+    )
+
+
 @pytest.mark.parametrize("text", ["x = 1\n", "", "from accel_train import Accelerator\nloss.backward()\n"])
 def test_other_sources_stay_as_they_are(text):
     assert changed(text) == (text, [], [])

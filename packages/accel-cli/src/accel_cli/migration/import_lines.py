@@ -66,17 +66,30 @@ class _ImportRemover(cst.CSTTransformer):
 
 
 def with_import(module: cst.Module) -> cst.Module:
-    """The module with the import, after its last import of the top level."""
+    """The module with the import, after the first imports of its top level.
+
+    Without any it comes after the docstring and what is imported from ``__future__``, which have to be first.
+    """
     body = list(module.body)
     last = -1
     for index, statement in enumerate(body):
-        if isinstance(statement, cst.SimpleStatementLine) and any(
-            isinstance(small, cst.Import | cst.ImportFrom)
-            and get_full_name_for_node(getattr(small, "module", None) or small) != "__future__"
-            for small in statement.body
-        ):
+        if _imports(statement, future=False):
             last = index
         elif last >= 0:
             break
+    if last < 0:
+        before = 0 if module.get_docstring() is None else 1
+        last = max((i for i, s in enumerate(body) if _imports(s, future=True)), default=before - 1)
     body.insert(last + 1, cst.parse_statement("from accel_train import Accelerator"))
     return module.with_changes(body=body)
+
+
+def _imports(statement: Any, *, future: bool) -> bool:
+    """Whether a statement imports something: from ``__future__``, or from elsewhere."""
+    if not isinstance(statement, cst.SimpleStatementLine):
+        return False
+    return any(
+        (get_full_name_for_node(getattr(small, "module", None) or small) == "__future__") == future
+        for small in statement.body
+        if isinstance(small, cst.Import | cst.ImportFrom)
+    )

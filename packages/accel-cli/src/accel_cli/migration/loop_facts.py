@@ -15,7 +15,7 @@ import libcst as cst
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import PositionProvider
 
-__all__ = ["Assignment", "Facts", "Frame", "Loop", "MethodCall", "call_name", "names_in"]
+__all__ = ["Assignment", "Facts", "Frame", "Loop", "MethodCall", "bound_names", "call_name", "names_in"]
 
 _WRAPPERS = frozenset(
     {"enumerate", "tqdm", "tqdm.tqdm", "tqdm.auto.tqdm", "trange", "iter", "track", "progress"}
@@ -25,7 +25,7 @@ _WRAPPERS = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """``a = …`` or ``a, b = …``.
+    """``a = …``, ``a: Kind = …`` or ``a, b = …``.
 
     Attributes:
         targets: the names on the left.
@@ -159,10 +159,16 @@ class Facts(cst.CSTVisitor):
 
     def visit_Assign(self, node: cst.Assign) -> None:
         """Record the names that are bound."""
-        targets = tuple(name for target in node.targets for name in names_in(target.target))
-        self._stack[-1].assignments.append(
-            Assignment(targets, node.value, self.line(node), self._indices[-1])
-        )
+        self._assign(node, node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        """Record the name, if it gets a value."""
+        if node.value is not None:
+            self._assign(node, node.value)
+
+    def _assign(self, node: cst.Assign | cst.AnnAssign, value: cst.BaseExpression) -> None:
+        targets = tuple(bound_names(node))
+        self._stack[-1].assignments.append(Assignment(targets, value, self.line(node), self._indices[-1]))
 
     def visit_For(self, node: cst.For) -> None:
         """Record the loop."""
@@ -243,8 +249,15 @@ class Facts(cst.CSTVisitor):
                     called.roles |= {name: role for name, role in home.roles.items() if name not in own}
 
 
+def bound_names(node: cst.Assign | cst.AnnAssign) -> Iterator[str]:
+    """The plain names that an assignment binds, with an annotation or without."""
+    targets = [node.target] if isinstance(node, cst.AnnAssign) else [part.target for part in node.targets]
+    for target in targets:
+        yield from names_in(target)
+
+
 def names_in(node: cst.CSTNode) -> Iterator[str]:
-    """The plain names that an assignment or a loop binds."""
+    """The plain names in what an assignment or a loop binds."""
     if isinstance(node, cst.Name):
         yield node.value
     elif isinstance(node, cst.Tuple | cst.List):
@@ -266,6 +279,9 @@ def _iterated(node: cst.BaseExpression) -> str:
 def _arguments(called: Frame, call: cst.Call) -> Iterator[tuple[str, str]]:
     positional = iter(called.params)
     for argument in call.args:
+        if argument.star:
+            positional = iter(())  # how many parameters it fills is not known
+            continue
         param = argument.keyword.value if argument.keyword is not None else next(positional, None)
-        if param is not None and not argument.star and isinstance(argument.value, cst.Name):
+        if param is not None and isinstance(argument.value, cst.Name):
             yield param, argument.value.value

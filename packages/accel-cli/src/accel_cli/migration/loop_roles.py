@@ -95,6 +95,11 @@ def find_roles(facts: Facts, gathers: Any) -> Roles:
     roles = Roles(homes[0])
     facts.resolve_names(roles.home)
     _name_objects(facts, roles)
+    if not roles.optimizers:
+        raise NotUnderstoodError(
+            line, f"{', '.join(_optimizer_names(roles.home))}: step() is not called by this name where backward() is; "
+            "pass the optimizer to that function by name",
+        )  # fmt: skip
     for frame, call in backwards:
         if frame is not roles.home and not frame.roles:
             raise NotUnderstoodError(

@@ -12,7 +12,7 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from accel_cli.migration.gathering import gather_results, gathers
 from accel_cli.migration.import_lines import with_import, without_unused
-from accel_cli.migration.loop_facts import Facts, Frame, call_name, names_in
+from accel_cli.migration.loop_facts import Facts, Frame, bound_names, call_name, names_in
 from accel_cli.migration.loop_roles import NotUnderstoodError, Roles, find_roles
 from accel_cli.migration.result import Remark
 
@@ -313,8 +313,10 @@ class _Rewriter(cst.CSTTransformer):
 
     def _is_superfluous(self, small: cst.BaseSmallStatement) -> bool:
         """Whether the Accelerator does what the statement does, or it only assigns names to themselves."""
-        if isinstance(small, cst.Assign) and len(small.targets) == 1:
-            target = small.targets[0].target
+        if isinstance(small, cst.AnnAssign) or (isinstance(small, cst.Assign) and len(small.targets) == 1):
+            target = small.target if isinstance(small, cst.AnnAssign) else small.targets[0].target
+            if small.value is None:
+                return False
             if target.deep_equals(small.value) or _same_names(target, small.value):
                 return True
             if isinstance(target, cst.Name) and self._frame is self._roles.home:
@@ -367,12 +369,12 @@ class _Rewriter(cst.CSTTransformer):
         if not isinstance(statement, cst.SimpleStatementLine) or len(statement.body) != 1:
             return False
         small = statement.body[0]
-        names = set(names_in(small.targets[0].target)) if isinstance(small, cst.Assign) else set()
+        names = set(bound_names(small)) if isinstance(small, cst.Assign | cst.AnnAssign) else set()
         return bool(names) and names <= self._roles.devices
 
     def _device_statement(self, line: cst.SimpleStatementLine, body: list[Any]) -> list[Any]:
         """``device = accelerator.device`` if the device is still used, else nothing."""
-        name = next(iter(names_in(line.body[0].targets[0].target)))  # type: ignore[attr-defined] # an assignment
+        name = next(bound_names(line.body[0]))  # type: ignore[arg-type] # an assignment
         rest = [statement for statement in body if statement is not line]
         used = any(m.findall(statement, m.Name(name)) for statement in rest)
         return [self._plain_device(line).with_changes(leading_lines=[])] if used else []
