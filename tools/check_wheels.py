@@ -77,7 +77,8 @@ def build(folder: Path) -> dict[str, Path]:
 def wheel_metadata(wheel: Path) -> Message:
     """The METADATA of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
-        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        # Not one of a folder inside the package, such as that of the answered accelerate.
+        name = next(name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
         return HeaderParser().parsestr(archive.read(name).decode())
 
 

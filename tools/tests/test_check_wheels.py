@@ -28,7 +28,7 @@ def wheel(tmp_path):
             f"{root}-0.1.0.dist-info/RECORD": "",
         }
         if extra:
-            files[extra] = ""
+            files = {extra: "", **files}
         path = tmp_path / f"{root}-0.1.0-py3-none-any.whl"
         with zipfile.ZipFile(path, "w") as archive:
             for name, text in files.items():
@@ -50,6 +50,11 @@ def test_the_layers_are_those_of_the_import_linter_contract():
 
 def test_a_good_wheel_has_nothing_missing(wheel):
     assert check_wheels.check_contents("accel-ckpt", wheel("accel-ckpt", "accel-state>=0.1")) == []
+
+
+def test_metadata_inside_of_a_package_is_not_the_wheels(wheel):
+    path = wheel("accel-cli", "numpy", extra="accel_cli/folder/other-1.0.dist-info/METADATA")
+    assert [one.name for one in check_wheels.requirements(check_wheels.wheel_metadata(path))] == ["numpy"]
 
 
 @pytest.mark.parametrize("file", ["py.typed", "__init__.pyi", "LICENSE"])
