@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import os
 import signal
 
@@ -25,6 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _give_examples_time()
+
+
+def _give_examples_time() -> None:
+    """Let an example of Hypothesis take more than its 200 ms, which a busy machine does not give it."""
+    if importlib.util.find_spec("hypothesis") is None:
+        return
+    from hypothesis import settings
+
+    settings.register_profile("suite", parent=settings(), deadline=None)
+    settings.load_profile("suite")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
