@@ -181,6 +181,11 @@ class Box(nn.Module):
         return self.module(*args)
 
 
+def copied(parts):
+    kinds = (parts.models, parts.optimizers, parts.schedulers, parts.loaders)
+    return Parts(*map(list, kinds), parts.schedule_steps)
+
+
 class Boxing(Strategy):
     """Wraps models, and notes what it is handed."""
 
@@ -191,7 +196,7 @@ class Boxing(Strategy):
         self.handed = []
 
     def prepare(self, parts, steps):
-        self.handed.append(Parts(*(list(items) for items in vars(parts).values())))
+        self.handed.append(copied(parts))
         return super().prepare(parts, steps)
 
     def prepare_model(self, model, steps):

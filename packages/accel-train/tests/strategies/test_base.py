@@ -88,9 +88,10 @@ def test_all_ranks_read_different_samples_and_average_over_all(world, rank):
 def test_models_are_converted_placed_and_compiled_in_this_order_and_nothing_else_changes():
     models, steps = [make(), make(1)], Noting()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    parts = Parts(models, optimizers, [object()], [object(), object()])
-    done = strategy_of().prepare(parts, steps)
-    assert (done.models, done.optimizers, done.schedulers, done.loaders) == tuple(vars(parts).values())
+    schedulers, loaders = [object()], [object(), object()]
+    done = strategy_of().prepare(Parts(models, optimizers, schedulers, loaders), steps)
+    kinds = (done.models, done.optimizers, done.schedulers, done.loaders)
+    assert kinds == (models, optimizers, schedulers, loaders)
     expected = [(step, model) for model in models for step in ("convert", "place", "compile")]
     assert steps.done == expected
 
