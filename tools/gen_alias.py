@@ -21,13 +21,23 @@ import import_table
 ROOT = Path(__file__).parents[1]
 TABLE = Path("tools/data/accelerate_modules.tsv")
 HERE = Path("packages/accel-cli/src/accel_cli/as_accelerate")
-LEVEL = "1.15.0"
 COMMAND = "python tools/gen_alias.py"
 # `import accelerate` alone makes these attributes of it; the others are imported by name.
 LOADED = (
     "accelerator", "big_modeling", "data_loader", "hooks", "inference", "launchers", "logging", "optimizer",
     "parallelism_config", "scheduler", "state", "tracking", "utils",
 )  # fmt: skip
+
+
+def _level() -> str:
+    """The version that is answered, as the package that answers says it."""
+    for node in ast.parse((ROOT / HERE / "__init__.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LEVEL":
+            return str(ast.literal_eval(node.value))
+    raise ValueError(f"{HERE / '__init__.py'} has no LEVEL")
+
+
+LEVEL = _level()
 METADATA = f"""\
 Metadata-Version: 2.1
 Name: accelerate
