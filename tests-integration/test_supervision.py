@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_state.launching.monitor import CAN_WATCH
+from accel_state.launching.watching.monitor import CAN_WATCH
 
 pytestmark = pytest.mark.skipif(not CAN_WATCH, reason="real-time signals and /proc of Linux")
 

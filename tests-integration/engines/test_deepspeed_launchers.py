@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from accel_state.config import parse_flags, resolve
-from accel_state.launching.deepspeed import deepspeed_argv
+from accel_state.launching.machines.deepspeed import deepspeed_argv
 from accel_state.launching.target import Target
 
 runner = pytest.importorskip("deepspeed.launcher.runner")

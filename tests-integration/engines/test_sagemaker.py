@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from accel_cli.app import main
-from accel_state.launching.sagemaker_job import hyperparameters_of
+from accel_state.launching.submission.sagemaker_job import hyperparameters_of
 
 moto = pytest.importorskip("moto", reason="needs moto and AWS's SDK: hatch run engines:sagemaker")
 pytest.importorskip("sagemaker", reason="needs AWS's SDK for SageMaker: hatch run engines:sagemaker")

@@ -22,7 +22,7 @@ from typing import Any
 
 import cloudpickle
 
-from accel_state.launching.spawns import pickled
+from accel_state.launching.ranks.spawns import pickled
 
 _PRELOAD = [
     "torch",

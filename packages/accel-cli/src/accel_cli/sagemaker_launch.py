@@ -6,7 +6,7 @@ import sys
 
 from accel_state.config.merge import Resolved
 from accel_state.config.sagemaker import SageMakerConfig
-from accel_state.launching.sagemaker_job import describe_job, find_credentials, plan_job
+from accel_state.launching.submission.sagemaker_job import describe_job, find_credentials, plan_job
 from accel_state.launching.target import Target
 
 __all__ = ["launch_on_sagemaker"]
@@ -30,7 +30,7 @@ def launch_on_sagemaker(resolved: Resolved, target: Target) -> int:
     if config.dry_run:
         sys.stdout.write(f"{describe_job(job, credentials)}\n")
         return 0
-    from accel_state.launching.sagemaker_sdk import start_job
+    from accel_state.launching.submission.sagemaker_sdk import start_job
 
     result = start_job(job, credentials)
     what = "the model is at" if job.additional.get("wait", True) else "the job is started:"

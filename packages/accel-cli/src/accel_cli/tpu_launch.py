@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import Origin, Resolved
 from accel_state.launching.function import calling
+from accel_state.launching.machines.tpu_pod import in_its_pod, run_on_pod, ssh_commands, worker_command
 from accel_state.launching.target import Target, check_target
-from accel_state.launching.tpu_pod import in_its_pod, run_on_pod, ssh_commands, worker_command
 
 __all__ = ["launch_on_pod", "on_tpu"]
 

@@ -79,7 +79,7 @@ __getattr__, __dir__, __all__ = attach(
             "reduce",
             "set_collective_checks",
         ),
-        "accel_state.launching.answers": ("training_heartbeat",),
+        "accel_state.launching.watching.answers": ("training_heartbeat",),
         "accel_state.config.default_config": (
             "default_config_file",
             "load_config_from_file",

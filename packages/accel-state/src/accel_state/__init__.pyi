@@ -165,10 +165,10 @@ from accel_state.host.versions import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_
 from accel_state.host.versions import compare_versions as compare_versions
 from accel_state.host.versions import is_torch_version as is_torch_version
 from accel_state.host.versions import torch_version as torch_version
-from accel_state.launching.answers import training_heartbeat as training_heartbeat
 from accel_state.launching.notebook import debug_launcher as debug_launcher
 from accel_state.launching.notebook import notebook_launcher as notebook_launcher
 from accel_state.launching.ports import is_port_in_use as is_port_in_use
+from accel_state.launching.watching.answers import training_heartbeat as training_heartbeat
 from accel_state.log import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.log import get_logger as get_logger
 from accel_state.module_trees import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING

@@ -13,10 +13,10 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.merge import resolve
 from accel_state.errors import ConfigError, DeviceError
 from accel_state.launching.hardware import Accelerators
+from accel_state.launching.machines.tpu_pod import ssh_commands, worker_command
 from accel_state.launching.plan import Host, plan, plan_world
 from accel_state.launching.run import describe, parse_tee, policy_of
 from accel_state.launching.target import Target
-from accel_state.launching.tpu_pod import ssh_commands, worker_command
 
 CPU = Host(Accelerators(), physical_cores=8, python="python")
 
@@ -45,7 +45,10 @@ def first(*flags, **about):
 def watched(*flags):
     """Whether the flags make the launcher start the ranks so that it can watch them; heard in test_monitor."""
     made = planned(*flags)
-    return made.style == "ranks" and made.processes[0].argv[1:3] == ("-m", "accel_state.launching.worker")
+    return made.style == "ranks" and made.processes[0].argv[1:3] == (
+        "-m",
+        "accel_state.launching.ranks.worker",
+    )
 
 
 def test_one_process_gets_nothing_that_the_script_does_not_need():

@@ -14,7 +14,8 @@ import pytest
 
 WITHOUT = """
 import os, runpy, select, signal, sys
-from accel_state.launching import output, processes, signals, supervisor
+from accel_state.launching.ranks import processes, signals, supervisor
+from accel_state.launching.watching import output
 output._CAN_POLL = False
 processes.HAS_SESSIONS = supervisor.HAS_SESSIONS = False
 processes.die_with_parent = lambda signum: None

@@ -15,7 +15,7 @@ from accel_state.config.merge import resolve
 from accel_state.config.sections.tpu import TpuSection
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
-from accel_state.launching.tpu_pod import run_on_pod, ssh_commands
+from accel_state.launching.machines.tpu_pod import run_on_pod, ssh_commands
 
 __all__ = ["app"]
 

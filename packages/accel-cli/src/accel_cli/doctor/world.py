@@ -22,7 +22,7 @@ from accel_cli.doctor.verdict import judge
 from accel_state.config.launch import LaunchConfig
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.plan import World, plan_rank
-from accel_state.launching.processes import CommandProcess, start_command
+from accel_state.launching.ranks.processes import CommandProcess, start_command
 
 __all__ = ["Place", "examine_world"]
 

@@ -18,12 +18,12 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
 from accel_state.environment import patch_environment, snapshot
 from accel_state.errors import ConfigError, DeviceError, LaunchError, NotAvailableError, StateError
-from accel_state.launching.forks import ForkedRanks
 from accel_state.launching.hardware import find_accelerators, physical_cores
-from accel_state.launching.output import Console, stream_sink
 from accel_state.launching.ports import reserve_port
-from accel_state.launching.spawns import SpawnedRanks
-from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
+from accel_state.launching.ranks.forks import ForkedRanks
+from accel_state.launching.ranks.spawns import SpawnedRanks
+from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
+from accel_state.launching.watching.output import Console, stream_sink
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 

@@ -20,10 +20,10 @@ from accel_state.config.parallel_degrees import degrees_of, misfit
 from accel_state.config.sources import Sources
 from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
 from accel_state.errors import ConfigError, DeviceError
-from accel_state.launching.deepspeed import deepspeed_argv, uses_deepspeed_launcher
-from accel_state.launching.elastic import elastic_argv
 from accel_state.launching.hardware import Accelerators
-from accel_state.launching.mpi import mpi_argv
+from accel_state.launching.machines.deepspeed import deepspeed_argv, uses_deepspeed_launcher
+from accel_state.launching.machines.elastic import elastic_argv
+from accel_state.launching.machines.mpi import mpi_argv
 from accel_state.launching.target import Target
 
 __all__ = [

@@ -18,17 +18,15 @@ from typing import IO, TYPE_CHECKING, NoReturn
 from accel_state.constants import RUN_FOLDER
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
-from accel_state.launching.deepspeed import check_deepspeed, deepspeed_size, uses_deepspeed_launcher
 from accel_state.launching.hardware import (
     Accelerators,
     find_accelerators,
     peer_to_peer_works,
     physical_cores,
 )
-from accel_state.launching.monitor import CAN_WATCH, Limits, Monitor
-from accel_state.launching.mpi import check_mpi
+from accel_state.launching.machines.deepspeed import check_deepspeed, deepspeed_size, uses_deepspeed_launcher
+from accel_state.launching.machines.mpi import check_mpi
 from accel_state.launching.numa import cores_of_ranks, gpu_nodes, read_cpu_topology
-from accel_state.launching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.plan import (
     NCCL_DIRECT_OFF,
     Host,
@@ -40,11 +38,13 @@ from accel_state.launching.plan import (
     watches,
 )
 from accel_state.launching.ports import reserve_port
-from accel_state.launching.processes import CommandProcess, RankProcess, start_command
-from accel_state.launching.spare_processes import SparePool
-from accel_state.launching.supervisor import Outcome, Policy, SupervisedProcess, supervise
+from accel_state.launching.ranks.processes import CommandProcess, RankProcess, start_command
+from accel_state.launching.ranks.spare_processes import SparePool
+from accel_state.launching.ranks.supervisor import Outcome, Policy, SupervisedProcess, supervise
 from accel_state.launching.target import Target, check_target
-from accel_state.launching.tracebacks import fold_frames
+from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
+from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
+from accel_state.launching.watching.tracebacks import fold_frames
 from accel_state.world.topology import detect
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ class Target:
         """The same for a rank that its launcher watches from the first moment; a program cannot be watched so."""
         if self.kind == "program":
             return self.argv(python)
-        return (python, "-m", "accel_state.launching.worker", self.kind, self.name, *self.args)
+        return (python, "-m", "accel_state.launching.ranks.worker", self.kind, self.name, *self.args)
 
     def argv(self, python: str = sys.executable) -> tuple[str, ...]:
         """The command line of one rank."""

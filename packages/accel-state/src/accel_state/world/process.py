@@ -27,7 +27,7 @@ from accel_state.host.devices import (
     set_current_device,
 )
 from accel_state.host.system import set_numa_affinity
-from accel_state.launching.answers import attach, explain_by
+from accel_state.launching.watching.answers import attach, explain_by
 from accel_state.world.process_group import OPTIONS, Membership, adopt, join, store_client
 from accel_state.world.rehearsal import Rehearsal, rehearse
 from accel_state.world.splitting import split_for_rank

@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_state.launching.heartbeat import Heartbeat
+    from accel_state.launching.watching.heartbeat import Heartbeat
 
 __all__ = ["ActiveLoaders"]
 

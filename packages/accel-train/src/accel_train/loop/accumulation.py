@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_state.communication.collectives import reduce
-from accel_state.launching.answers import training_heartbeat
-from accel_state.launching.heartbeat import BACKWARD, OTHER
+from accel_state.launching.watching.answers import training_heartbeat
+from accel_state.launching.watching.heartbeat import BACKWARD, OTHER
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError

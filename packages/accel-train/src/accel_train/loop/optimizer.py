@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_state.launching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
+from accel_state.launching.watching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions

@@ -1,4 +1,4 @@
-"""Submission of a run as a job of a scheduler.
+"""Submission of a run as a job of a scheduler or a cloud.
 
 To add a scheduler: a module with a subclass of `Submission`, a line in `SUBMISSIONS`, and a choice of the option
 ``submit``.

@@ -1,0 +1,416 @@
+"""The agent of one machine: torch's elastic agent, in a process of its own.
+
+It differs from torch's in five ways: it exits with the code of the rank that failed first; it hosts the store of a c10d
+rendezvous itself, for as long as spare machines need it; a machine that does not answer is an error that names host
+and port; a spare machine is probed before it may join, and then waits for as long as the run goes on; and a signal
+ends it at once while it waits for other machines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+from accel_state import environment
+
+__all__ = ["main"]
+
+_MODULE_OF_PROBE = "accel_state.launching.machines.health"
+_COUNT = "accel/machines"
+_NAMES = "accel/machine/{}"
+_LEFT = "accel/left"
+_AFTERWARDS = 15.0
+"""Seconds that the store stays after the run, so that the other machines learn about its end."""
+_ANSWER = 30.0
+"""Seconds that the store at the address has to answer; one that runs answers in milliseconds."""
+_READ = datetime.timedelta(seconds=20)
+
+_ENDING = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+"""Signals that end an agent which waits for other machines."""
+
+
+class _UnreachableError(Exception):
+    """Machines have not found each other; the message is for the user."""
+
+
+_NEWER = "--signals-to-handle="
+"""A flag that torch 2.9 does not have; its agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the agent: start this machine's ranks, and wait for the end of the run.
+
+    Args:
+        arguments: the agent's own flags, ``--``, and those of torchrun.
+
+    Returns:
+        the exit code of the rank that failed first, or 128 + n if signal n ended it or the agent.
+    """
+    own, words = _split(arguments)
+    from torch.distributed import run as torchrun
+
+    known = torchrun.get_args_parser().format_help()
+    words = [word for word in words if not word.startswith(_NEWER) or _NEWER.rstrip("=") in known]
+    args = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
+    with _log_folder(args) as folder, _ended_by_signals(folder):
+        try:
+            if own.spares and not _healthy(args, own):
+                return 1
+            with _meeting(args, own) as meeting:
+                return _run(args, own, meeting)
+        except _UnreachableError as error:
+            sys.stderr.write(f"accel: error: {error}\n")
+            return 1
+
+
+def _split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    at = list(arguments).index("--")
+    parser = argparse.ArgumentParser(prog="accel_state.launching.machines.agent")
+    parser.add_argument("--connect-timeout", type=float, required=True)
+    parser.add_argument("--spares", type=int, default=0)
+    parser.add_argument("--cpu", action="store_true")
+    return parser.parse_args(arguments[:at]), list(arguments[at + 1 :])
+
+
+def _healthy(args: Any, own: argparse.Namespace) -> bool:
+    command = [sys.executable, "-m", _MODULE_OF_PROBE, "--processes", str(args.nproc_per_node)]
+    probe = subprocess.run([*command, *(["--cpu"] if own.cpu else [])], check=False)
+    if probe.returncode:
+        sys.stderr.write(
+            f"accel: error: {socket.gethostname()} failed the health probe, so it does not join the run\n"
+        )
+    return probe.returncode == 0
+
+
+class _Meeting:
+    """What this machine knows about the rendezvous: its address and, for c10d, its store."""
+
+    def __init__(self, args: Any, own: argparse.Namespace, host: str, port: int) -> None:
+        self.args = args
+        self.patience: float = own.connect_timeout
+        self.host = host
+        self.port = port
+        self.server: Any = None  # kept alive here: the store ends with this object
+        self.client: Any = None
+
+    def register(self) -> None:
+        """Tell the others about this machine; a list of those that came helps when one is missing."""
+        self.client = self._store(False)
+        number = self.client.add(_COUNT, 1)
+        self.client.set(_NAMES.format(number), socket.gethostname())
+
+    def host_store(self) -> None:
+        """Listen, if the address is one of this machine and nobody listens there."""
+        if _is_local(self.host) and not _answers(self.host, self.port):
+            with contextlib.suppress(RuntimeError):  # another agent of this machine was faster
+                self.server = self._store(True)
+
+    def check_store(self) -> None:
+        """Check that what listens at the address is a store: torch's agent would wait for its answer for long.
+
+        Raises:
+            _UnreachableError: it is something else.
+        """
+        import torch.distributed as dist
+
+        reasons = [f"no answer within {_ANSWER:g} s"]
+
+        def ask() -> None:
+            try:
+                self._store(False)
+            except dist.DistNetworkError as error:
+                reasons[:] = [str(error).splitlines()[0].rstrip(".")]
+            else:
+                reasons.clear()
+
+        # torch waits without a limit for a program that takes the connection and says nothing.
+        asking = threading.Thread(target=ask, daemon=True, name="accel-agent-store")
+        asking.start()
+        asking.join(_ANSWER)
+        if reasons:
+            raise _UnreachableError(
+                f"something listens at {self.host}:{self.port}, but it does not answer as a launcher ({reasons[0]}). "
+                "It is the address of the machine with rank 0 (--main_process_ip and --main_process_port): check that "
+                "no other program has this port"
+            )
+
+    def came(self) -> str:
+        """How many machines came, and their names."""
+        names: list[str] = []
+        with contextlib.suppress(Exception):  # the store may be gone: then nothing can be told
+            names = [
+                self.client.get(_NAMES.format(number)).decode()
+                for number in range(1, int(self.client.add(_COUNT, 0)) + 1)
+            ]
+        return f"{len(names)} of {_least(self.args)} came: {', '.join(names)}"
+
+    def is_running(self) -> bool:
+        """Whether a run with enough machines is going on without this one."""
+        state = self._state()
+        return bool(state is not None and state.complete)
+
+    def has_ended(self) -> bool:
+        """Whether the run has ended: its rendezvous is closed."""
+        state = self._state()
+        return bool(state is not None and state.closed)
+
+    def _state(self) -> Any:
+        from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+        found = C10dRendezvousBackend(self.client, self.args.rdzv_id).get_state()
+        return None if found is None else pickle.loads(found[0])  # as torch's own agents exchange it
+
+    def leave(self) -> None:
+        """Tell that this machine is done; the one with the store waits until all have told."""
+        if self.client is None:
+            return
+        with contextlib.suppress(Exception):  # the store ends with the machine that hosts it
+            left = self.client.add(_LEFT, 1)
+            until = time.monotonic() + _AFTERWARDS
+            while self.server is not None and left < self.client.add(_COUNT, 0) and time.monotonic() < until:
+                time.sleep(0.2)
+                left = self.client.add(_LEFT, 0)
+
+    def _store(self, server: bool) -> Any:
+        import torch.distributed as dist
+
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.host, self.port, is_master=server, timeout=_READ, wait_for_workers=False, multi_tenant=server
+        )
+
+
+@contextlib.contextmanager
+def _meeting(args: Any, own: argparse.Namespace) -> Iterator[_Meeting]:
+    """Reach the machine at which all meet, within the time that the user gives it."""
+    host, port = _endpoint(args)
+    meeting = _Meeting(args, own, host, port)
+    static = args.rdzv_backend == "static"
+    _resolve(host, port, own.connect_timeout)
+    if static and args.node_rank == 0:
+        args.rdzv_conf = _with_default(args.rdzv_conf, "timeout", round(own.connect_timeout))
+    elif args.rdzv_backend == "c10d":
+        meeting.host_store()
+    if not (static and args.node_rank == 0) and args.rdzv_backend in ("static", "c10d"):
+        _wait_for(host, port, own.connect_timeout)
+        meeting.check_store()
+    if args.local_addr is None and not static:
+        args.local_addr = _address_towards(host, port)
+    if args.rdzv_backend == "c10d":
+        args.rdzv_conf = _with_default(args.rdzv_conf, "is_host", "false")
+        args.rdzv_conf = _with_default(args.rdzv_conf, "join_timeout", round(own.connect_timeout))
+        # Ranks of a machine that joins later count their restarts from 0, so the agents' store must not be shared.
+        environment.provide(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        meeting.register()
+    try:
+        yield meeting
+    finally:
+        meeting.leave()
+
+
+@contextlib.contextmanager
+def _log_folder(args: Any) -> Iterator[str | None]:
+    """A folder for what ranks tell the agent when they fail; torch's agent would leave its own behind.
+
+    Yields:
+        the folder; None: the user has given one.
+    """
+    if args.log_dir is not None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="accel-agent-", ignore_cleanup_errors=True) as folder:
+        args.log_dir = folder
+        yield folder
+
+
+@contextlib.contextmanager
+def _ended_by_signals(folder: str | None) -> Iterator[None]:
+    """End this process at once at a signal that comes before torch's agent listens to it, and remove the folder.
+
+    Until all machines have come, the main thread waits in torch's native code, which runs no Python handler: a thread
+    of its own learns about the signal. Once ranks run, torch's agent has set handlers, and they decide.
+    """
+    if os.name != "posix":
+        yield
+        return
+    heard, told = os.pipe()
+    os.set_blocking(told, False)
+
+    def ranks_run() -> bool:
+        return signal.getsignal(signal.SIGTERM) is not receive
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        if ranks_run():  # torch's agent does not listen to this signal: end through its clean-up
+            raise SystemExit(128 + number)
+
+    def listen() -> None:
+        while numbers := os.read(heard, 1):
+            if numbers[0] in mine and not ranks_run():
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+                os._exit(128 + numbers[0])
+
+    # A signal that this process inherited as ignored (nohup) stays ignored.
+    mine = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, receive) for number in mine}
+    previous = signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+    listener = threading.Thread(target=listen, daemon=True, name="accel-agent-signals")
+    listener.start()
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous)
+        os.close(told)  # ends the thread
+        listener.join()
+        os.close(heard)
+
+
+def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousClosedError,
+        RendezvousConnectionError,
+        RendezvousTimeoutError,
+    )
+
+    while True:
+        try:
+            torchrun.run(args)  # type: ignore[no-untyped-call]
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            code = failure.exitcode if failure.exitcode >= 0 else 128 - failure.exitcode
+            sys.stderr.write(f"accel: rank {rank} failed first, with exit code {code}\n")
+            return code
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except RendezvousTimeoutError:
+            if own.spares and meeting.is_running():
+                continue  # a spare: the run goes on without it
+            raise _not_all(meeting, meeting.came()) from None
+        except (RendezvousClosedError, AttributeError):
+            # When the rendezvous closes, torch's agent returns None, which its launcher (2.13) takes for a result.
+            if not own.spares or not meeting.has_ended():
+                raise
+            sys.stderr.write(f"accel: the run has ended; {socket.gethostname()} was a spare machine\n")
+            return 0
+        except RendezvousConnectionError as error:
+            raise _UnreachableError(
+                f"the connection to {meeting.host}:{meeting.port}, where the machines meet, was lost: the machine "
+                f"there "
+                f"has ended or its network has failed ({error})"
+            ) from error
+        except DistStoreError as error:
+            raise _not_all(meeting, str(error).rstrip(".")) from None
+        except DistNetworkError as error:
+            reason = str(error).splitlines()[0].rstrip(".")
+            raise _UnreachableError(
+                f"{meeting.host}:{meeting.port}, where the machines meet, cannot be used: {reason}"
+            ) from None
+        return 0
+
+
+def _not_all(meeting: _Meeting, came: str) -> _UnreachableError:
+    return _UnreachableError(
+        f"not all machines came to {meeting.host}:{meeting.port} within {meeting.patience:g} s ({came}). Start this "
+        "command on every machine with the same --main_process_ip, --main_process_port and --num_machines, or raise "
+        "--connect_timeout"
+    )
+
+
+def _resolve(host: str, port: int, patience: float) -> None:
+    """Wait until the name of the host has an address: in a cluster of containers it may come after the container."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return
+        except socket.gaierror as error:
+            if time.monotonic() >= until:
+                raise _UnreachableError(
+                    f"{host}, the host of --main_process_ip for {host}:{port}, has no address on this machine after "
+                    f"{patience:g} s ({error.strerror}); pass its address with --main_process_ip"
+                ) from None
+        time.sleep(0.5)
+
+
+def _wait_for(host: str, port: int, patience: float) -> None:
+    until = time.monotonic() + patience
+    reason = ""
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=max(0.1, min(5.0, until - time.monotonic()))):
+                return
+        except OSError as error:
+            reason = str(error)
+        if time.monotonic() >= until:
+            raise _UnreachableError(
+                f"{host}:{port} did not answer within {patience:g} s ({reason}). It is the address of the machine "
+                f"with rank "
+                "0 (--main_process_ip and --main_process_port): check that its launcher runs and that no firewall "
+                "closes the "
+                "port, or raise --connect_timeout"
+            )
+        time.sleep(0.2)
+
+
+def _endpoint(args: Any) -> tuple[str, int]:
+    if args.rdzv_backend != "static" and args.rdzv_endpoint:
+        host, _, port = args.rdzv_endpoint.rpartition(":")
+        return host.strip("[]"), int(port)
+    return args.master_addr, int(args.master_port)
+
+
+def _least(args: Any) -> int:
+    return int(str(args.nnodes).partition(":")[0])
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=2.0):
+        return True
+    return False
+
+
+def _is_local(host: str) -> bool:
+    """Whether ``host`` is an address of this machine: only such an address can be bound."""
+    for family, kind, number, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        with contextlib.suppress(OSError), socket.socket(family, kind, number) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address in the network of the rendezvous, at which the other machines can reach it."""
+    family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, number) as probe:
+        probe.connect(address)  # sends nothing: a datagram socket only chooses its route
+        return str(probe.getsockname()[0])
+
+
+def _with_default(conf: str, key: str, value: object) -> str:
+    given = {pair.partition("=")[0].strip() for pair in conf.split(",")}
+    return conf if key in given else ",".join([*filter(None, [conf]), f"{key}={value}"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

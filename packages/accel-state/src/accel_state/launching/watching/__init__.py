@@ -1,0 +1,1 @@
+"""What a running rank does: its output, its progress, its stack, and the reports that its launcher makes of them."""
