@@ -605,7 +605,7 @@ def test_losses_equal_accelerates(tmp_path, gather):
     done = subprocess.run(
         [sys.executable, "-c", INCUMBENT, gather],
         cwd=tmp_path,
-        env=os.environ | {"HF_HOME": str(tmp_path)},
+        env=os.environ | {"HF_HOME": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,
