@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_state.launching.answers import STACK_SIGNAL, attach, heartbeat, training_heartbeat
-from accel_state.launching.heartbeat import HeartbeatFile
+from accel_state.launching.watching.answers import STACK_SIGNAL, attach, heartbeat, training_heartbeat
+from accel_state.launching.watching.heartbeat import HeartbeatFile
 from testkit import worlds
 
 pytestmark = pytest.mark.skipif(
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 HEAD = """
 import os, signal, sys, time
-from accel_state.launching.answers import STACK_SIGNAL, attach, explain_by, heartbeat, training_heartbeat
+from accel_state.launching.watching.answers import STACK_SIGNAL, attach, explain_by, heartbeat, training_heartbeat
 def inner():
     print("ready", flush=True)
     sys.stdin.readline()
