@@ -58,7 +58,7 @@ def files_in(folder: str) -> Path:
 
 def named_in(folder: str, cell: str) -> set[Path]:
     """The modules that a cell names, in the folder of its row."""
-    return {files_in(folder) / name for name in re.findall(r"`(\w+\.py)`", cell)}
+    return {files_in(folder) / name for name in re.findall(r"`([\w/]+\.py)`", cell)}
 
 
 def test_every_path_exists():
