@@ -214,8 +214,10 @@ def _save_state(
     if asynchronous:
         optimizers = [optimizer.optimizer for optimizer in here.optimizers]
         saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
-        if any(hasattr(optimizer, "eval") for optimizer in optimizers):
-            saved.wait_staged()  # schedule-free optimizers change parameters between steps, too
+        if here.plan.strategy.optimizers_differ(optimizers) or any(
+            hasattr(item, "eval") for item in optimizers
+        ):
+            saved.wait_staged()  # LocalSGD and schedule-free optimizers change parameters between steps, too
     else:
         saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
         prune()
@@ -252,6 +254,14 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
     if divided:
         name = type(strategy.plain(divided[0])).__name__
         _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
+    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, and ranks have optimizer states of their own since "
+                "they trained inside LocalSGD. Call save_state() on all processes."
+            ),
+        )
     here.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
@@ -364,6 +374,8 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
 def _replicated(here: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
     strategy = here.plan.strategy
+    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+        return []
     models = [model for model in here.prepared_models if strategy.keeps_replicas(model)]
     return [
         f"optimizer_{index}"

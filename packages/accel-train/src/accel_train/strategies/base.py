@@ -36,6 +36,7 @@ __all__ = [
     "SavedModel",
     "Strategy",
     "StrategyOptions",
+    "TrainsLocally",
     "leaf_misfits",
 ]
 
@@ -155,6 +156,10 @@ class PrecisionVerbs(Protocol):
         """Note that an optimizer's gradients are dropped."""
         ...
 
+    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
+        """Use the lowest loss scale of any rank; `lowest` is the collective that finds it."""
+        ...
+
 
 @dataclass(frozen=True)
 class StrategyOptions:
@@ -251,6 +256,27 @@ class JoinsUneven(Protocol):
 
     def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Context in which ranks that ran out of data take part in the collectives of the others."""
+        ...
+
+
+@runtime_checkable
+class TrainsLocally(Protocol):
+    """A strategy whose ranks can train copies of a model without communication, and average them now and then."""
+
+    def check_local(self, model: nn.Module) -> None:
+        """Refuse a model that ranks cannot train for themselves; changes nothing."""
+        ...
+
+    def begin_local(self, model: nn.Module) -> None:
+        """From here on backward passes of a prepared model reduce no gradients, and optimizers step with their own."""
+        ...
+
+    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
+        """Replace the copies of all ranks by their mean; returns whether `finished` is true on all of them."""
+        ...
+
+    def end_local(self, model: nn.Module) -> None:
+        """Backward passes reduce gradients again."""
         ...
 
 
@@ -369,6 +395,10 @@ class Strategy:
         """
         self.precision.backward(loss, pending, kwargs)
 
+    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
+        """The ranks over which gradients of prepared models are averaged at this time."""
+        return self.loss
+
     # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -435,6 +465,21 @@ class Strategy:
         return False
 
     # State
+
+    def unaveraged(self) -> list[nn.Module]:
+        """Prepared models of which ranks train copies of their own that differ at this time."""
+        return []
+
+    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether ranks may have other states of one of these, although they hold the same parameters."""
+        return False
+
+    def state_loaded(self, *, optimizers_differ: bool) -> None:
+        """A training state was loaded, of which all ranks have the same parameters.
+
+        Args:
+            optimizers_differ: each rank has loaded states of optimizers of its own.
+        """
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.

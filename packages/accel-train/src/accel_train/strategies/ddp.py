@@ -12,8 +12,11 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_train.errors import PrepareError
+from accel_state.communication.collectives import reduce
+from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.local_training import LocalCopies
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -30,6 +33,8 @@ class DDPStrategy(Strategy):
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
+        self._local = LocalCopies()
+        self._joins = 0  # depth of join() contexts
 
     # Preparing
 
@@ -82,20 +87,39 @@ class DDPStrategy(Strategy):
         return any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model)))
 
     def release(self) -> None:
-        """Forget wrappers that were not used yet."""
+        """Forget wrappers that were not used yet, and copies that ranks train for themselves."""
         self._unchecked.clear()
+        self._local.clear()
 
     # One micro-batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
         """Hold back the reduction of all but the last micro-batch, as DDP's own `no_sync` does."""
         if not last and not self.options.sync_each_batch:
-            _set_sync(models, False)
+            self._set_sync(models, False)
 
     def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
         """Reduce again."""
         if not last and not self.options.sync_each_batch:
-            _set_sync(models, True)
+            self._set_sync(models, True)
+
+    def _set_sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+        for model in models:
+            inner = _ddp(model)
+            if inner is not None and _can_hold_back(inner) and not self._local.holds(inner):
+                inner.require_backward_grad_sync = enabled
+
+    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
+        """This rank alone while it trains a copy of its own."""
+        if not self._local:
+            return self.loss
+        local = {self._local.holds(_ddp(model)) for model in models if _ddp(model) is not None}
+        if local == {True, False}:
+            raise AccumulationError(
+                "A window trains a model inside LocalSGD together with one outside of it, so it is neither of one rank "
+                "nor of all. Name the models of each in an accumulate() of its own."
+            )
+        return Ranks() if local == {True} else self.loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
@@ -111,7 +135,7 @@ class DDPStrategy(Strategy):
         DDP decides in forward whether to reduce; this prepares its reducer after the fact.
         """
         inner = _ddp(model)
-        if inner is None:
+        if inner is None or self._local.holds(inner):
             yield
             return
         previous = inner.require_backward_grad_sync, inner.require_forward_param_sync
@@ -132,7 +156,82 @@ class DDPStrategy(Strategy):
                 f"join_uneven_inputs() takes models and optimizers that support torch's Join; got {wrong[0]}. "
                 "Pass the objects that prepare() returned."
             )
-        return Join(cast("list[Joinable]", inner), enable=True)
+        if any(isinstance(item, DistributedDataParallel) and self._local.holds(item) for item in inner):
+            raise _not_joined()
+        return self._joined(Join(cast("list[Joinable]", inner), enable=True))
+
+    @contextlib.contextmanager
+    def _joined(self, join: Join) -> Iterator[Join]:
+        self._joins += 1
+        try:
+            with join:
+                yield join
+        finally:
+            self._joins -= 1
+
+    # Copies of a model that ranks train for themselves
+
+    def check_local(self, model: nn.Module) -> None:
+        """Refuse a model whose gradients DDP does not average over all ranks, or not in backward."""
+        inner = _ddp(model)
+        if inner is None:
+            raise PrepareError(
+                f"LocalSGD averages the copies of a model that ranks train, and {type(model).__name__} is no model "
+                "that ddp trains. Pass what prepare() returned for it, with parameters that are not frozen."
+            )
+        if inner.static_graph:
+            raise IncompatibleOptionsError(
+                "LocalSGD trains without reducing gradients, and DistributedDataParallelKwargs(static_graph=True) "
+                "needs a reduction in the first backward. Leave static_graph out."
+            )
+        if self.loss.size != self.batch.size:
+            raise IncompatibleOptionsError(
+                f"LocalSGD trains a copy of the model on each of {self.loss.size} ranks, and these share sequences "
+                f"(cp_size or sp_size): only {self.batch.size} have samples of their own. Leave one of both out."
+            )
+        if self._joins:
+            raise _not_joined()
+
+    def begin_local(self, model: nn.Module) -> None:
+        """Hold back all reductions of a model, until `end_local`."""
+        self.check_local(model)
+        inner = _ddp(model)
+        assert inner is not None, "checked"
+        copy = self._local.of(inner)
+        if copy.is_held:
+            raise AccumulationError(
+                "LocalSGD was entered for a model inside another LocalSGD of the same model. Use one of them."
+            )
+        copy.hold()
+
+    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
+        """Average the copies, and under fp16 use the lowest loss scale."""
+        inner = _ddp(model)
+        assert inner is not None, "checked when it began"
+        if self._joins:
+            raise _not_joined()
+        done = self._local.of(inner).average(self.loss, finished=finished)
+        self.precision.share_scale(lambda values: reduce(values, "min", group=self.loss.group))
+        return done
+
+    def end_local(self, model: nn.Module) -> None:
+        """Reduce again; a model whose copies differ is not trained until they are averaged."""
+        inner = _ddp(model)
+        assert inner is not None, "checked when it began"
+        self._local.of(inner).release()
+        self._local.drop(inner)
+
+    def unaveraged(self) -> list[nn.Module]:
+        """Models with which an optimizer stepped since their copies were averaged."""
+        return self._local.changed()
+
+    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """True from a use of LocalSGD until they have stepped with the gradients of all ranks."""
+        return self._local.optimizers_differ(optimizers)
+
+    def state_loaded(self, *, optimizers_differ: bool) -> None:
+        """All copies are equal again."""
+        self._local.loaded(optimizers_differ=optimizers_differ)
 
     # Complete gradients
 
@@ -140,6 +239,8 @@ class DDPStrategy(Strategy):
         """Step an optimizer; before the first step of its model, check that all parameters took part."""
         if self._unchecked:
             self._check_used(optimizer)
+        if self._local:
+            self._local.before_step(optimizer, self.loss)
         return self.precision.step(optimizer, closure)
 
     def _check_used(self, optimizer: torch.optim.Optimizer) -> None:
@@ -172,7 +273,7 @@ class DDPStrategy(Strategy):
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""
         inner = _ddp(model)
-        if inner is not None:
+        if inner is not None and not self._local.holds(inner):
             inner.require_forward_param_sync = state.get("takes_buffers", True)
 
 
@@ -189,11 +290,11 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def _set_sync(models: Sequence[nn.Module], enabled: bool) -> None:
-    for model in models:
-        inner = _ddp(model)
-        if inner is not None and _can_hold_back(inner):
-            inner.require_backward_grad_sync = enabled
+def _not_joined() -> IncompatibleOptionsError:
+    return IncompatibleOptionsError(
+        "LocalSGD and join_uneven_inputs() exclude each other: ranks that ran out of batches would shadow reductions "
+        "that do not happen. Leave join_uneven_inputs() out; ranks with fewer batches wait at the end of LocalSGD."
+    )
 
 
 def _can_hold_back(model: DistributedDataParallel) -> bool:
