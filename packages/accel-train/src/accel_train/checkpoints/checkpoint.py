@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together
@@ -276,6 +276,14 @@ def _check_complete(here: Prepared, shared: dict[str, Any], own: dict[str, Any])
         if any(is_divided(leaf) for leaf in _leaves(shared[f"optimizer_{index}"])):
             problem = _PARTS.format(f"the state of optimizer {index}", here.plan.strategy.name)
             _refuse_alone(here, accel_ckpt.CheckpointSaveError(problem))
+    if any(isinstance(leaf, Tensor) for leaf in _leaves(own["replicas"])):
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, and every process has errors of compressed "
+                "gradients (comm_hook) of its own. Call save_state() on all processes."
+            ),
+        )
     if window_state.holds_gradients(own["windows"]):
         _refuse_alone(
             here,

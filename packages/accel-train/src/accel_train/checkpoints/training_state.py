@@ -240,6 +240,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
             saved.whole()  # checks the files
     same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
+    _check_window_states(here, known["replicas"], same, directory)
     optimizers_own = known.get("optimizers") if same else None
     if "optimizers" in known and not same:
         _logger.warning(
@@ -356,6 +357,25 @@ def _check_parts(here: Prepared, parts: set[str], directory: Path) -> None:
             f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
             "the same order, as the script that saved it."
         )
+
+
+def _check_window_states(
+    here: Prepared, states: Sequence[Mapping[str, Any]], same: bool, directory: Path
+) -> None:
+    strategy = here.plan.strategy
+    if not same:
+        if any("power_sgd" in state for state in states):
+            _logger.warning(
+                f"{directory} holds what PowerSGD has approximated on another number of ranks: it begins anew."
+            )
+        return
+    for model, state in zip(here.prepared_models, states, strict=False):
+        misfit = strategy.window_state_misfit(model, state)
+        if misfit is not None:
+            raise accel_ckpt.StateMismatchError(
+                f"{directory} does not fit {type(strategy.plain(model)).__name__} here: {misfit}. Use the same "
+                "DistributedDataParallelKwargs as the script that saved it"
+            )
 
 
 def _check_models(here: int, saved: int, directory: Path) -> None:

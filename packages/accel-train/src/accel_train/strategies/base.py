@@ -62,6 +62,7 @@ class Capabilities:
         requires: what `pip install` must be given before it can run.
         precisions_on: by device type, the precisions that it can run there, where these are fewer.
         computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
+        communication_hooks: it runs the `comm_hook` of `DistributedDataParallelKwargs`.
         dimensions: of a mesh that can have several ranks, when a script or a launcher gives degrees of parallelism.
     """
 
@@ -77,6 +78,7 @@ class Capabilities:
     requires: tuple[str, ...] = ()
     precisions_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     computes_precision: bool = False
+    communication_hooks: bool = False
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
@@ -557,6 +559,10 @@ class Strategy:
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
         return {}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """Why what `window_state` returned in another run cannot be loaded; None: it can."""
+        return None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from accel_train.errors import AccumulationError, IncompatibleOptionsError, Prep
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
 from accel_train.strategies.local_training import LocalCopies
+from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -27,13 +30,16 @@ class DDPStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        needs_process_group=True, dimensions=frozenset({"dp_replicate", "cp", "sp"})
+        needs_process_group=True,
+        communication_hooks=True,
+        dimensions=frozenset({"dp_replicate", "cp", "sp"}),
     )
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
         self._local = LocalCopies()
+        self._power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
         self._joins = 0  # depth of join() contexts
 
     # Preparing
@@ -46,6 +52,12 @@ class DDPStrategy(Strategy):
         if _ddp(model) is not None:
             return model  # compiled around it
         if is_sharded_by_script(model, self.batch):
+            if self.options.config.comm_hook != "no":
+                raise PrepareError(
+                    f"comm_hook={str(self.options.config.comm_hook)!r} compresses what ddp sends, and "
+                    f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
+                    "comm_hook out."
+                )
             return model
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -67,12 +79,27 @@ class DDPStrategy(Strategy):
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view}
         wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
-        handler.register_comm_hook(wrapped)
+        self._register_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         if not wrapped.find_unused_parameters and not wrapped.static_graph:
             self._unchecked.append(wrapped)
         return wrapped
+
+    def _register_hook(self, wrapped: DistributedDataParallel) -> None:
+        handler = self.options.config
+        found = handler.communication_hook()
+        if found is None or not hasattr(found[0], "error_dict"):
+            handler.register_comm_hook(wrapped)
+            return
+        options = {
+            "comm_hook": str(handler.comm_hook),
+            "comm_wrapper": str(handler.comm_wrapper),
+            "bucket_cap_mb": handler.bucket_cap_mb,
+            **handler.comm_state_option,
+        }
+        state, hook = found
+        self._power_sgd[wrapped] = PowerSGD(wrapped, state, hook, options)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside `DistributedDataParallel`."""
@@ -266,15 +293,39 @@ class DDPStrategy(Strategy):
     # State
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window."""
+        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
+
+        With PowerSGD also what its communication hook remembers.
+        """
         inner = _ddp(model)
-        return {} if inner is None else {"takes_buffers": inner.require_forward_param_sync}
+        if inner is None:
+            return {}
+        state: dict[str, Any] = {"takes_buffers": inner.require_forward_param_sync}
+        hook = self._power_sgd.get(inner)
+        return state if hook is None else state | {"power_sgd": hook.state_dict()}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """PowerSGD needs the same options; a run may begin or stop using it."""
+        inner = _ddp(model)
+        hook = None if inner is None else self._power_sgd.get(inner)
+        return hook.misfit(state["power_sgd"]) if hook is not None and "power_sgd" in state else None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""
         inner = _ddp(model)
         if inner is not None and not self._local.holds(inner):
             inner.require_forward_param_sync = state.get("takes_buffers", True)
+        hook = None if inner is None else self._power_sgd.get(inner)
+        if inner is None or "power_sgd" not in state:
+            return
+        if hook is None:
+            warnings.warn(
+                "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
+                "have corrected are dropped.",
+                stacklevel=2,
+            )
+        else:
+            hook.load_state_dict(state["power_sgd"], inner)
 
 
 def inside_parallel(model: nn.Module) -> nn.Module:
