@@ -106,6 +106,7 @@ def _save_model(
     if leaves_out(here, "save_model", save_directory, together=strategy.is_divided(model)):
         return
     each_node = here.project.save_on_each_node
+    _warn_of_training_weights(here, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
     if strategy.is_divided(model):  # all must call
         if push_to_hub is None:
@@ -141,6 +142,20 @@ def _save_model(
             doing=f"uploading the model to {push_to_hub}",
             error=accel_ckpt.CheckpointSaveError,
         )
+
+
+def _warn_of_training_weights(here: Prepared, model: nn.Module) -> None:
+    """Say that a schedule-free optimizer has not put the weights there that its averages are."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in here.optimizers:
+        groups = optimizer.param_groups
+        training = any(group.get("train_mode") for group in groups)
+        if training and any(id(parameter) in own for group in groups for parameter in group["params"]):
+            warnings.warn(
+                f"save_model() saves the weights at which {type(optimizer.optimizer).__name__} takes its gradients, "
+                "not the averaged ones. Call optimizer.eval() before it, and optimizer.train() before the next step.",
+                stacklevel=5,
+            )
 
 
 def _writes(here: Prepared) -> bool:

@@ -366,7 +366,7 @@ def _check_window_states(
     if not same:
         if any("power_sgd" in state for state in states):
             _logger.warning(
-                f"{directory} holds what PowerSGD has approximated on another number of ranks: it begins anew."
+                f"{directory} holds what PowerSGD has approximated on another number of ranks: it starts again."
             )
         return
     for model, state in zip(here.prepared_models, states, strict=False):

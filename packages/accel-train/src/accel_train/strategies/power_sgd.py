@@ -125,8 +125,8 @@ class PowerSGD:
             return True
         if wrapped.static_graph:
             warnings.warn(
-                "PowerSGD begins anew: with static_graph=True DDP cannot form the buckets that the saved state belongs "
-                "to. Leave static_graph out to continue exactly.",
+                "PowerSGD starts again: with static_graph=True DDP cannot form the buckets of the saved state. "
+                "Leave static_graph out to continue exactly.",
                 stacklevel=2,
             )
             return False
