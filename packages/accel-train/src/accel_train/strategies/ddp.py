@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
@@ -78,7 +78,8 @@ class DDPStrategy(Strategy):
         handler = self.options.config
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view}
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
+        with _bytes_to_send(frozen.values()):
+            wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
         self._register_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
@@ -339,6 +340,19 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper, compiled or not; None if the model has none."""
     inner = inside_compiled(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+@contextlib.contextmanager
+def _bytes_to_send(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
+    """DDP sends rank 0's parameters; gloo sends none of 8-bit floating point, as layerwise casting stores them."""
+    small = [(p, p.dtype) for p in frozen if p.is_floating_point() and p.element_size() == 1]
+    for parameter, _ in small:
+        parameter.data = parameter.data.view(torch.uint8)
+    try:
+        yield
+    finally:
+        for parameter, dtype in small:
+            parameter.data = parameter.data.view(dtype)
 
 
 def _not_joined() -> IncompatibleOptionsError:
