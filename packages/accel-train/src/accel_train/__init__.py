@@ -326,4 +326,18 @@ __getattr__, __dir__, __all__ = attach(
             "is_peft_model",
         ),
     },
+    elsewhere={
+        "accel_bigmodel": (
+            "attach_layerwise_casting_hooks",
+            "cpu_offload",
+            "cpu_offload_with_hook",
+            "disk_offload",
+            "dispatch_model",
+            "infer_auto_device_map",
+            "init_empty_weights",
+            "init_on_device",
+            "load_checkpoint_and_dispatch",
+            "prepare_pippy",
+        )
+    },
 )
