@@ -73,3 +73,23 @@ def test_an_import_after_torch_sets_off_no_search_for_garbage(statement):
         assert gc.isenabled()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+def test_a_name_that_another_package_has_says_where(tmp_path, monkeypatch):
+    (tmp_path / "lazy_pointing.py").write_text(
+        "from accel_state._lazy import attach\n"
+        "__getattr__, __dir__, __all__ = attach(__name__, {}, elsewhere={'other': ('wanted',)})\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(
+        ImportError, match="lazy_pointing has no wanted, other does: from other import wanted"
+    ):
+        from lazy_pointing import wanted  # noqa: F401
+    import lazy_pointing
+
+    with pytest.raises(AttributeError, match="from other import wanted"):
+        lazy_pointing.wanted  # noqa: B018
+    assert not hasattr(lazy_pointing, "wanted")
+    assert lazy_pointing.__all__ == []
+    with pytest.raises(ImportError, match="cannot import name 'unknown'"):
+        from lazy_pointing import unknown  # noqa: F401

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from accel_ckpt.errors import StateMismatchError
 from accel_ckpt.loading.saved_tensors import SavedTensor
 from accel_ckpt.loading.tree_fill import Like, TreeFill
+from accel_ckpt.low_bit_states import pack_low_bit, unpack_low_bit
 from accel_ckpt.modules.named_model import NamedModel, named_models
 from accel_ckpt.modules.names import listed
 from accel_ckpt.parts import Leaf, is_sharded
@@ -75,7 +76,11 @@ def name_positions(
         )
     by_position = {position: name for name, position in _positions(names, groups).items()}
     tree: dict[str, Any] = {
-        "state": {by_position[key]: value for key, value in state.items() if key in by_position},
+        "state": {
+            by_position[key]: pack_low_bit(value) if isinstance(value, Mapping) else value
+            for key, value in state.items()
+            if key in by_position
+        },
         "param_groups": [
             {**group, "params": [by_position[position] for position in group["params"]]} for group in groups
         ],
@@ -147,6 +152,7 @@ def load_optimizer_state(
     with torch.no_grad():
         parts = {"state": _state_fill(optimizer, tree, names, current).run()}
         parts |= TreeFill({**rest, "param_groups": groups}, {}, lambda saved, here, path: None).run()
+    parts["state"] = {number: unpack_low_bit(value) for number, value in parts["state"].items()}
     optimizer.load_state_dict(parts)
 
 

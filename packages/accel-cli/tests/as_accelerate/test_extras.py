@@ -11,6 +11,7 @@ from torch import nn
 from accel_cli.as_accelerate.extras import config, deepspeed, fsdp, launch
 from accel_cli.commands import launch as command
 from accel_state.config.flags import parse_flags
+from testkit import worlds
 
 
 @pytest.fixture
@@ -90,3 +91,19 @@ def test_parameters_of_modules_by_pattern_or_object():
     assert fsdp.get_parameters_from_modules("1", model, "cpu") == last
     assert fsdp.get_parameters_from_modules([model[1]], model, torch.device("cpu")) == last
     assert fsdp.get_parameters_from_modules(None, model, "cpu") == set()
+
+
+def divided():
+    from torch.distributed.fsdp import fully_shard
+
+    from accel_state import PartialState
+
+    PartialState()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = fsdp.model_has_dtensor(model)
+    fully_shard(model[1])
+    return before, fsdp.model_has_dtensor(model)
+
+
+def test_a_model_of_which_a_part_is_divided():
+    assert worlds.run(divided, 2) == [(False, True)] * 2

@@ -33,24 +33,36 @@ def _collector_paused() -> Iterator[None]:
 
 
 def attach(
-    package: str, exports: Mapping[str, Sequence[str]]
+    package: str, exports: Mapping[str, Sequence[str]], elsewhere: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Create the three module-level hooks of a lazy package.
 
     Args:
         package: the package's ``__name__``.
         exports: defining module (absolute name) to the public names that it provides.
+        elsewhere: package to names that users look for here and that it has; the error says so.
 
     Returns:
         ``__getattr__``, ``__dir__`` and ``__all__``, to be assigned in the package's ``__init__.py``.
     """
     homes = {name: home for home, names in exports.items() for name in names}
+    others = {name: other for other, names in (elsewhere or {}).items() for name in names}
     public = sorted(homes)
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - becomes the module's hook
         home = homes.get(name)
         if home is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            text = f"module {package!r} has no attribute {name!r}"
+            other = others.get(name)
+            if other is not None:
+                import dis  # for this error alone
+
+                text = f"{package} has no {name}, {other} does: from {other} import {name}"
+                # `from package import name` replaces the text of an AttributeError by one of its own.
+                frame = sys._getframe(1)
+                if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]:
+                    raise ImportError(text, name=name)
+            raise AttributeError(text)
         with _collector_paused():
             value = getattr(importlib.import_module(home), name)
         setattr(sys.modules[package], name, value)  # later lookups bypass this function

@@ -198,6 +198,7 @@ __getattr__, __dir__, __all__ = attach(
             "save_fsdp_optimizer",
         ),
         "accel_train.accelerator": ("Accelerator",),
+        "accel_train.local_sgd": ("LocalSGD",),
         "accel_train.loop.manual_amp": (
             "convert_outputs_to_fp32",
             "get_grad_scaler",
@@ -324,5 +325,19 @@ __getattr__, __dir__, __all__ = attach(
             "has_compiled_regions",
             "is_peft_model",
         ),
+    },
+    elsewhere={
+        "accel_bigmodel": (
+            "attach_layerwise_casting_hooks",
+            "cpu_offload",
+            "cpu_offload_with_hook",
+            "disk_offload",
+            "dispatch_model",
+            "infer_auto_device_map",
+            "init_empty_weights",
+            "init_on_device",
+            "load_checkpoint_and_dispatch",
+            "prepare_pippy",
+        )
     },
 )

@@ -200,6 +200,7 @@ from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.errors import TrackerContractError as TrackerContractError
 from accel_train.errors import TrackerError as TrackerError
+from accel_train.local_sgd import LocalSGD as LocalSGD
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
 from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager

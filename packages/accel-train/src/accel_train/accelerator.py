@@ -28,7 +28,8 @@ from accel_train.checkpoints.resume import resume as resume_training
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
-from accel_train.loop import clipping, metrics, profiling
+from accel_train.loader_view import LoaderView
+from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
@@ -83,7 +84,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, TrackingView):
+class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, TrackingView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -289,15 +290,6 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         self._options.device_placement = device_placement
 
     @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are prepared."""
-        return self._options.loaders
-
-    @dataloader_config.setter
-    def dataloader_config(self, config: DataLoaderConfiguration) -> None:
-        self._options.loaders = config
-
-    @property
     def rng_types(self) -> list[str]:
         """Random states that ranks share at the start of an epoch."""
         return self._options.rng_types
@@ -346,40 +338,6 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
     def scaler(self) -> torch.amp.GradScaler | None:
         """The gradient scaler; None unless mixed_precision is "fp16"."""
         return self._plan.precision.scaler
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch is divided among ranks."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all."""
-        return self.dataloader_config.dispatch_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether every rank gets the same number of batches."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even_batches: bool) -> None:
-        self.dataloader_config.even_batches = even_batches
-
-    @property
-    def use_seedable_sampler(self) -> bool:
-        """Whether shuffling depends on seed and epoch alone."""
-        return self.dataloader_config.use_seedable_sampler
-
-    @property
-    def non_blocking(self) -> bool:
-        """Whether batches move without waiting."""
-        return self.dataloader_config.non_blocking
-
-    @property
-    def use_stateful_dataloader(self) -> bool:
-        """Whether loaders restore their position."""
-        return self.dataloader_config.use_stateful_dataloader
 
     @property
     def project_dir(self) -> str | None:
@@ -579,7 +537,14 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         if not even and self.num_processes > 1 and self.preemption is not None:
             self.preemption.level()  # ranks with less data have taken fewer steps
 
-    def backward(self, loss: Tensor, *, num_items: int | Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        num_items: int | Tensor | None = None,
+        learning_rate: float | None = None,
+        **kwargs: Any,
+    ) -> None:
         """Compute gradients, scaled so that they are exact at the end of an accumulation window.
 
         Args:
@@ -588,6 +553,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
             num_items: how many items (tokens, say) `loss` is the *sum* over: the window's gradient is then that of
                 one big batch of all items of all micro-batches and ranks. 0 is allowed. A tensor (one element, whole
                 number) on the device avoids waiting for it.
+            learning_rate: for an optimizer of lomo-optim, which updates parameters here.
             kwargs: arguments of `Tensor.backward`.
 
         Raises:
@@ -596,6 +562,15 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
         """
         if not self._has_begun:
             self._begin_training()
+        if learning_rate is not None or self._prepared.steps_in_backward:
+            if num_items is not None or kwargs:
+                given = [*kwargs] if num_items is None else ["num_items", *kwargs]
+                raise IncompatibleOptionsError(
+                    "backward() with an optimizer of lomo-optim takes a loss and a learning rate, got "
+                    f"{', '.join(given)}. Leave the others out."
+                )
+            self.lomo_backward(loss, learning_rate)
+            return
         try:
             self._accumulator.backward(loss, num_items, kwargs)
         except (AttributeError, TypeError):
@@ -605,6 +580,25 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, MeshView, Trackin
                     "not its .item() or the model's whole output."
                 ) from None
             raise
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float | None) -> None:
+        """Compute gradients, and update each parameter when its gradient is there (lomo-optim).
+
+        Args:
+            loss: a scalar.
+            learning_rate: of this update.
+
+        Raises:
+            OptionError: there is no learning rate, or not exactly one optimizer of lomo-optim is prepared.
+            AccumulationError: gradients are to be accumulated.
+        """
+        optimizers = [optimizer.optimizer for optimizer in self._prepared.optimizers]
+        lomo.fused_backward(optimizers, loss, learning_rate, self._accumulator.num_steps)
+
+    @property
+    def has_lomo_optimizer(self) -> bool:
+        """Whether an optimizer of lomo-optim is prepared."""
+        return self._prepared.steps_in_backward
 
     def _begin_training(self) -> None:
         """Find out before the first backward what would show only hours later."""

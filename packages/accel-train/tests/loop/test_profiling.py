@@ -1,12 +1,15 @@
 """Profiling a part of a training loop."""
 
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from accel_train import Accelerator, ProfileKwargs
 from accel_train.loop.profiling import profile
+from testkit import worlds
 
 
 def test_profile_writes_a_trace(tmp_path):
@@ -83,3 +86,60 @@ def test_a_schedule_goes_by_the_steps_of_the_loop(tmp_path):
             torch.ones(3).sum()
             profiler.step()
     assert ready == [4]
+
+
+def names_in(path):
+    data = path.read_bytes()
+    text = gzip.decompress(data) if path.suffix == ".gz" else data
+    return {event.get("name") for event in json.loads(text)["traceEvents"]}
+
+
+def test_the_file_has_the_last_cycle_that_is_done(tmp_path):
+    """Five steps are one cycle of four, and the wait and the warm-up of another."""
+    with profile(
+        handler(tmp_path, schedule_option={"wait": 1, "warmup": 1, "active": 2}), 0, lambda: None
+    ) as profiler:
+        for _ in range(5):
+            torch.ones(3).sum()
+            profiler.step()
+    names = names_in(tmp_path / "profile_0.json")
+    assert {"ProfilerStep#2", "ProfilerStep#3", "aten::sum"} <= names
+    assert not {"ProfilerStep#0", "ProfilerStep#1", "ProfilerStep#4"} & names
+
+
+@pytest.mark.parametrize("suffix", ["json", "json.gz"])
+def test_the_script_may_export_the_trace_as_well(tmp_path, suffix):
+    own, later = tmp_path / f"own.{suffix}", tmp_path / f"later.{suffix}"
+    options = handler(tmp_path, on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(own)))
+    with profile(options, 0, lambda: None) as profiler:
+        torch.ones(3).sum()
+    profiler.export_chrome_trace(str(later))
+    assert names_in(own) == names_in(later) == names_in(tmp_path / "profile_0.json")
+    assert "aten::sum" in names_in(own)
+
+
+def test_memory_and_flops_are_in_the_trace_and_in_the_table(tmp_path):
+    options = handler(tmp_path, profile_memory=True, with_flops=True, record_shapes=True)
+    with profile(options, 0, lambda: None) as profiler:
+        torch.ones(32, 16) @ torch.ones(16, 8)
+    assert "[memory]" in names_in(tmp_path / "profile_0.json")
+    [product] = [event for event in profiler.key_averages() if event.key == "aten::mm"]
+    assert product.flops == 2 * 32 * 16 * 8
+    assert product.cpu_memory_usage == 4 * 32 * 8
+
+
+def each_rank(folder):
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(activities=["cpu"], output_trace_dir=folder)])
+    model = accelerator.prepare(torch.nn.Linear(3, 1 + accelerator.process_index * 0))
+    with accelerator.profile():
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        for _ in range(accelerator.process_index):
+            torch.ones(3).cumsum(0)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_each_rank_writes_its_trace_and_leaves_when_all_are_there(tmp_path):
+    assert worlds.run(each_rank, 2, str(tmp_path)) == [["profile_0.json", "profile_1.json"]] * 2
+    first, second = (names_in(tmp_path / f"profile_{rank}.json") for rank in range(2))
+    assert "aten::cumsum" in second - first
+    assert "DistributedDataParallel.forward" in first & second

@@ -16,7 +16,7 @@ def test_activities_are_named_in_lower_case():
 
 def test_an_unknown_activity_is_named():
     with pytest.raises(OptionError, match=r"Unknown profiler activity 'gpu'; known: .*cuda"):
-        ProfileKwargs(activities=["gpu"]).build()
+        ProfileKwargs(activities=["gpu"])
 
 
 def test_a_schedule_and_its_callback_are_passed_on():
@@ -30,3 +30,19 @@ def test_a_schedule_and_its_callback_are_passed_on():
         for _ in range(3):
             profiler.step()
     assert ready == [profiler]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"wait": 1, "warmup": 1, "actve": 1},
+            r"has 'actve'; torch\.profiler\.schedule takes wait, warmup, active",
+        ),
+        ({"wait": 1, "active": 1}, "lacks 'warmup'"),
+        ({"wait": 1, "warmup": 1, "active": 0}, "is no schedule: Invalid profiler schedule"),
+    ],
+)
+def test_a_schedule_that_torch_does_not_take_is_refused_at_once(options, message):
+    with pytest.raises(OptionError, match=message):
+        ProfileKwargs(schedule_option=options)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together
@@ -106,6 +106,7 @@ def _save_model(
     if leaves_out(here, "save_model", save_directory, together=strategy.is_divided(model)):
         return
     each_node = here.project.save_on_each_node
+    _warn_of_training_weights(here, strategy.plain(model))
     weights: Any = strategy.plain(model)  # read by the rank that writes
     if strategy.is_divided(model):  # all must call
         if push_to_hub is None:
@@ -141,6 +142,20 @@ def _save_model(
             doing=f"uploading the model to {push_to_hub}",
             error=accel_ckpt.CheckpointSaveError,
         )
+
+
+def _warn_of_training_weights(here: Prepared, model: nn.Module) -> None:
+    """Say that a schedule-free optimizer has not put the weights there that its averages are."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for optimizer in here.optimizers:
+        groups = optimizer.param_groups
+        training = any(group.get("train_mode") for group in groups)
+        if training and any(id(parameter) in own for group in groups for parameter in group["params"]):
+            warnings.warn(
+                f"save_model() saves the weights at which {type(optimizer.optimizer).__name__} takes its gradients, "
+                "not the averaged ones. Call optimizer.eval() before it, and optimizer.train() before the next step.",
+                stacklevel=5,
+            )
 
 
 def _writes(here: Prepared) -> bool:
@@ -214,8 +229,10 @@ def _save_state(
     if asynchronous:
         optimizers = [optimizer.optimizer for optimizer in here.optimizers]
         saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
-        if any(hasattr(optimizer, "eval") for optimizer in optimizers):
-            saved.wait_staged()  # schedule-free optimizers change parameters between steps, too
+        if here.plan.strategy.optimizers_differ(optimizers) or any(
+            hasattr(item, "eval") for item in optimizers
+        ):
+            saved.wait_staged()  # LocalSGD and schedule-free optimizers change parameters between steps, too
     else:
         saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
         prune()
@@ -252,6 +269,14 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
     if divided:
         name = type(strategy.plain(divided[0])).__name__
         _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
+    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, and ranks have optimizer states of their own since "
+                "they trained inside LocalSGD. Call save_state() on all processes."
+            ),
+        )
     here.saver.make_room_alone(when_busy)
     return MainProcess(process.num_processes)
 
@@ -266,6 +291,14 @@ def _check_complete(here: Prepared, shared: dict[str, Any], own: dict[str, Any])
         if any(is_divided(leaf) for leaf in _leaves(shared[f"optimizer_{index}"])):
             problem = _PARTS.format(f"the state of optimizer {index}", here.plan.strategy.name)
             _refuse_alone(here, accel_ckpt.CheckpointSaveError(problem))
+    if any(isinstance(leaf, Tensor) for leaf in _leaves(own["replicas"])):
+        _refuse_alone(
+            here,
+            accel_ckpt.CheckpointSaveError(
+                "save_state() was called on the main process only, and every process has errors of compressed "
+                "gradients (comm_hook) of its own. Call save_state() on all processes."
+            ),
+        )
     if window_state.holds_gradients(own["windows"]):
         _refuse_alone(
             here,
@@ -364,6 +397,8 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
 def _replicated(here: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
     strategy = here.plan.strategy
+    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+        return []
     models = [model for model in here.prepared_models if strategy.keeps_replicas(model)]
     return [
         f"optimizer_{index}"

@@ -47,6 +47,8 @@ class Saved:
     """States of prepared loaders by number; Accelerate saves few of them."""
     replicas: Mapping[str, Any]
     """What this rank's copies of the models have of their own; empty for another number of ranks."""
+    optimizers: Sequence[Any] | None
+    """This rank's own states of optimizers, by name of parameter; None where ranks have the same."""
     windows: Mapping[str, Any] | None
     """This rank's unfinished accumulation windows; None where none are saved."""
     local_folder: Callable[[], Path]
@@ -74,6 +76,7 @@ def collect(
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
 
     def work() -> dict[str, str]:
+        _check_averaged(here)
         shared, own = _shared_trees(here, named), _rank_trees(here, named)
         buffers = _replicated_buffers(here, named)
         marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
@@ -91,6 +94,15 @@ def collect(
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
     own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
     return shared, own
+
+
+def _check_averaged(here: Prepared) -> None:
+    unaveraged = here.plan.strategy.unaveraged()
+    if unaveraged:
+        raise accel_ckpt.CheckpointSaveError(
+            f"ranks train copies of {type(here.plan.strategy.plain(unaveraged[0])).__name__} inside LocalSGD, and have "
+            "stepped since these were averaged. Save after LocalSGD.average(), or after the context"
+        )
 
 
 def named_models(here: Prepared) -> list[NamedModel]:
@@ -151,6 +163,10 @@ def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
     trees["windows"] = window_state.dump(here.accumulator, _trained(here, named), here.plan.strategy)
     strategy = here.plan.strategy
     trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
+    if strategy.optimizers_differ(_inner_optimizers(here)):
+        trees["optimizers"] = [
+            strategy.optimizer_state(optimizer.optimizer, named)["state"] for optimizer in here.optimizers
+        ]
     return trees
 
 
@@ -224,9 +240,16 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
             saved.whole()  # checks the files
     same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
     replicas = {"buffers": known["buffers"], "states": known["replicas"]} if same else {}
+    _check_window_states(here, known["replicas"], same, directory)
+    optimizers_own = known.get("optimizers") if same else None
+    if "optimizers" in known and not same:
+        _logger.warning(
+            f"{checkpoint.directory} holds optimizer states of each of {saved_by} ranks, which LocalSGD trained for "
+            f"themselves; {here.process.num_processes} ranks continue with those of rank 0."
+        )
     rng = _read_rng(here, checkpoint, own, saved_by)
     folder = checkpoint.local_folder
-    return Saved(directory, models, shared, rng, loaders, replicas, windows, folder)
+    return Saved(directory, models, shared, rng, loaders, replicas, optimizers_own, windows, folder)
 
 
 def _read_foreign(
@@ -245,6 +268,7 @@ def _read_foreign(
         rng,
         loaders,
         {},
+        None,
         None,
         lambda: directory,
     )
@@ -335,6 +359,25 @@ def _check_parts(here: Prepared, parts: set[str], directory: Path) -> None:
         )
 
 
+def _check_window_states(
+    here: Prepared, states: Sequence[Mapping[str, Any]], same: bool, directory: Path
+) -> None:
+    strategy = here.plan.strategy
+    if not same:
+        if any("power_sgd" in state for state in states):
+            _logger.warning(
+                f"{directory} holds what PowerSGD has approximated on another number of ranks: it starts again."
+            )
+        return
+    for model, state in zip(here.prepared_models, states, strict=False):
+        misfit = strategy.window_state_misfit(model, state)
+        if misfit is not None:
+            raise accel_ckpt.StateMismatchError(
+                f"{directory} does not fit {type(strategy.plain(model)).__name__} here: {misfit}. Use the same "
+                "DistributedDataParallelKwargs as the script that saved it"
+            )
+
+
 def _check_models(here: int, saved: int, directory: Path) -> None:
     if here != saved:
         raise accel_ckpt.StateMismatchError(
@@ -384,7 +427,7 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
             )
     for index, optimizer in enumerate(here.optimizers):
         here.plan.strategy.check_optimizer_state(
-            optimizer.optimizer, saved.shared[f"optimizer_{index}"], here.models
+            optimizer.optimizer, _optimizer_tree(saved, index), here.models
         )
     return pairs
 
@@ -394,10 +437,11 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     for model, weights in pairs:
         here.plan.strategy.load_model_state(model, weights, strict)
     _restore_replicas(here, saved.replicas)
+    here.plan.strategy.state_loaded(optimizers_differ=saved.optimizers is not None)
     shared = saved.shared
     progress = shared.get("progress", {})
     for index, optimizer in enumerate(here.optimizers):
-        tree = shared[f"optimizer_{index}"]
+        tree = _optimizer_tree(saved, index)
         here.plan.strategy.load_optimizer_state(optimizer.optimizer, tree, here.models)
     for optimizer, flags in zip(here.optimizers, progress.get("optimizers", []), strict=False):
         optimizer.restore_flags(**flags)
@@ -417,6 +461,11 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     if saved.rng is not None:
         set_rng_state(saved.rng)
     share_draws(here.plan.strategy.draws)  # another mesh may have saved them
+
+
+def _optimizer_tree(saved: Saved, index: int) -> Any:
+    tree = saved.shared[f"optimizer_{index}"]
+    return tree if saved.optimizers is None else {**tree, "state": saved.optimizers[index]}
 
 
 def _restore_replicas(here: Prepared, replicas: Mapping[str, Any]) -> None:

@@ -30,6 +30,7 @@ from accel_state.launching.watching.heartbeat import BACKWARD, OTHER
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
+from accel_train.ranks import Ranks
 from accel_train.strategies.base import Strategy
 
 __all__ = ["Accumulator", "Window"]
@@ -357,12 +358,12 @@ class Accumulator:
                 "window, and change gradient_accumulation_steps between two."
             )
         if not window.corrected:
-            ranks = self._strategy.loss.size
+            ranks = self._averaged_over(window)
             if uneven:
-                total = self._summed(torch.tensor(window.micro_batches, dtype=torch.int64)).item()
+                total = self._summed(torch.tensor(window.micro_batches, dtype=torch.int64), ranks).item()
             else:
-                total = window.micro_batches * ranks
-            window.correction = window.planned * ranks / total
+                total = window.micro_batches * ranks.size
+            window.correction = window.planned * ranks.size / total
         return self._corrected(window, loss)
 
     def _weigh(
@@ -397,12 +398,13 @@ class Accumulator:
             return loss / window.planned, None
         # Gradients are averaged over R ranks, so a sum over ranks divided by the items is R / items times the average;
         # what is accumulated was divided by the planned window. Without any item gradients are zero, not 0/0.
-        scale = window.planned * self._strategy.loss.size
+        ranks = self._averaged_over(window)
+        scale = window.planned * ranks.size
         if isinstance(window.items, Tensor):
-            total = self._summed(window.items)
+            total = self._summed(window.items, ranks)
             window.correction = torch.where(total > 0, scale / total.clamp(min=1).double(), 0.0)
         else:
-            count = int(self._summed(torch.tensor(window.items, dtype=torch.int64)).item())
+            count = int(self._summed(torch.tensor(window.items, dtype=torch.int64), ranks).item())
             window.correction = scale / count if count else 0.0
         return self._corrected(window, loss)
 
@@ -416,9 +418,11 @@ class Accumulator:
         factor = correction / planned
         return loss * (factor.to(loss.dtype) if isinstance(factor, Tensor) else factor), None
 
-    def _summed(self, counts: Tensor) -> Tensor:
+    def _averaged_over(self, window: Window) -> Ranks:
+        return self._strategy.averaged_over(window.models or self._all_models)
+
+    def _summed(self, counts: Tensor, ranks: Ranks) -> Tensor:
         """The sum over the ranks whose losses are averaged."""
-        ranks = self._strategy.loss
         if ranks.size == 1:
             return counts
         summed: Tensor = reduce(counts, reduction="sum", group=ranks.group)

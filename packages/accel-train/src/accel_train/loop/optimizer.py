@@ -9,6 +9,7 @@ import torch
 
 from accel_state.launching.watching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
+from accel_train.loop.lomo import is_lomo, save_moments
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
@@ -61,6 +62,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._skipped = False
         self._spent = False  # stepped, and its gradients not yet dropped
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
+        self._fused = is_lomo(optimizer)
+        if self._fused:
+            save_moments(optimizer)
         if device_placement:
             move_state_to_parameters(optimizer)
 
@@ -133,7 +137,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         pulse = self._accumulator.pulse
         before = OTHER if pulse is None else pulse.enter(STEP)
         self._spent = True
-        stepped, result = self._strategy.step(self.optimizer, closure)
+        if self._fused:  # backward has stepped
+            stepped, result = True, None
+        else:
+            stepped, result = self._strategy.step(self.optimizer, closure)
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
         if rehearsal is not None:
@@ -144,6 +151,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if pulse is not None:
             pulse.stepped(OTHER if before == FORWARD else before)
         return result
+
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether it is an optimizer of lomo-optim, whose `step()` has nothing left to do."""
+        return self._fused
 
     @property
     def step_was_skipped(self) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,22 +29,66 @@ def profile(handler: ProfileKwargs, rank: int, barrier: Callable[[], None]) -> I
         The profiler; call its `step()` once per step when a schedule is given.
     """
     profiler = handler.build()
+    traces = None
+    if handler.output_trace_dir is not None:
+        traces = _Traces(profiler, Path(handler.output_trace_dir) / PROFILE_PATTERN_NAME.format(suffix=rank))
     profiler.start()
     try:
         yield profiler
-    finally:
+    except BaseException:
+        if traces is not None:
+            traces.close()  # no file says that an interrupted run was profiled
         profiler.stop()
-    if handler.output_trace_dir is None:
+        raise
+    profiler.stop()
+    if traces is None:
         return
-    if profiler.profiler is None:
+    if not traces.written:
         warnings.warn(
             f"No trace was written to {handler.output_trace_dir}: the profiler's schedule {handler.schedule_option} "
             f"never got past waiting in {profiler.step_num} steps. Call the profiler's step() once per step of the "
             "loop, or wait for fewer.",
             stacklevel=3,
         )
-        return
-    folder = Path(handler.output_trace_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    profiler.export_chrome_trace(str(folder / PROFILE_PATTERN_NAME.format(suffix=rank)))
     barrier()
+
+
+class _Traces:
+    """Writes the trace of each cycle that is done.
+
+    torch saves a trace once. What the script exports besides, in `on_trace_ready` or afterwards, is a copy.
+
+    Args:
+        profiler: not started.
+        path: of the file, whose folder is made.
+    """
+
+    def __init__(self, profiler: Any, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.written = False
+        self._path = path
+        self._ready = profiler.on_trace_ready
+        self._save = profiler.export_chrome_trace
+        profiler.on_trace_ready = self._cycle_done
+        profiler.export_chrome_trace = self._export
+        self._closed = False
+
+    def close(self) -> None:
+        """Write nothing more."""
+        self._closed = True
+
+    def _cycle_done(self, profiler: Any) -> None:
+        if not self._closed:
+            self._save(str(self._path))
+            self.written = True
+        if self._ready is not None:
+            self._ready(profiler)
+
+    def _export(self, path: str) -> None:
+        if not self.written:
+            self._save(path)
+        elif str(path).endswith(".gz"):
+            with open(self._path, "rb") as source, gzip.open(path, "wb") as target:
+                shutil.copyfileobj(source, target)
+        else:
+            shutil.copyfile(self._path, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 f"comm_wrapper={str(self.comm_wrapper)!r} casts around a comm_hook, and there is none. To compress "
                 f"gradients alone, use comm_hook={str(self.comm_wrapper)!r}."
             )
-        if self.comm_state_option and self.comm_hook in allowed:
+        if self.comm_hook not in allowed:
+            self._power_sgd_state()  # find out now what it refuses
+        elif self.comm_state_option:
             raise OptionError(
                 f"comm_state_option={self.comm_state_option!r} is for comm_hook='power_sgd' and 'batched_power_sgd', "
                 f"and comm_hook is {str(self.comm_hook)!r}."
@@ -75,27 +78,48 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def register_comm_hook(self, model: Any) -> None:
         """Register the chosen hook on a DDP model; does nothing without one."""
+        found = self.communication_hook()
+        if found is not None:
+            state, hook = found
+            model.register_comm_hook(state, hook)
+
+    def communication_hook(self) -> tuple[Any, Callable[..., Any]] | None:
+        """State and function of the chosen hook, as DDP's `register_comm_hook` takes them; None without one."""
         if self.comm_hook is DDPCommunicationHookType.NO:
-            return
+            return None
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+        from accel_train.plugins.ddp_hooks import batched_power_sgd, on_any_backend
 
         hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
             DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_hook,
+            DDPCommunicationHookType.BF16: on_any_backend(default_hooks.bf16_compress_hook),
             DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
-            DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-        }
-        wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-            DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
-            DDPCommunicationHookType.BF16: default_hooks.bf16_compress_wrapper,
+            DDPCommunicationHookType.BATCHED_POWER_SGD: batched_power_sgd,
         }
         hook = hooks[self.comm_hook]
-        state: Any = None
+        if self.comm_wrapper is DDPCommunicationHookType.FP16:
+            hook = default_hooks.fp16_compress_wrapper(hook)
+        elif self.comm_wrapper is DDPCommunicationHookType.BF16:
+            hook = on_any_backend(default_hooks.bf16_compress_wrapper(hook))
         if self.comm_hook in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
-            state = powerSGD_hook.PowerSGDState(process_group=None, **self.comm_state_option)
-        if self.comm_wrapper in wrappers:
-            hook = wrappers[self.comm_wrapper](hook)
-        model.register_comm_hook(state, hook)
+            return self._power_sgd_state(), hook
+        return None, hook
+
+    def _power_sgd_state(self) -> Any:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        known = [name for name in inspect.signature(PowerSGDState).parameters if name != "process_group"]
+        unknown = [name for name in self.comm_state_option if name not in known]
+        if unknown:
+            raise OptionError(
+                f"comm_state_option has {unknown[0]!r}, which PowerSGDState does not take; it takes "
+                f"{', '.join(known)}."
+            )
+        try:
+            return PowerSGDState(process_group=None, **self.comm_state_option)
+        except ValueError as error:
+            raise OptionError(f"comm_state_option={self.comm_state_option!r}: {error}") from error
 
 
 def _hook_type(name: str, value: object) -> DDPCommunicationHookType:

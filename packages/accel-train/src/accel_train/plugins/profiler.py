@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,11 +17,16 @@ __all__ = ["ProfileKwargs"]
 class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
 
+    Options that cannot be used are refused when the object is made.
+
     Attributes:
         activities: of "cpu", "cuda", "xpu", "mtia", "hpu"; None lets torch choose.
         schedule_option: arguments of `torch.profiler.schedule` (wait, warmup, active, repeat, skip_first).
         on_trace_ready: called with the profiler when a cycle of the schedule is done.
-        output_trace_dir: folder for one Chrome trace per rank, `profile_<rank>.json`.
+        output_trace_dir: folder for one Chrome trace per rank, `profile_<rank>.json`, of the last cycle that is done.
+
+    Raises:
+        OptionError: an activity that torch does not know, or a schedule that it does not take.
     """
 
     activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
@@ -33,27 +39,17 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
-    def build(self) -> Any:
-        """The profiler, not started.
+    def __post_init__(self) -> None:
+        self._torch_activities()
+        self._schedule()
 
-        Raises:
-            OptionError: an activity that torch does not know.
-        """
+    def build(self) -> Any:
+        """The profiler, not started."""
         import torch
 
-        known = {name.lower(): value for name, value in torch.profiler.ProfilerActivity.__members__.items()}
-        activities = None
-        if self.activities is not None:
-            unknown = [name for name in self.activities if name not in known]
-            if unknown:
-                raise OptionError(
-                    f"Unknown profiler activity {unknown[0]!r}; known: {', '.join(sorted(known))}."
-                )
-            activities = [known[name] for name in self.activities]
-        schedule = torch.profiler.schedule(**self.schedule_option) if self.schedule_option else None
         return torch.profiler.profile(
-            activities=activities,
-            schedule=schedule,
+            activities=self._torch_activities(),
+            schedule=self._schedule(),
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,
@@ -61,3 +57,35 @@ class ProfileKwargs(KwargsHandler):
             with_flops=self.with_flops,
             with_modules=self.with_modules,
         )
+
+    def _torch_activities(self) -> list[Any] | None:
+        import torch
+
+        if self.activities is None:
+            return None
+        known = {name.lower(): value for name, value in torch.profiler.ProfilerActivity.__members__.items()}
+        unknown = [name for name in self.activities if name not in known]
+        if unknown:
+            raise OptionError(f"Unknown profiler activity {unknown[0]!r}; known: {', '.join(sorted(known))}.")
+        return [known[name] for name in self.activities]
+
+    def _schedule(self) -> Callable[[int], Any] | None:
+        import torch
+
+        options = self.schedule_option
+        if not options:
+            return None
+        known = inspect.signature(torch.profiler.schedule).parameters
+        unknown = [name for name in options if name not in known]
+        missing = [
+            name for name, value in known.items() if value.default is value.empty and name not in options
+        ]
+        if unknown or missing:
+            problem = f"has {unknown[0]!r}" if unknown else f"lacks {missing[0]!r}"
+            raise OptionError(
+                f"schedule_option={options!r} {problem}; torch.profiler.schedule takes {', '.join(known)}."
+            )
+        try:
+            return torch.profiler.schedule(**options)
+        except AssertionError as error:
+            raise OptionError(f"schedule_option={options!r} is no schedule: {error}.") from error

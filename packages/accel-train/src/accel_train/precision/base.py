@@ -172,6 +172,13 @@ class Precision:
     def update_scale(self) -> None:
         """Apply an update of the loss scale that was put off until no scaled gradient waits."""
 
+    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
+        """Use the lowest loss scale of any rank, after ranks stepped with gradients of their own.
+
+        Args:
+            lowest: the collective that gives the lowest values of any rank.
+        """
+
     @property
     def has_state(self) -> bool:
         """Whether a checkpoint keeps anything of this precision."""

@@ -143,6 +143,17 @@ class FP16Precision(AutocastPrecision):
             self._update_due = False
             self._stepped.clear()
 
+    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
+        """Take over the lowest scale of any rank, and the lowest number of steps since it grew."""
+        before = self.scaler.get_scale()
+        self.update_scale()
+        state = self.scaler.state_dict()
+        own = torch.tensor([state["scale"], state["_growth_tracker"]], device=self.options.device_type)
+        scale, tracker = lowest(own.double()).tolist()
+        self.scaler.load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
+        if scale != before and self._rescale is not None:
+            self._rescale(scale / before)
+
     def _update_while_others_wait(self) -> None:
         before = self.scaler.get_scale()
         self.update_scale()

@@ -16,6 +16,7 @@ from accel_ckpt.parts import is_sharded
 from accel_train.data import DataLoaderDispatcher, PreparedLoader
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
+from accel_train.loop.lomo import check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.prepared import Prepared, mark_prepared
@@ -164,7 +165,12 @@ class _Objects:
 
     def _check_optimizers(self) -> None:
         """Refuse optimizers of other models, where an engine gives gradients to those alone that it knows."""
-        capabilities = self._strategy.capabilities
+        strategy, capabilities = self._strategy, self._strategy.capabilities
+        for place in self._fresh:
+            optimizer = _inner(self.results[place])
+            if is_lomo(optimizer):
+                scaled = strategy.precision.scaler is not None
+                check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)
         if not self._new or not capabilities.hides_gradients or capabilities.prepares_together:
             return  # an engine that takes both together looks itself
         models = [*self._new.values(), *self._here.prepared_models]
@@ -216,6 +222,7 @@ class _Objects:
             )
             mark_prepared(wrapped)
         here.optimizers.append(wrapped)
+        here.steps_in_backward = here.steps_in_backward or wrapped.steps_in_backward
         return wrapped
 
     def schedulers(self) -> None:

@@ -19,6 +19,7 @@ from accel_train.errors import IncompatibleOptionsError
 from accel_train.mesh import Mesh
 from accel_train.plugins import (
     AutocastKwargs,
+    DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     GradScalerKwargs,
     ParallelismConfig,
@@ -105,6 +106,7 @@ def resolve(process: PartialState, launched: LaunchConfig, given: Given) -> Plan
     precision_class = PRECISIONS.get(given.mixed_precision)
     device = process.device
     _check(strategy_class, precision_class, device, process.num_processes)
+    _check_hook(strategy_class, given.handlers.get("ddp"), process.num_processes)
     recipe = fp8_recipe(given.handlers, launched, given.mixed_precision)
     autocast = given.handlers.get("autocast") or AutocastKwargs()
     scaler = given.handlers.get("scaler") or GradScalerKwargs()
@@ -239,6 +241,20 @@ def _check(
         raise IncompatibleOptionsError(
             f"mixed_precision={precision.name!r} needs a GPU with bfloat16, and "
             f"{torch.cuda.get_device_name(device)} has none; use 'fp16'."
+        )
+
+
+def _check_hook(
+    strategy: type[Strategy], handler: DistributedDataParallelKwargs | None, world_size: int
+) -> None:
+    """Refuse a compression of gradients that would not happen; one process sends none."""
+    if handler is None or world_size == 1 or strategy.capabilities.communication_hooks:
+        return
+    if handler.comm_hook is not DDPCommunicationHookType.NO:
+        raise IncompatibleOptionsError(
+            f"DistributedDataParallelKwargs(comm_hook={str(handler.comm_hook)!r}) compresses the gradients that ddp "
+            f"sends, and the strategy {strategy.name!r} reduces its own. Leave comm_hook out, or train with the "
+            "strategy 'ddp'."
         )
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "SavedModel",
     "Strategy",
     "StrategyOptions",
+    "TrainsLocally",
     "leaf_misfits",
 ]
 
@@ -61,6 +62,7 @@ class Capabilities:
         requires: what `pip install` must be given before it can run.
         precisions_on: by device type, the precisions that it can run there, where these are fewer.
         computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
+        communication_hooks: it runs the `comm_hook` of `DistributedDataParallelKwargs`.
         dimensions: of a mesh that can have several ranks, when a script or a launcher gives degrees of parallelism.
     """
 
@@ -76,6 +78,7 @@ class Capabilities:
     requires: tuple[str, ...] = ()
     precisions_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     computes_precision: bool = False
+    communication_hooks: bool = False
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
@@ -153,6 +156,10 @@ class PrecisionVerbs(Protocol):
 
     def forget_unscaled(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer's gradients are dropped."""
+        ...
+
+    def share_scale(self, lowest: Callable[[Tensor], Tensor]) -> None:
+        """Use the lowest loss scale of any rank; `lowest` is the collective that finds it."""
         ...
 
 
@@ -251,6 +258,27 @@ class JoinsUneven(Protocol):
 
     def join(self, joinables: Sequence[object]) -> AbstractContextManager[object]:
         """Context in which ranks that ran out of data take part in the collectives of the others."""
+        ...
+
+
+@runtime_checkable
+class TrainsLocally(Protocol):
+    """A strategy whose ranks can train copies of a model without communication, and average them now and then."""
+
+    def check_local(self, model: nn.Module) -> None:
+        """Refuse a model that ranks cannot train for themselves; changes nothing."""
+        ...
+
+    def begin_local(self, model: nn.Module) -> None:
+        """From here on backward passes of a prepared model reduce no gradients, and optimizers step with their own."""
+        ...
+
+    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
+        """Replace the copies of all ranks by their mean; returns whether `finished` is true on all of them."""
+        ...
+
+    def end_local(self, model: nn.Module) -> None:
+        """Backward passes reduce gradients again."""
         ...
 
 
@@ -369,6 +397,10 @@ class Strategy:
         """
         self.precision.backward(loss, pending, kwargs)
 
+    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
+        """The ranks over which gradients of prepared models are averaged at this time."""
+        return self.loss
+
     # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:
@@ -435,6 +467,21 @@ class Strategy:
         return False
 
     # State
+
+    def unaveraged(self) -> list[nn.Module]:
+        """Prepared models of which ranks train copies of their own that differ at this time."""
+        return []
+
+    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether ranks may have other states of one of these, although they hold the same parameters."""
+        return False
+
+    def state_loaded(self, *, optimizers_differ: bool) -> None:
+        """A training state was loaded, of which all ranks have the same parameters.
+
+        Args:
+            optimizers_differ: each rank has loaded states of optimizers of its own.
+        """
 
     def model_state(self, model: nn.Module, named: NamedModel | None = None) -> dict[str, Any]:
         """What this rank holds of a prepared model, by canonical name: tensors, `DTensor`s or `accel_ckpt.Part`s.
@@ -512,6 +559,10 @@ class Strategy:
     def window_state(self, model: nn.Module) -> dict[str, Any]:
         """What this rank's prepared model needs to continue between two micro-batches: plain data and tensors."""
         return {}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """Why what `window_state` returned in another run cannot be loaded; None: it can."""
+        return None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""

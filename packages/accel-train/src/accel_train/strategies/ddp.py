@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from accel_train.errors import PrepareError
+from accel_state.communication.collectives import reduce
+from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
+from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.local_training import LocalCopies
+from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -24,12 +30,17 @@ class DDPStrategy(Strategy):
 
     name: ClassVar[str] = "ddp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        needs_process_group=True, dimensions=frozenset({"dp_replicate", "cp", "sp"})
+        needs_process_group=True,
+        communication_hooks=True,
+        dimensions=frozenset({"dp_replicate", "cp", "sp"}),
     )
 
     def __init__(self, options: StrategyOptions) -> None:
         super().__init__(options)
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
+        self._local = LocalCopies()
+        self._power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
+        self._joins = 0  # depth of join() contexts
 
     # Preparing
 
@@ -41,6 +52,12 @@ class DDPStrategy(Strategy):
         if _ddp(model) is not None:
             return model  # compiled around it
         if is_sharded_by_script(model, self.batch):
+            if self.options.config.comm_hook != "no":
+                raise PrepareError(
+                    f"comm_hook={str(self.options.config.comm_hook)!r} compresses what ddp sends, and "
+                    f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
+                    "comm_hook out."
+                )
             return model
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -61,13 +78,29 @@ class DDPStrategy(Strategy):
         handler = self.options.config
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view}
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
-        handler.register_comm_hook(wrapped)
+        with _bytes_to_send(frozen.values()):
+            wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
+        self._register_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         if not wrapped.find_unused_parameters and not wrapped.static_graph:
             self._unchecked.append(wrapped)
         return wrapped
+
+    def _register_hook(self, wrapped: DistributedDataParallel) -> None:
+        handler = self.options.config
+        found = handler.communication_hook()
+        if found is None or not hasattr(found[0], "error_dict"):
+            handler.register_comm_hook(wrapped)
+            return
+        options = {
+            "comm_hook": str(handler.comm_hook),
+            "comm_wrapper": str(handler.comm_wrapper),
+            "bucket_cap_mb": handler.bucket_cap_mb,
+            **handler.comm_state_option,
+        }
+        state, hook = found
+        self._power_sgd[wrapped] = PowerSGD(wrapped, state, hook, options)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """The module inside `DistributedDataParallel`."""
@@ -82,20 +115,39 @@ class DDPStrategy(Strategy):
         return any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model)))
 
     def release(self) -> None:
-        """Forget wrappers that were not used yet."""
+        """Forget wrappers that were not used yet, and copies that ranks train for themselves."""
         self._unchecked.clear()
+        self._local.clear()
 
     # One micro-batch
 
     def begin_micro_batch(self, models: Sequence[nn.Module], *, last: bool, loss_factor: float) -> None:
         """Hold back the reduction of all but the last micro-batch, as DDP's own `no_sync` does."""
         if not last and not self.options.sync_each_batch:
-            _set_sync(models, False)
+            self._set_sync(models, False)
 
     def end_micro_batch(self, models: Sequence[nn.Module], *, last: bool) -> None:
         """Reduce again."""
         if not last and not self.options.sync_each_batch:
-            _set_sync(models, True)
+            self._set_sync(models, True)
+
+    def _set_sync(self, models: Sequence[nn.Module], enabled: bool) -> None:
+        for model in models:
+            inner = _ddp(model)
+            if inner is not None and _can_hold_back(inner) and not self._local.holds(inner):
+                inner.require_backward_grad_sync = enabled
+
+    def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
+        """This rank alone while it trains a copy of its own."""
+        if not self._local:
+            return self.loss
+        local = {self._local.holds(_ddp(model)) for model in models if _ddp(model) is not None}
+        if local == {True, False}:
+            raise AccumulationError(
+                "A window trains a model inside LocalSGD together with one outside of it, so it is neither of one rank "
+                "nor of all. Name the models of each in an accumulate() of its own."
+            )
+        return Ranks() if local == {True} else self.loss
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """DDP's `no_sync`."""
@@ -111,7 +163,7 @@ class DDPStrategy(Strategy):
         DDP decides in forward whether to reduce; this prepares its reducer after the fact.
         """
         inner = _ddp(model)
-        if inner is None:
+        if inner is None or self._local.holds(inner):
             yield
             return
         previous = inner.require_backward_grad_sync, inner.require_forward_param_sync
@@ -132,7 +184,82 @@ class DDPStrategy(Strategy):
                 f"join_uneven_inputs() takes models and optimizers that support torch's Join; got {wrong[0]}. "
                 "Pass the objects that prepare() returned."
             )
-        return Join(cast("list[Joinable]", inner), enable=True)
+        if any(isinstance(item, DistributedDataParallel) and self._local.holds(item) for item in inner):
+            raise _not_joined()
+        return self._joined(Join(cast("list[Joinable]", inner), enable=True))
+
+    @contextlib.contextmanager
+    def _joined(self, join: Join) -> Iterator[Join]:
+        self._joins += 1
+        try:
+            with join:
+                yield join
+        finally:
+            self._joins -= 1
+
+    # Copies of a model that ranks train for themselves
+
+    def check_local(self, model: nn.Module) -> None:
+        """Refuse a model whose gradients DDP does not average over all ranks, or not in backward."""
+        inner = _ddp(model)
+        if inner is None:
+            raise PrepareError(
+                f"LocalSGD averages the copies of a model that ranks train, and {type(model).__name__} is no model "
+                "that ddp trains. Pass what prepare() returned for it, with parameters that are not frozen."
+            )
+        if inner.static_graph:
+            raise IncompatibleOptionsError(
+                "LocalSGD trains without reducing gradients, and DistributedDataParallelKwargs(static_graph=True) "
+                "needs a reduction in the first backward. Leave static_graph out."
+            )
+        if self.loss.size != self.batch.size:
+            raise IncompatibleOptionsError(
+                f"LocalSGD trains a copy of the model on each of {self.loss.size} ranks, and these share sequences "
+                f"(cp_size or sp_size): only {self.batch.size} have samples of their own. Leave one of both out."
+            )
+        if self._joins:
+            raise _not_joined()
+
+    def begin_local(self, model: nn.Module) -> None:
+        """Hold back all reductions of a model, until `end_local`."""
+        self.check_local(model)
+        inner = _ddp(model)
+        assert inner is not None, "checked"
+        copy = self._local.of(inner)
+        if copy.is_held:
+            raise AccumulationError(
+                "LocalSGD was entered for a model inside another LocalSGD of the same model. Use one of them."
+            )
+        copy.hold()
+
+    def average_local(self, model: nn.Module, *, finished: bool) -> bool:
+        """Average the copies, and under fp16 use the lowest loss scale."""
+        inner = _ddp(model)
+        assert inner is not None, "checked when it began"
+        if self._joins:
+            raise _not_joined()
+        done = self._local.of(inner).average(self.loss, finished=finished)
+        self.precision.share_scale(lambda values: reduce(values, "min", group=self.loss.group))
+        return done
+
+    def end_local(self, model: nn.Module) -> None:
+        """Reduce again; a model whose copies differ is not trained until they are averaged."""
+        inner = _ddp(model)
+        assert inner is not None, "checked when it began"
+        self._local.of(inner).release()
+        self._local.drop(inner)
+
+    def unaveraged(self) -> list[nn.Module]:
+        """Models with which an optimizer stepped since their copies were averaged."""
+        return self._local.changed()
+
+    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """True from a use of LocalSGD until they have stepped with the gradients of all ranks."""
+        return self._local.optimizers_differ(optimizers)
+
+    def state_loaded(self, *, optimizers_differ: bool) -> None:
+        """All copies are equal again."""
+        self._local.loaded(optimizers_differ=optimizers_differ)
 
     # Complete gradients
 
@@ -140,6 +267,8 @@ class DDPStrategy(Strategy):
         """Step an optimizer; before the first step of its model, check that all parameters took part."""
         if self._unchecked:
             self._check_used(optimizer)
+        if self._local:
+            self._local.before_step(optimizer, self.loss)
         return self.precision.step(optimizer, closure)
 
     def _check_used(self, optimizer: torch.optim.Optimizer) -> None:
@@ -165,15 +294,39 @@ class DDPStrategy(Strategy):
     # State
 
     def window_state(self, model: nn.Module) -> dict[str, Any]:
-        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window."""
+        """Whether the next forward takes over rank 0's buffers, which it does not inside an accumulation window.
+
+        With PowerSGD also what its communication hook remembers.
+        """
         inner = _ddp(model)
-        return {} if inner is None else {"takes_buffers": inner.require_forward_param_sync}
+        if inner is None:
+            return {}
+        state: dict[str, Any] = {"takes_buffers": inner.require_forward_param_sync}
+        hook = self._power_sgd.get(inner)
+        return state if hook is None else state | {"power_sgd": hook.state_dict()}
+
+    def window_state_misfit(self, model: nn.Module, state: Mapping[str, Any]) -> str | None:
+        """PowerSGD needs the same options; a run may begin or stop using it."""
+        inner = _ddp(model)
+        hook = None if inner is None else self._power_sgd.get(inner)
+        return hook.misfit(state["power_sgd"]) if hook is not None and "power_sgd" in state else None
 
     def load_window_state(self, model: nn.Module, state: Mapping[str, Any]) -> None:
         """Go back to what `window_state` returned."""
         inner = _ddp(model)
-        if inner is not None:
+        if inner is not None and not self._local.holds(inner):
             inner.require_forward_param_sync = state.get("takes_buffers", True)
+        hook = None if inner is None else self._power_sgd.get(inner)
+        if inner is None or "power_sgd" not in state:
+            return
+        if hook is None:
+            warnings.warn(
+                "The state was saved with PowerSGD, which this run does not use: the errors that its next steps would "
+                "have corrected are dropped.",
+                stacklevel=2,
+            )
+        else:
+            hook.load_state_dict(state["power_sgd"], inner)
 
 
 def inside_parallel(model: nn.Module) -> nn.Module:
@@ -189,11 +342,24 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def _set_sync(models: Sequence[nn.Module], enabled: bool) -> None:
-    for model in models:
-        inner = _ddp(model)
-        if inner is not None and _can_hold_back(inner):
-            inner.require_backward_grad_sync = enabled
+@contextlib.contextmanager
+def _bytes_to_send(frozen: Iterable[nn.Parameter]) -> Iterator[None]:
+    """DDP sends rank 0's parameters; gloo sends none of 8-bit floating point, as layerwise casting stores them."""
+    small = [(p, p.dtype) for p in frozen if p.is_floating_point() and p.element_size() == 1]
+    for parameter, _ in small:
+        parameter.data = parameter.data.view(torch.uint8)
+    try:
+        yield
+    finally:
+        for parameter, dtype in small:
+            parameter.data = parameter.data.view(dtype)
+
+
+def _not_joined() -> IncompatibleOptionsError:
+    return IncompatibleOptionsError(
+        "LocalSGD and join_uneven_inputs() exclude each other: ranks that ran out of batches would shadow reductions "
+        "that do not happen. Leave join_uneven_inputs() out; ranks with fewer batches wait at the end of LocalSGD."
+    )
 
 
 def _can_hold_back(model: DistributedDataParallel) -> bool:

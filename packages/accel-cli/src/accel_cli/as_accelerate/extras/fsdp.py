@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from accel_train.strategies.fsdp2.units import ignored_parameters
+from accel_train.strategies.gradients import any_divided
 
-__all__ = ["get_parameters_from_modules"]
+__all__ = ["get_parameters_from_modules", "model_has_dtensor"]
 
 
 def get_parameters_from_modules(
@@ -28,3 +29,8 @@ def get_parameters_from_modules(
     for parameter in parameters:
         parameter.data = parameter.data.to(device)
     return parameters
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether any parameter of a model is divided among ranks (`DTensor`)."""
+    return any_divided(model.parameters())

@@ -46,6 +46,7 @@ from accel_bigmodel import offload_weight as offload_weight
 from accel_bigmodel import save_offload_index as save_offload_index
 from accel_cli.as_accelerate.extras.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
 from accel_cli.as_accelerate.extras.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accel_cli.as_accelerate.extras.fsdp import model_has_dtensor as model_has_dtensor
 from accel_train import AORecipeKwargs as AORecipeKwargs
 from accel_train import AutocastKwargs as AutocastKwargs
 from accel_train import CannotPadNestedTensorWarning as CannotPadNestedTensorWarning
@@ -458,6 +459,7 @@ __all__ = [
     "memory",
     "merge_dicts",
     "merge_fsdp_weights",
+    "model_has_dtensor",
     "modeling",
     "named_module_tensors",
     "offload",

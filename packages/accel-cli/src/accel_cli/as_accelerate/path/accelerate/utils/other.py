@@ -2,6 +2,7 @@
 
 from accel_cli.as_accelerate.missing import missing_name as _missing_name
 from accel_ckpt import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accel_cli.as_accelerate.extras.fsdp import model_has_dtensor as model_has_dtensor
 from accel_state import get_free_port as get_free_port
 from accel_train import check_os_kernel as check_os_kernel
 from accel_train import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
@@ -35,6 +36,7 @@ __all__ = [
     "is_port_in_use",
     "load",
     "merge_dicts",
+    "model_has_dtensor",
     "recursive_getattr",
     "save",
     "wait_for_everyone",

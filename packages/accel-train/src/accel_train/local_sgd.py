@@ -1,0 +1,120 @@
+"""Local SGD: ranks train copies of a model without communication, and average them now and then."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self, cast
+
+from torch import nn
+
+from accel_train.accelerator import Accelerator
+from accel_train.errors import AccumulationError, ArgumentTypeError, IncompatibleOptionsError, OptionError
+from accel_train.strategies.base import TrainsLocally
+
+__all__ = ["LocalSGD"]
+
+
+class LocalSGD:
+    """Context in which every rank trains a copy of the model with its own gradients.
+
+    The copies are replaced by their mean every `local_sgd_steps` updates and at the end of the context. Optimizer
+    states are not averaged. Floating-point buffers, such as the running averages of batch normalisation, are averaged
+    with the parameters and others taken from rank 0, unless `broadcast_buffers=False` lets every rank keep its own.
+
+    Ranks may take different numbers of steps: those that are done wait at the end, where their copies still count in
+    the averages of the others. A context that an exception leaves averages nothing, so no rank waits for it there; the
+    model is not trained again before its copies are equal.
+
+    Args:
+        accelerator: what prepared the model.
+        model: the prepared model.
+        local_sgd_steps: optimizer updates between two averages, the same on all ranks.
+        enabled: False: train as without this context.
+
+    Attributes:
+        num_steps: updates since the context was entered.
+
+    Raises:
+        IncompatibleOptionsError: ranks cannot train copies of their own under the accelerator's strategy.
+        PrepareError: the model is not a prepared one that is trained.
+        OptionError: `local_sgd_steps` is not a positive whole number.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
+        if isinstance(local_sgd_steps, bool) or not isinstance(cast(object, local_sgd_steps), int):
+            raise ArgumentTypeError(
+                f"LocalSGD(local_sgd_steps=…) takes a number of updates, got {type(local_sgd_steps).__name__}: "
+                f"{local_sgd_steps!r:.80}."
+            )
+        if local_sgd_steps < 1:
+            raise OptionError(
+                f"LocalSGD(local_sgd_steps={local_sgd_steps}): at least 1 update is between two averages."
+            )
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
+        self.num_steps = 0
+        self.enabled = bool(enabled) and accelerator.num_processes > 1
+        self._entered = False
+        self._strategy: TrainsLocally | None = None
+        if self.enabled:
+            strategy = accelerator.strategy
+            if not isinstance(strategy, TrainsLocally):
+                raise IncompatibleOptionsError(
+                    f"LocalSGD lets every rank train a whole copy of the model, which the strategy {strategy.name!r} "
+                    "cannot. Train with the strategy 'ddp', or pass LocalSGD(…, enabled=False)."
+                )
+            strategy.check_local(model)
+            self._strategy = strategy
+
+    def __enter__(self) -> Self:
+        if self._entered:
+            raise AccumulationError(
+                "This LocalSGD was entered twice. Leave it first, or build one per block."
+            )
+        if self._strategy is not None:
+            self._strategy.begin_local(self.model)
+        self._entered = True
+        self.num_steps = 0
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._entered = False
+        if self._strategy is None:
+            return
+        try:
+            if kind is None:
+                # The others may average several times before they come here.
+                while not self._strategy.average_local(self.model, finished=True):
+                    pass
+        finally:
+            self._strategy.end_local(self.model)
+
+    def step(self) -> None:
+        """Count an update, and average after every `local_sgd_steps` of them; call it after `optimizer.step()`.
+
+        Inside an accumulation window, where the optimizer does not step, it does nothing.
+
+        Raises:
+            AccumulationError: it is called outside of the context.
+        """
+        if not self._entered:
+            raise AccumulationError("LocalSGD.step() was called outside of its context: `with local_sgd: …`.")
+        if not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self.average()
+
+    def average(self) -> None:
+        """Average the copies now, on all ranks, such as before `save_state` between two averages."""
+        if not self._entered:
+            raise AccumulationError(
+                "LocalSGD.average() was called outside of its context, where copies are equal."
+            )
+        if self._strategy is not None:
+            self._strategy.average_local(self.model, finished=False)

@@ -1,0 +1,186 @@
+"""Copies of one model that ranks train for themselves, and average now and then (local SGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_state.communication.collectives import broadcast, broadcast_object_list, reduce
+from accel_state.trees import send_to_device
+from accel_train.errors import PrepareError
+from accel_train.ranks import Ranks
+
+__all__ = ["LocalCopies", "LocalCopy"]
+
+# What is copied and reduced together, so that the copy stays small beside the model.
+_BUCKET_BYTES = 25 * 1024 * 1024
+
+
+class LocalCopy:
+    """This rank's copy of a model inside DDP's wrapper.
+
+    Args:
+        wrapped: the wrapper; its gradients are not reduced until `release`.
+    """
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.wrapped = wrapped
+        self.changed = False  # an optimizer stepped since the last average
+        self._parameters = [p for p in wrapped.module.parameters() if p.requires_grad]
+        self._held: tuple[bool, bool] | None = None
+        self._guard: Any = None
+
+    def hold(self) -> None:
+        """Backward reduces no gradients from here on, and forward takes over no buffers of rank 0."""
+        self._held = self.wrapped.require_backward_grad_sync, self.wrapped.require_forward_param_sync
+        self.wrapped.require_backward_grad_sync = self.wrapped.require_forward_param_sync = False
+        self.unguard()
+
+    def release(self) -> None:
+        """Reduce again; while the copies differ, the model is not trained."""
+        assert self._held is not None, "it was held"
+        self.wrapped.require_backward_grad_sync, self.wrapped.require_forward_param_sync = self._held
+        self._held = None
+        if self.changed:
+            self._guard = self.wrapped.register_forward_pre_hook(_refuse_training)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether gradients stay on this rank."""
+        return self._held is not None
+
+    def unguard(self) -> None:
+        """Allow training: the copies are equal again, or will be."""
+        if self._guard is not None:
+            self._guard.remove()
+            self._guard = None
+
+    @torch.no_grad()
+    def average(self, ranks: Ranks, *, finished: bool) -> bool:
+        """Replace all copies by their mean: parameters that are trained, and buffers unless ranks keep their own.
+
+        Args:
+            ranks: those that have a copy.
+            finished: this rank takes no more steps.
+
+        Returns:
+            Whether that is so on all ranks.
+        """
+        mean: list[Tensor] = [*self._parameters]
+        taken: list[Tensor] = []
+        for name, buffer in self._buffers():
+            if name not in self.wrapped.parameters_to_ignore:
+                (mean if buffer.is_floating_point() or buffer.is_complex() else taken).append(buffer)
+        flag = torch.tensor([float(finished)], device=mean[0].device)
+        for bucket in _buckets([flag, *mean]):
+            means = reduce([tensor.detach() for tensor in bucket], group=ranks.group)
+            for tensor, value in zip(bucket, means, strict=True):
+                tensor.copy_(value)
+        if taken:
+            broadcast(taken, group=ranks.group)
+        self.changed = False
+        return bool(flag.item() == 1.0)
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return self.wrapped.module.named_buffers() if self.wrapped.broadcast_buffers else iter(())
+
+
+class LocalCopies:
+    """The copies of all models that ranks train, or have trained, for themselves."""
+
+    def __init__(self) -> None:
+        self._copies: dict[DistributedDataParallel, LocalCopy] = {}
+        self._differed = False
+        # Optimizers that have equal states again. A rank without batches does not see which ones the others stepped.
+        self._equal: dict[int, torch.optim.Optimizer] = {}
+
+    def __bool__(self) -> bool:
+        return self._differed
+
+    def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+        """Whether ranks may have other states of one of these."""
+        return self._differed and any(id(optimizer) not in self._equal for optimizer in optimizers)
+
+    def of(self, wrapped: DistributedDataParallel) -> LocalCopy:
+        """The copy of a model, of now or before."""
+        self._differed = True
+        return self._copies.setdefault(wrapped, LocalCopy(wrapped))
+
+    def holds(self, wrapped: DistributedDataParallel | None) -> bool:
+        """Whether the gradients of a model stay on this rank."""
+        copy = None if wrapped is None else self._copies.get(wrapped)
+        return copy is not None and copy.is_held
+
+    def drop(self, wrapped: DistributedDataParallel) -> None:
+        """Forget a copy that equals the others."""
+        copy = self._copies[wrapped]
+        if not copy.changed:
+            del self._copies[wrapped]
+
+    def before_step(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        """An optimizer steps; whose parameters it has is not asked, because scripts may train several models.
+
+        With the gradients of all ranks it continues from the states of rank 0, so that ranks do not drift apart.
+        """
+        held = [copy for copy in self._copies.values() if copy.is_held]
+        for copy in held:
+            copy.changed = True
+        if held:
+            self._equal.clear()
+        elif id(optimizer) not in self._equal:
+            self._equal[id(optimizer)] = optimizer
+            _take_first_state(optimizer, ranks)
+
+    def changed(self) -> list[nn.Module]:
+        """The models of which ranks may have other parameters."""
+        return [copy.wrapped for copy in self._copies.values() if copy.changed]
+
+    def loaded(self, *, optimizers_differ: bool) -> None:
+        """All ranks have loaded the same parameters, and the states of optimizers may differ."""
+        self._equal.clear()
+        for wrapped, copy in list(self._copies.items()):
+            copy.changed = False
+            copy.unguard()
+            if not copy.is_held:
+                del self._copies[wrapped]
+        self._differed = optimizers_differ or bool(self._copies)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._copies.clear()
+        self._equal.clear()
+        self._differed = False
+
+
+def _take_first_state(optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+    # A rank without batches may have no state yet, so what there is travels with it.
+    states: list[Any] = [send_to_device(optimizer.state_dict(), "cpu") if ranks.index == 0 else None]
+    broadcast_object_list(states, group=ranks.group)
+    if ranks.index:
+        optimizer.load_state_dict(states[0])
+
+
+def _refuse_training(module: nn.Module, inputs: Any) -> None:
+    if torch.is_grad_enabled():
+        raise PrepareError(
+            "LocalSGD was left by an exception, so ranks have trained copies of the model that were not averaged: "
+            "training on would mix their gradients. Load a checkpoint with load_state(), or enter LocalSGD again, "
+            "which averages them."
+        )
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += tensor.nbytes
+        if size >= _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket

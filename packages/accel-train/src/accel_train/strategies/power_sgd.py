@@ -1,0 +1,153 @@
+"""PowerSGD on gradients of DDP, whose error feedback is part of the training state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["PowerSGD"]
+
+_COUNTS = ("iter", "total_numel_before_compression", "total_numel_after_compression", "next_stats_report")
+_TENSORS = ("error_dict", "p_memory_dict", "q_memory_dict")
+
+
+class PowerSGD:
+    """The communication hook of one model.
+
+    What the hook remembers belongs to buckets, by number. DDP forms other buckets after its first backward, in the
+    order in which gradients were ready. A run that is continued therefore needs the buckets of the run that was saved
+    before its first backward, which `load_state` makes.
+
+    Args:
+        wrapped: the model; the hook is registered on it.
+        state: of the hook.
+        hook: compresses and reduces a bucket.
+        options: what the state depends on, as plain data.
+    """
+
+    def __init__(
+        self,
+        wrapped: DistributedDataParallel,
+        state: PowerSGDState,
+        hook: Callable[..., Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        self._state = state
+        self._hook = hook
+        self._options = dict(options)
+        self._names = {id(p): name for name, p in wrapped.module.named_parameters()}
+        self._layout: dict[int, list[str]] = {}  # bucket -> names of its parameters
+        self._backwards = 0
+        self._settling = False
+        self._settled = False  # the buckets do not change any more
+        self._expected: dict[int, list[str]] | None = None
+        # The hook reduces three times, each in a callback of the one before. On CPUs callbacks run in threads of gloo,
+        # so the reductions of two buckets would come in another order on each rank, which ends the process.
+        self._in_order = next(wrapped.module.parameters()).device.type == "cpu"
+        wrapped.register_comm_hook(self, _communicate)
+
+    def communicate(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Reduce a bucket; called by DDP during backward."""
+        if self._settling:
+            return default_hooks.allreduce_hook(self._state.process_group, bucket)
+        if self._backwards < 2:  # buckets change once, after the first backward
+            self._layout[bucket.index()] = [self._names[id(p)] for p in bucket.parameters()]
+            if bucket.is_last():
+                self._backwards += 1
+                self._settled = self._settled or self._backwards == 2
+            self._check_layout(bucket.index())
+        future: torch.futures.Future[Tensor] = self._hook(self._state, bucket)
+        if self._in_order:
+            future.wait()
+        return future
+
+    def _check_layout(self, index: int) -> None:
+        if self._expected is None or self._expected.get(index) == self._layout[index]:
+            return
+        warnings.warn(
+            "The buckets of DDP hold other gradients than when the state was saved, so PowerSGD begins with new "
+            "approximations and without the errors of before: the run does not continue exactly.",
+            stacklevel=2,
+        )
+        self._expected = None
+        for name in _TENSORS:
+            getattr(self._state, name).clear()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain data and tensors of this rank."""
+        kind, keys, position, has_gauss, cached = cast("tuple[Any, ...]", self._state.rng.get_state())
+        return {
+            "options": self._options,
+            # What is remembered before the second backward does not depend on buckets: PowerSGD begins later.
+            "layout": {str(i): list(names) for i, names in self._layout.items()} if self._settled else {},
+            "random": [kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, cached],
+            **{name: getattr(self._state, name) for name in _COUNTS},
+            **{name: {str(i): t for i, t in getattr(self._state, name).items()} for name in _TENSORS},
+        }
+
+    def misfit(self, saved: Mapping[str, Any]) -> str | None:
+        """Why a state cannot be continued with; None: it can."""
+        options = saved["options"]
+        if options != self._options:
+            return f"its comm_hook has the options {options}, and here they are {self._options}"
+        unknown = {name for names in saved["layout"].values() for name in names} - set(self._names.values())
+        return f"its comm_hook compresses {', '.join(sorted(unknown)[:5])}, not here" if unknown else None
+
+    def load_state_dict(self, saved: Mapping[str, Any], wrapped: DistributedDataParallel) -> None:
+        """Continue from what `state_dict` returned; a collective before the first backward of a model."""
+        layout = {int(index): list(names) for index, names in saved["layout"].items()}
+        remembers = any(saved[name] for name in _TENSORS)
+        if not self._backwards and not self._settle(layout, wrapped) and remembers:
+            return
+        state = self._state
+        kind, keys, position, has_gauss, cached = saved["random"]
+        state.rng.set_state((kind, keys.numpy().astype("uint32"), position, has_gauss, cached))
+        for name in _COUNTS:
+            setattr(state, name, saved[name])
+        device = next(wrapped.module.parameters()).device
+        for name in _TENSORS:
+            values = {int(index): tensor.to(device).clone() for index, tensor in saved[name].items()}
+            setattr(state, name, values)
+        self._expected = layout if remembers else None
+
+    def _settle(self, layout: Mapping[int, list[str]], wrapped: DistributedDataParallel) -> bool:
+        """Make DDP form the buckets of a saved run, by a backward in which gradients are ready in their order."""
+        if not layout or wrapped.find_unused_parameters:  # buckets do not change then
+            return True
+        if wrapped.static_graph:
+            warnings.warn(
+                "PowerSGD starts again: with static_graph=True DDP cannot form the buckets of the saved state. "
+                "Leave static_graph out to continue exactly.",
+                stacklevel=2,
+            )
+            return False
+        parameters = dict(wrapped.module.named_parameters())
+        self._settling = True
+        try:
+            wrapped.reducer.prepare_for_backward([])
+            for index in sorted(layout):
+                for name in layout[index]:
+                    parameter = parameters[name]
+                    torch.autograd.backward([parameter], [torch.zeros_like(parameter)])
+        finally:
+            self._settling = False
+        for parameter in parameters.values():
+            parameter.grad = None
+        self._layout, self._settled = dict(layout), True
+        return True
+
+
+def _communicate(hook: PowerSGD, bucket: Any) -> torch.futures.Future[Tensor]:
+    return hook.communicate(bucket)
+
+
+_communicate.__annotations__.clear()  # DDP compares them with types, and these are strings
