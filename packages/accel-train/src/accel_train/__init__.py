@@ -286,12 +286,25 @@ __getattr__, __dir__, __all__ = attach(
             "TrackerContractError",
             "TrackerError",
         ),
+        "accel_train.loop.device_peaks": (
+            "DEVICE_PEAKS",
+            "DevicePeak",
+            "device_peak",
+        ),
+        "accel_train.loop.flops": (
+            "flops_per_token",
+            "measured_flops",
+        ),
         "accel_train.loop.optimizer": (
             "AcceleratedOptimizer",
             "move_to_device",
         ),
         "accel_train.loop.preemption": ("PreemptionConfig",),
         "accel_train.loop.scheduler": ("AcceleratedScheduler",),
+        "accel_train.loop.throughput": (
+            "Throughput",
+            "ThroughputMeter",
+        ),
         "accel_train.state": (
             "AcceleratorState",
             "GradientState",

@@ -200,6 +200,11 @@ from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
 from accel_train.errors import TrackerContractError as TrackerContractError
 from accel_train.errors import TrackerError as TrackerError
+from accel_train.loop.device_peaks import DEVICE_PEAKS as DEVICE_PEAKS
+from accel_train.loop.device_peaks import DevicePeak as DevicePeak
+from accel_train.loop.device_peaks import device_peak as device_peak
+from accel_train.loop.flops import flops_per_token as flops_per_token
+from accel_train.loop.flops import measured_flops as measured_flops
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
 from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager
@@ -207,6 +212,8 @@ from accel_train.loop.optimizer import AcceleratedOptimizer as AcceleratedOptimi
 from accel_train.loop.optimizer import move_to_device as move_to_device
 from accel_train.loop.preemption import PreemptionConfig as PreemptionConfig
 from accel_train.loop.scheduler import AcceleratedScheduler as AcceleratedScheduler
+from accel_train.loop.throughput import Throughput as Throughput
+from accel_train.loop.throughput import ThroughputMeter as ThroughputMeter
 from accel_train.mesh import Mesh as Mesh
 from accel_train.plugins import AORecipeKwargs as AORecipeKwargs
 from accel_train.plugins import AutocastKwargs as AutocastKwargs
