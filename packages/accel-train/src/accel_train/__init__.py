@@ -283,6 +283,7 @@ __getattr__, __dir__, __all__ = attach(
             "MetricsShapeError",
             "OptionError",
             "PrepareError",
+            "StepGuardError",
             "TrackerContractError",
             "TrackerError",
         ),
@@ -295,6 +296,7 @@ __getattr__, __dir__, __all__ = attach(
             "flops_per_token",
             "measured_flops",
         ),
+        "accel_train.loop.guard": ("StepGuard",),
         "accel_train.loop.optimizer": (
             "AcceleratedOptimizer",
             "move_to_device",

@@ -198,6 +198,7 @@ from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsEr
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import OptionError as OptionError
 from accel_train.errors import PrepareError as PrepareError
+from accel_train.errors import StepGuardError as StepGuardError
 from accel_train.errors import TrackerContractError as TrackerContractError
 from accel_train.errors import TrackerError as TrackerError
 from accel_train.loop.device_peaks import DEVICE_PEAKS as DEVICE_PEAKS
@@ -205,6 +206,7 @@ from accel_train.loop.device_peaks import DevicePeak as DevicePeak
 from accel_train.loop.device_peaks import device_peak as device_peak
 from accel_train.loop.flops import flops_per_token as flops_per_token
 from accel_train.loop.flops import measured_flops as measured_flops
+from accel_train.loop.guard import StepGuard as StepGuard
 from accel_train.loop.manual_amp import convert_outputs_to_fp32 as convert_outputs_to_fp32
 from accel_train.loop.manual_amp import get_grad_scaler as get_grad_scaler
 from accel_train.loop.manual_amp import get_mixed_precision_context_manager as get_mixed_precision_context_manager

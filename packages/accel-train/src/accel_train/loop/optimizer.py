@@ -9,12 +9,14 @@ import torch
 
 from accel_state.launching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
+from accel_train.errors import OptionError
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
 from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.guard import StepGuard
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
@@ -25,6 +27,9 @@ class _AlwaysSync:
     sync_gradients = True
     boundaries = None
     rehearsal = None
+    guard = None
+    collector = None
+    may_reduce = True
     pulse: Heartbeat | None = None
 
     def may_drop_gradients(self) -> bool:
@@ -133,7 +138,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         pulse = self._accumulator.pulse
         before = OTHER if pulse is None else pulse.enter(STEP)
         self._spent = True
-        stepped, result = self._strategy.step(self.optimizer, closure)
+        guard = self._accumulator.guard
+        if guard is None:
+            stepped, result = self._strategy.step(self.optimizer, closure)
+        else:
+            stepped, result = self._guarded_step(guard, closure)
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
         if rehearsal is not None:
@@ -143,11 +152,29 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             boundaries.passed += 1
         if pulse is not None:
             pulse.stepped(OTHER if before == FORWARD else before)
+        collector = self._accumulator.collector
+        if collector is not None:
+            collector.stepped()
+        if guard is not None:
+            guard.check(self)
         return result
+
+    def _guarded_step(self, guard: StepGuard, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Step if the guard lets the optimizer; whether it stepped."""
+        if closure is not None:
+            raise OptionError(
+                "optimizer.step(closure) cannot be combined with guard_steps(): the closure computes the gradients "
+                "inside the step, after the guard has decided. Use an optimizer without a closure."
+            )
+        if not guard.allows(self, self._accumulator.may_reduce):
+            return False, None
+        stepped, result = self._strategy.step(self.optimizer)
+        guard.saw_step(self, stepped)
+        return stepped, result
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
+        """Whether the last step was skipped: gradients were not finite, or a guard refused it."""
         return self._skipped
 
     @property
