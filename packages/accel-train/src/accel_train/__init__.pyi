@@ -181,11 +181,15 @@ from accel_train.data import DataLoaderDispatcher as DataLoaderDispatcher
 from accel_train.data import DataLoaderShard as DataLoaderShard
 from accel_train.data import DataLoaderStateMixin as DataLoaderStateMixin
 from accel_train.data import IterableDatasetShard as IterableDatasetShard
+from accel_train.data import PackedDataset as PackedDataset
+from accel_train.data import PackingCollator as PackingCollator
 from accel_train.data import PreparedLoader as PreparedLoader
 from accel_train.data import SeedableRandomSampler as SeedableRandomSampler
 from accel_train.data import ShardedBatchSampler as ShardedBatchSampler
 from accel_train.data import SkipBatchSampler as SkipBatchSampler
 from accel_train.data import SkipDataLoader as SkipDataLoader
+from accel_train.data import TokenBatchSampler as TokenBatchSampler
+from accel_train.data import cu_seqlens_of as cu_seqlens_of
 from accel_train.data import get_sampler as get_sampler
 from accel_train.data import prepare_data_loader as prepare_data_loader
 from accel_train.data import skip_first_batches as skip_first_batches
