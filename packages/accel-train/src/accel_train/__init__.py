@@ -262,6 +262,7 @@ __getattr__, __dir__, __all__ = attach(
             "DataLoaderDispatcher",
             "DataLoaderShard",
             "DataLoaderStateMixin",
+            "GrainDataset",
             "IterableDatasetShard",
             "ActiveLoaders",
             "PackedDataset",

@@ -180,6 +180,7 @@ from accel_train.data import BatchSamplerShard as BatchSamplerShard
 from accel_train.data import DataLoaderDispatcher as DataLoaderDispatcher
 from accel_train.data import DataLoaderShard as DataLoaderShard
 from accel_train.data import DataLoaderStateMixin as DataLoaderStateMixin
+from accel_train.data import GrainDataset as GrainDataset
 from accel_train.data import IterableDatasetShard as IterableDatasetShard
 from accel_train.data import PackedDataset as PackedDataset
 from accel_train.data import PackingCollator as PackingCollator

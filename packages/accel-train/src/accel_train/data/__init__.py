@@ -2,6 +2,7 @@
 
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
+from accel_train.data.grain import GrainDataset
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
 from accel_train.data.packing import PackedDataset, PackingCollator, cu_seqlens_of
@@ -18,6 +19,7 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
+    "GrainDataset",
     "IterableDatasetShard",
     "PackedDataset",
     "PackingCollator",
