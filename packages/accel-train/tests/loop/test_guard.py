@@ -17,6 +17,7 @@ from accel_train.strategies.base import Capabilities, Strategy
 from accel_train.strategies.deepspeed.strategy import DeepSpeedStrategy
 from accel_train.strategies.megatron.strategy import MegatronStrategy
 from testkit import worlds
+from testkit.conformance import INSTALLED
 
 FACTORS = [1, 1, 2, 1, 1, 50, 1, math.nan, 1, 40, 1, 1, math.inf, 3, 1, 1]  # of the loss of each update
 
@@ -77,7 +78,7 @@ def guarded(factors, *, strategy=None, steps=1, spike=None, clip=None, **options
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
-    data = inputs(accelerator.process_index, len(factors) * steps)
+    data = inputs(accelerator.strategy.batch.index, len(factors) * steps)
     weights, skipped, rates = [], [], []
     for number, x in enumerate(data):
         with accelerator.accumulate(model):
@@ -133,6 +134,15 @@ def test_ranks_skip_alike(strategy, steps):
     options = {"spike": 4.0, "warmup": 3}
     expected = plain(FACTORS, ranks=2, steps=steps, **options)
     for found in worlds.run(guarded, 2, FACTORS, strategy=strategy, steps=steps, **options):
+        compare(found, expected)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_engine_that_divides_parameters_and_hides_gradients_skips_alike(steps, monkeypatch):
+    monkeypatch.syspath_prepend(INSTALLED)  # registers the strategy "fake", in ranks as well
+    options = {"spike": 4.0, "warmup": 3}
+    expected = plain(FACTORS, steps=steps, **options)
+    for found in worlds.run(guarded, 2, FACTORS, strategy="fake", steps=steps, **options):
         compare(found, expected)
 
 
