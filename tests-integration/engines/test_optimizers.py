@@ -271,6 +271,20 @@ def on_two() -> Any:
     accelerator.prepare(model, lomo_optim.Lomo(model))
 
 
+def test_lomo_s_updates_cannot_be_guarded(on_cpu: None) -> None:
+    accelerator = Accelerator()
+    model = make()
+    accelerator.prepare(model, lomo_optim.Lomo(model))
+    with pytest.raises(ValueError, match="which Lomo makes during backward"):
+        accelerator.guard_steps()
+    assert accelerator.step_guard is None
+    guarded = Accelerator()
+    guarded.guard_steps()
+    with pytest.raises(ValueError, match="which Lomo makes during backward"):
+        guarded.prepare(lomo_optim.Lomo(make()))
+    assert not guarded.has_lomo_optimizer
+
+
 def test_lomo_on_several_ranks_is_refused() -> None:
     with pytest.raises(worlds.RankError, match=r"before the strategy 'ddp' has averaged .* over 2 ranks"):
         worlds.run(on_two, 2)

@@ -407,6 +407,10 @@ def refused(form):
                 accelerator.join_uneven_inputs([prepared], even_batches=False),
             ):
                 pass
+        elif form == "guarded":
+            accelerator.guard_steps()
+            with LocalSGD(accelerator, prepared, 2):
+                pass
         else:
             LocalSGD(accelerator, prepared, 2)
     except Exception as error:
@@ -427,6 +431,7 @@ def refused(form):
         ("nested", "AccumulationError: .*inside another LocalSGD of the same model"),
         ("joined", r"IncompatibleOptionsError: .*join_uneven_inputs\(\) exclude"),
         ("joins", r"IncompatibleOptionsError: .*join_uneven_inputs\(\) exclude"),
+        ("guarded", r"IncompatibleOptionsError: .*cannot be combined with guard_steps\(\)"),
     ],
 )
 def test_what_it_cannot_be_combined_with_is_refused_before_anything_changes(form, message):

@@ -35,6 +35,7 @@ from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.preemption import Preemption, PreemptionConfig
 from accel_train.loop.preemption import start as start_preemption
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.loop_view import LoopView
 from accel_train.mesh_view import MeshView
 from accel_train.plugins import (
     AutocastKwargs,
@@ -84,7 +85,9 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, TrackingView):
+class Accelerator(
+    CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView
+):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -639,6 +642,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
             max_norm,
             norm_type,
             complete=self._accumulator.sync_gradients,
+            guard=self._accumulator.guard,
         )
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
@@ -653,7 +657,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer was skipped because of inf or NaN."""
+        """Whether the last step of any prepared optimizer was skipped: inf or NaN, or a guard refused it."""
         return any(optimizer.step_was_skipped for optimizer in self._prepared.optimizers)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[object]:

@@ -8,6 +8,7 @@ AccelError
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
+├── StepGuardError (RuntimeError)       too many updates in a row were skipped
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
 ├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
 ├── TrackerError (RuntimeError)         a tracker failed, and was asked to stop training then
@@ -28,6 +29,7 @@ __all__ = [
     "MetricsShapeError",
     "OptionError",
     "PrepareError",
+    "StepGuardError",
     "TrackerContractError",
     "TrackerError",
 ]
@@ -55,6 +57,10 @@ class AmbiguousLoaderError(AccelError, RuntimeError):
 
 class AccumulationError(AccelError, RuntimeError):
     """A gradient window was used in a way that has no meaning."""
+
+
+class StepGuardError(AccelError, RuntimeError):
+    """Too many updates in a row were skipped; the message says why."""
 
 
 class MetricsShapeError(AccelError, ValueError):

@@ -35,7 +35,8 @@ class LocalSGD:
         num_steps: updates since the context was entered.
 
     Raises:
-        IncompatibleOptionsError: ranks cannot train copies of their own under the accelerator's strategy.
+        IncompatibleOptionsError: ranks cannot train copies of their own under the accelerator's strategy, or a guard of
+            steps decides on all ranks together.
         PrepareError: the model is not a prepared one that is trained.
         OptionError: `local_sgd_steps` is not a positive whole number.
     """
@@ -75,6 +76,11 @@ class LocalSGD:
                 "This LocalSGD was entered twice. Leave it first, or build one per block."
             )
         if self._strategy is not None:
+            if self.accelerator.step_guard is not None:
+                raise IncompatibleOptionsError(
+                    "LocalSGD cannot be combined with guard_steps(): a guard lets all ranks decide about each update "
+                    "together, and with LocalSGD ranks may take different numbers of them. Leave one of them out."
+                )
             self._strategy.begin_local(self.model)
         self._entered = True
         self.num_steps = 0

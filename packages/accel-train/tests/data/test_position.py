@@ -163,10 +163,7 @@ def test_another_kind_of_loader_is_refused():
         prepare(DataLoader(range(SIZE), 5)).load_state_dict(state)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 def test_a_dataset_that_keeps_its_position_in_workers_needs_as_many():
-    pytest.importorskip("torchdata")
-
     def build(workers):
         context = "fork" if workers else None
         return prepare(DataLoader(Tracked(), 5, num_workers=workers, multiprocessing_context=context))

@@ -1,15 +1,14 @@
-"""Datasets that say where they are: read by torchdata's loader, not from the beginning."""
+"""Datasets that say where they are: read from there, not from the beginning."""
 
-import sys
+import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from accel_state.errors import NotAvailableError
 from accel_train.data import prepare_data_loader
-
-pytest.importorskip("torchdata", reason="needs the extra accel-train[stateful]")
+from accel_train.data.stateful import is_stateful
 
 
 class Counting(IterableDataset):
@@ -135,8 +134,76 @@ def test_a_batch_that_was_read_ahead_is_not_lost():
     assert next(iter(fresh)).tolist() == next(iterator).tolist() == [2, 3]
 
 
-def test_the_error_without_torchdata_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
-    with pytest.raises(NotAvailableError, match=r'pip install "accel-train\[stateful\]"'):
-        prepare(Counting())
-    prepare(Counting(), stateful=False)
+class Parts(IterableDataset):
+    """Each worker reads a part of its own, of another size; draws while it reads."""
+
+    def __init__(self):
+        self.place, self.going_on = 0, False
+
+    def __iter__(self):
+        info = get_worker_info()
+        worker = 0 if info is None else info.id
+        begin, self.going_on = (self.place if self.going_on else 0), False
+        for place in range(begin, 5 + 6 * worker):
+            self.place = place + 1
+            yield torch.tensor([worker * 100 + place, int(torch.randint(0, 1000, ()))])
+
+    def state_dict(self):
+        return self.__dict__  # the live one: what is reported must be a copy
+
+    def load_state_dict(self, state):
+        self.place, self.going_on = state["place"], True
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_that_end_at_different_times_continue_after_every_batch(workers, persistent):
+    def build():
+        loader = DataLoader(
+            Parts(), 2, num_workers=workers, persistent_workers=persistent, multiprocessing_context="fork"
+        )
+        return prepare_data_loader(
+            loader, num_processes=1, process_index=0, use_stateful_dataloader=True, dispatch_batches=False
+        )
+
+    torch.manual_seed(1)
+    loader = build()
+    states, batches = [], []
+    for batch in loader:
+        batches.append(batch.tolist())
+        states.append(copy.deepcopy(loader.state_dict()))
+    following = [batch[:, 0].tolist() for batch in loader]
+    for cut, state in enumerate(states[:-1], start=1):
+        fresh = build()
+        torch.manual_seed(2)
+        fresh.load_state_dict(state)
+        assert [batch.tolist() for batch in fresh] == batches[cut:], cut
+        assert [batch[:, 0].tolist() for batch in fresh] == following
+
+
+def test_a_state_in_another_form_is_not_used():
+    """One that torchdata made, say: the stream is read again."""
+    loader = prepare(Counting())
+    iterator = iter(loader)
+    next(iterator)
+    state = loader.state_dict()
+    state["source"] = {"_snapshot": {}, "_steps_since_snapshot": 0}
+    fresh = prepare(Counting())
+    fresh.load_state_dict(state)
+    assert next(iter(fresh)).tolist() == [2, 3]
+    assert fresh.dataset.read == 4
+
+
+class BufferShuffledExamplesIterable:
+    """By its name, that of `datasets`."""
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_stream_with_a_shuffle_buffer_has_no_exact_state(inside):
+    dataset = Counting()
+    assert is_stateful(dataset)
+    examples = BufferShuffledExamplesIterable()
+    dataset._ex_iterable = (
+        SimpleNamespace(ex_iterables=[SimpleNamespace(ex_iterable=examples)]) if inside else examples
+    )
+    assert not is_stateful(dataset)

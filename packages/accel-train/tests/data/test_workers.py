@@ -1,6 +1,7 @@
 """Worker processes end with their loader, whoever finds it."""
 
 import gc
+import multiprocessing
 import pickle
 import time
 import weakref
@@ -29,8 +30,6 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def prepare(stateful, persistent):
-    if stateful:
-        pytest.importorskip("torchdata", reason="needs the extra accel-train[stateful]")
     loader = DataLoader(
         Numbers(), 2, num_workers=2, persistent_workers=persistent, multiprocessing_context="fork"
     )
@@ -40,15 +39,13 @@ def prepare(stateful, persistent):
 
 
 def workers_of(loader):
-    kept = loader if loader.stateful_reader is None else loader.stateful_reader.loader
-    return list(kept._iterator._workers)
+    return list(loader._iterator._workers)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize(("stateful", "persistent"), [(True, False), (True, True), (False, True)])
+@pytest.mark.parametrize("stateful", [True, False])
 @pytest.mark.parametrize("epochs", [0, 2])
-def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(stateful, persistent, epochs):
-    loader = prepare(stateful, persistent)
+def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(stateful, epochs):
+    loader = prepare(stateful, True)
     loader.part_of_a_cycle = loader
     for _ in range(epochs):
         assert len(list(loader)) == 20
@@ -65,7 +62,19 @@ def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(state
     assert time.monotonic() - began < 4  # torch waits 5 seconds for a worker that was never told
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("stateful", [True, False])
+def test_workers_that_are_not_kept_end_with_the_iteration(stateful):
+    loader = prepare(stateful, False)
+    others = set(multiprocessing.active_children())
+    iterator = iter(loader)
+    next(iterator)
+    workers = set(multiprocessing.active_children()) - others
+    assert len(workers) == 2
+    del iterator
+    assert loader.state_dict()["batches_yielded"] == 1  # what was read is known without them
+    assert not any(worker.is_alive() for worker in workers)
+
+
 @pytest.mark.parametrize("stateful", [True, False])
 def test_copies_of_a_loader_end_nothing(stateful):
     loader = prepare(stateful, True)

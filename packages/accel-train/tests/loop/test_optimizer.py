@@ -62,6 +62,8 @@ class Windows:
         self.sync_gradients = complete
         self.may_drop = may_drop
         self.boundaries = None
+        self.guard = None
+        self.collector = None
         self.pulse = None
         self.rehearsal = None
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.strategies.gradients import any_divided, clip_by_norm, total_norm
+from accel_train.strategies.gradients import any_divided, any_nonfinite, clip_by_norm, total_norm
 
 
 def parameters(dtype=torch.float32):
@@ -47,3 +47,25 @@ def test_low_precision_is_summed_in_float32():
     parameter = nn.Parameter(torch.zeros(100_000, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 100.0)
     assert total_norm([parameter], 2.0).item() == pytest.approx(100 * math.sqrt(100_000))
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_one_bad_element_is_found_and_large_ones_are_not_bad(bad, dtype):
+    device = torch.device("cpu")
+    found = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((50, 7), (3,), (0, 4), ())]
+    assert not any_nonfinite(found, device)
+    for parameter in found:
+        parameter.grad = torch.full_like(parameter, torch.finfo(dtype).max)
+    assert not any_nonfinite(found, device)
+    found[0].grad[31, 2] = bad
+    assert any_nonfinite(found, device)
+    assert not any_nonfinite(found[1:], device)
+
+
+def test_sparse_gradients_are_looked_at():
+    table = nn.Embedding(10, 3, sparse=True)
+    table(torch.tensor([1, 1, 4])).sum().backward()
+    assert not any_nonfinite(list(table.parameters()), torch.device("cpu"))
+    table(torch.tensor([2])).sum().mul(math.inf).backward()
+    assert any_nonfinite(list(table.parameters()), torch.device("cpu"))

@@ -51,6 +51,8 @@ class Saved:
     """This rank's own states of optimizers, by name of parameter; None where ranks have the same."""
     windows: Mapping[str, Any] | None
     """This rank's unfinished accumulation windows; None where none are saved."""
+    guard: Mapping[str, Any] | None
+    """What this rank's guard of steps has noted in them; None where none is saved."""
     local_folder: Callable[[], Path]
     """Gives the folder of the files on this machine, for hooks; fetches those of object storage."""
 
@@ -146,6 +148,9 @@ def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]
         shared[f"optimizer_{index}"] = here.plan.strategy.optimizer_state(optimizer.optimizer, named)
     for index, scheduler in enumerate(here.schedulers):
         shared[f"scheduler_{index}"] = scheduler.state_dict()
+    guard = here.accumulator.guard
+    if guard is not None:
+        shared["progress"]["guard"] = guard.state_dict(here.optimizers)
     scaler = here.plan.precision.state_dict(_inner_optimizers(here))
     if scaler is not None:
         shared["scaler"] = scaler
@@ -161,6 +166,9 @@ def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
     for index, loader in enumerate(here.loaders):
         trees[f"loader_{index}"] = loader.state_dict()
     trees["windows"] = window_state.dump(here.accumulator, _trained(here, named), here.plan.strategy)
+    guard = here.accumulator.guard
+    if guard is not None:
+        trees["guard"] = guard.waiting()
     strategy = here.plan.strategy
     trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
     if strategy.optimizers_differ(_inner_optimizers(here)):
@@ -234,6 +242,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     for index in range(len(here.registered)):
         if f"pickled_{index}" in shared:
             shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
+    guard = _read_guard(here, checkpoint, shared, own)
     models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
     if not lazy:
         for saved in models:
@@ -249,7 +258,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
         )
     rng = _read_rng(here, checkpoint, own, saved_by)
     folder = checkpoint.local_folder
-    return Saved(directory, models, shared, rng, loaders, replicas, optimizers_own, windows, folder)
+    return Saved(directory, models, shared, rng, loaders, replicas, optimizers_own, windows, guard, folder)
 
 
 def _read_foreign(
@@ -332,6 +341,27 @@ def _read_windows(
         windows = window_state.for_other_ranks(trees, ranks, here.process.process_index)
         window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=False)
     return windows
+
+
+def _read_guard(
+    here: Prepared,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any] | None,
+) -> Mapping[str, Any] | None:
+    """What the guard of this rank takes up; of another number of ranks the first takes all, since theirs are summed."""
+    if here.accumulator.guard is None or "guard" not in shared["progress"]:
+        return None
+    ranks, rank = checkpoint.manifest.ranks, here.process.process_index
+    if own is not None and len(ranks) == here.process.num_processes:
+        waiting: Mapping[str, Any] = own["guard"]
+        return waiting
+    trees = [(checkpoint.per_rank(saved) or {})["guard"] for saved in ranks]
+    backwards = max(tree["backwards"] for tree in trees)  # also where nothing is taken: ranks judge together
+    names = ("loss", "weight")
+    return {name: sum(tree[name] for tree in trees) if rank == 0 else 0.0 for name in names} | {
+        "backwards": backwards
+    }
 
 
 def _expected(here: Prepared) -> Iterator[str]:
@@ -455,6 +485,9 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
         here.loaders[index].load_state_dict(state)
     if saved.windows is not None:
         window_state.load(here.accumulator, _trained(here), saved.windows)
+    guard = here.accumulator.guard
+    if guard is not None and saved.guard is not None:
+        guard.load_state_dict(progress["guard"], saved.guard, here.optimizers)
     here.step = shared["step"]
     if "save_iteration" in progress:
         here.project.iteration = progress["save_iteration"]

@@ -2,11 +2,14 @@
 
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.data.dispatch.dispatcher import DataLoaderDispatcher
+from accel_train.data.grain import GrainDataset
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.loader import DataLoaderStateMixin, PreparedLoader
+from accel_train.data.packing import PackedDataset, PackingCollator, cu_seqlens_of
 from accel_train.data.prepare import get_sampler, prepare_data_loader
 from accel_train.data.sampling.batches import BatchSamplerShard, ShardedBatchSampler, SkipBatchSampler
 from accel_train.data.sampling.seedable import SeedableRandomSampler
+from accel_train.data.sampling.token_batches import TokenBatchSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader, skip_first_batches
 
@@ -16,12 +19,17 @@ __all__ = [
     "DataLoaderDispatcher",
     "DataLoaderShard",
     "DataLoaderStateMixin",
+    "GrainDataset",
     "IterableDatasetShard",
+    "PackedDataset",
+    "PackingCollator",
     "PreparedLoader",
     "SeedableRandomSampler",
     "ShardedBatchSampler",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "TokenBatchSampler",
+    "cu_seqlens_of",
     "get_sampler",
     "prepare_data_loader",
     "skip_first_batches",

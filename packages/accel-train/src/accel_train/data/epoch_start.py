@@ -22,6 +22,7 @@ from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
 from accel_train.data.sampling.index_streams import ArithmeticStream
 from accel_train.data.sampling.samplers import announce_epoch
 from accel_train.data.shared_reading import ReadingSource, begin_shared_reading
+from accel_train.data.stateful import is_position, read_with_positions
 from accel_train.data.workers import (
     RecordRngState,
     RestoreWorkerRng,
@@ -178,7 +179,7 @@ def source_to_load(loader: PreparedLoader, resume: Restored | None) -> dict[str,
     """The saved position of a dataset that keeps its own; None if the dataset has to be read up to there."""
     if resume is None or not loader.asks_dataset or not resume.is_of(loader.ranks):
         return None
-    return resume.source
+    return resume.source if is_position(resume.source) else None
 
 
 def open_with_workers(
@@ -210,7 +211,7 @@ def open_with_workers(
 
 
 def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None) -> Iterator[Any]:
-    """Torch's iterator over a loader's dataset, or torchdata's.
+    """Torch's iterator over a loader's dataset.
 
     Args:
         loader: the loader.
@@ -235,14 +236,14 @@ def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, A
 def _torch_iterator(
     loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None
 ) -> Iterator[Any]:
-    reader = loader.stateful_reader
-    if reader is None:
-        iterator: Iterator[Any] = DataLoader.__iter__(loader)
+    if loader.asks_dataset:
+        iterator, positions = read_with_positions(loader, state, loader.workers_turned)
+        iteration.source_state = positions.now
+        loader.workers_turned = state is not None and bool(state["turn"])
     else:
-        iterator = reader.iterate(loader, loader.indexes, state)
-        iteration.source_state = reader.asker()
-    if reader is not None or loader.persistent_workers:
-        loader.ending = end_workers_with(loader, iterator, loader.ending)
+        iterator = DataLoader.__iter__(loader)
+    if loader.persistent_workers:
+        loader.ending = end_workers_with(loader, loader._iterator, loader.ending)
     return iterator
 
 

@@ -69,7 +69,7 @@ class Iteration:
         """What batches come from; None once the iteration is over."""
         self.workers: WorkerStates | None = None
         """What worker processes reported of their generators."""
-        self.source_state: Callable[[], dict[str, Any]] | None = None
+        self.source_state: Callable[[], dict[str, Any] | None] | None = None
         """The position of a dataset that keeps its own."""
         self.source_before: dict[str, Any] | None = None
         """The same before batches were read ahead."""

@@ -32,7 +32,7 @@ from accel_train.data.sampling.samplers import (
 )
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.data.sampling.shared_seed import Sharing, sharing_for
-from accel_train.data.stateful import StatefulReader, is_stateful
+from accel_train.data.stateful import is_stateful
 from accel_train.data.transfer import BatchTransfer, DirectTransfer
 from accel_train.data.workers import Ending
 from accel_train.ranks import Ranks
@@ -64,7 +64,7 @@ class Indexes:
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
         self.stream: IndexStream | None = None
-        """Set while torch's iterator is made; torchdata's asks for it twice when it continues."""
+        """Set while torch's iterator is made."""
 
     def __iter__(self) -> Iterator[Any]:
         if self.stream is not None:
@@ -157,7 +157,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         self.indexes = Indexes(super()._index_sampler) if is_map_style else None
         self._find_generators()
         self.asks_dataset = use_stateful_dataloader and is_stateful(dataset)
-        self.stateful_reader = StatefulReader(dataset) if self.asks_dataset else None
+        self.workers_turned = False
         self.seedless = self.workers_ran = False
         self.ending: Ending | None = None
 
@@ -499,8 +499,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     @property
     def keeps_workers(self) -> bool:
         """Whether there are worker processes from an earlier epoch."""
-        reader = self.stateful_reader
-        return self._iterator is not None if reader is None else reader.keeps_workers
+        return self._iterator is not None
 
     @abstractmethod
     def open_source(self, iteration: Iteration, plan: SamplerPlan | None, restored: Restored | None) -> None:
@@ -515,7 +514,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         state.update(
-            _iterator=None, ending=None, current=None, transfer=None, sharing=None, stateful_reader=None
+            _iterator=None, ending=None, current=None, transfer=None, sharing=None, workers_turned=False
         )
         state["ranks"] = replace(self.ranks, group=None)  # a process group belongs to its process
         return state
@@ -524,7 +523,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         self.__dict__.update(state)
         self.__dict__["sharing"] = sharing_for(self.ranks)
         self.__dict__["transfer"] = self._make_transfer()
-        self.__dict__["stateful_reader"] = StatefulReader(self.dataset) if self.asks_dataset else None
         self._find_generators()
 
     def _make_transfer(self) -> BatchTransfer | None:

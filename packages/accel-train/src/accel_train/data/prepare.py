@@ -26,6 +26,7 @@ from accel_train.data.loader import PreparedLoader
 from accel_train.data.sampling.batches import ShardedBatchSampler, check_split
 from accel_train.data.sampling.samplers import innermost_sampler, loader_options, samplers_of
 from accel_train.data.sampling.seedable import SeedableRandomSampler
+from accel_train.data.sampling.token_batches import TokenBatchSampler
 from accel_train.data.shard import DataLoaderShard
 from accel_train.data.skip import SkipDataLoader
 from accel_train.data.stateful import StatefulShard, is_stateful
@@ -187,6 +188,8 @@ def prepare_for_ranks(
     batch_sampler, sampler = dataloader.batch_sampler, dataloader.sampler
     if config.use_seedable_sampler and not iterable:
         batch_sampler, sampler = _with_seedable_sampler(dataloader, config.data_seed)
+    if isinstance(batch_sampler, TokenBatchSampler):
+        batch_sampler = batch_sampler.for_ranks(ranks.size)  # the user's own loader keeps its sampler
     request = _Request(
         loader=dataloader,
         ranks=ranks,

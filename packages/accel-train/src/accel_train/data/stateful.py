@@ -1,93 +1,187 @@
-"""Datasets that keep their own position, read by torchdata's `StatefulDataLoader`.
+"""Datasets that keep their own position: asked for it after each batch, in worker processes as well.
 
-Such a dataset has `state_dict()` and `load_state_dict()`. In worker processes only torchdata's loader can ask it.
+Such a dataset has `state_dict()` and `load_state_dict()`. In a worker only the collate function runs beside it, so that
+reports the position with each batch; a new worker loads it before it begins to read.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
-from accel_state.errors import NotAvailableError
 from accel_train.data.iterable import IterableDatasetShard
 from accel_train.data.rng_replay import Randomness, generators_of
-from accel_train.data.sampling.samplers import loader_options
+from accel_train.data.workers import RecordRngState, RestoreWorkerRng
 
-__all__ = ["StatefulReader", "StatefulShard", "is_stateful", "loader_class"]
+__all__ = ["Positions", "StatefulShard", "is_position", "is_stateful", "read_with_positions"]
+
+_FORMAT = 1
 
 
 def is_stateful(dataset: Any) -> bool:
-    """Whether a dataset keeps its own position."""
-    return callable(getattr(dataset, "state_dict", None)) and callable(
-        getattr(dataset, "load_state_dict", None)
+    """Whether a dataset keeps its own position, exactly."""
+    return (
+        callable(getattr(dataset, "state_dict", None))
+        and callable(getattr(dataset, "load_state_dict", None))
+        and not _has_shuffle_buffer(getattr(dataset, "_ex_iterable", None))
     )
 
 
-def loader_class(dataset: Any) -> Any:
-    """Torchdata's loader.
+def _has_shuffle_buffer(examples: Any) -> bool:
+    """Whether a stream of Hugging Face's datasets shuffles in a buffer, whose content its state does not hold.
 
-    Raises:
-        NotAvailableError: torchdata is not installed.
+    It would be filled with later samples, so that others come next and those in the buffer never.
     """
-    try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-    except ImportError as error:
-        raise NotAvailableError(
-            f"use_stateful_dataloader=True with a dataset that has state_dict() ({type(dataset).__name__}) needs "
-            'torchdata, which is not installed. Run: pip install "accel-train[stateful]"'
-        ) from error
-    return StatefulDataLoader
+    if examples is None:
+        return False
+    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+        return True
+    inner = [getattr(examples, "ex_iterable", None), *(getattr(examples, "ex_iterables", None) or ())]
+    return any(_has_shuffle_buffer(part) for part in inner)
 
 
-class StatefulReader:
-    """Torchdata's loader in place of torch's iterator.
+def is_position(state: Any) -> bool:
+    """Whether a saved state is one of `Positions`, in a form that this version reads."""
+    return isinstance(state, Mapping) and state.get("format") == _FORMAT
+
+
+class _Note:
+    """What a worker reports with a batch; a class of its own, so that torch's pinning does not look inside."""
+
+    __slots__ = ("dataset", "rng", "worker")
+
+    def __init__(self, worker: int, dataset: Any, rng: Any) -> None:
+        self.worker, self.dataset, self.rng = worker, dataset, rng
+
+
+class _Noted(NamedTuple):
+    batch: Any
+    note: _Note
+
+
+class _RecordPosition:
+    """A collate function that reports the position of the worker's dataset; runs in workers."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = RecordRngState(collate)
+
+    def __call__(self, samples: Any) -> _Noted:
+        batch, rng = self._collate(samples)
+        info: Any = get_worker_info()
+        # The queue pickles later, when the dataset may have moved on.
+        return _Noted(batch, _Note(info.id, copy.deepcopy(info.dataset.state_dict()), rng))
+
+
+class _LoadPosition:
+    """A worker's initialisation: the user's own, then the position to begin at."""
+
+    def __init__(self, states: Mapping[int, Any], then: Any) -> None:
+        self._states, self._then = states, then
+
+    def __call__(self, worker: int) -> None:
+        if self._then is not None:
+            self._then(worker)
+        if worker in self._states:
+            info: Any = get_worker_info()
+            info.dataset.load_state_dict(copy.deepcopy(self._states[worker]["dataset"]))
+
+
+class Positions:
+    """Where the dataset of one iteration is, after the batches that were taken from its source.
 
     Args:
-        dataset: a dataset that keeps its own position.
-
-    Raises:
-        NotAvailableError: torchdata is not installed.
+        dataset: the dataset, if it is read in this process; else None.
+        workers: number of worker processes.
+        begin: the state that the iteration began with.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        self._kind = loader_class(dataset)
-        self.loader: Any = None
+    def __init__(self, dataset: Any, workers: int, begin: Mapping[str, Any] | None) -> None:
+        self._dataset = dataset
+        self._workers = workers
+        self._begin = begin
+        self._states: dict[int, Any] = {} if begin is None else dict(begin["states"])
+        self._turn = 0 if begin is None else int(begin["turn"])
+        self._read = False
 
-    @property
-    def keeps_workers(self) -> bool:
-        """Whether there are worker processes from an earlier epoch."""
-        return self.loader is not None and self.loader._iterator is not None
+    def taken(self, note: _Note | None) -> None:
+        """A batch was taken; in a worker, with this note."""
+        self._read = True
+        if note is not None:
+            rng = self._states.get(note.worker, {}).get("rng") if note.rng is None else note.rng
+            self._states[note.worker] = {"dataset": note.dataset, "rng": rng}
+            self._turn = (note.worker + 1) % self._workers
 
-    def iterate(self, loader: DataLoader[Any], indexes: Any, state: dict[str, Any] | None) -> Iterator[Any]:
-        """An iterator over what `loader` reads.
+    def now(self) -> dict[str, Any] | None:
+        """The position, as plain data and tensors; None at the beginning of the epoch."""
+        if not self._read:
+            return None if self._begin is None else dict(self._begin)
+        states = self._states
+        if self._dataset is not None:
+            states = {0: {"dataset": copy.deepcopy(self._dataset.state_dict()), "rng": None}}
+        return {
+            "format": _FORMAT,
+            "workers": self._workers,
+            "turn": self._turn,
+            "states": {worker: state | {"rng": _tree(state["rng"])} for worker, state in states.items()},
+        }
 
-        Args:
-            loader: the prepared loader.
-            indexes: the batches of indices of a map-style dataset, or single indices; None for a stream.
-            state: where to begin; None: at the beginning.
-        """
-        if self.loader is None or not loader.persistent_workers:
-            options = loader_options(loader)
-            if indexes is None:
-                options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-            elif loader._auto_collation:
-                options |= {"batch_sampler": indexes}
-            else:
-                options |= {"batch_size": None, "sampler": indexes}
-            self.loader = self._kind(loader.dataset, snapshot_every_n_steps=1, **options)
+
+def _tree(rng: Any) -> Any:
+    return rng if rng is None or isinstance(rng, Mapping) else rng.tree()
+
+
+class _Source:
+    """Torch's iterator without the notes, which `positions` records."""
+
+    def __init__(self, iterator: Iterator[Any], positions: Positions, noted: bool) -> None:
+        self._iterator, self._positions, self._noted = iterator, positions, noted
+
+    def __iter__(self) -> _Source:
+        return self
+
+    def __next__(self) -> Any:
+        batch, note = next(self._iterator) if self._noted else (next(self._iterator), None)
+        self._positions.taken(note)
+        return batch
+
+
+def read_with_positions(
+    loader: DataLoader[Any], state: Mapping[str, Any] | None, turned: bool
+) -> tuple[Iterator[Any], Positions]:
+    """Torch's iterator over a dataset that keeps its own position, and what tells that position.
+
+    Args:
+        loader: the prepared loader.
+        state: where to begin; None: at the beginning.
+        turned: workers that run since an earlier epoch have taken the places of others.
+    """
+    count, dataset = loader.num_workers, cast(Any, loader.dataset)
+    if not count:
         if state is not None:
-            self.loader.load_state_dict(state)
-        iterator: Iterator[Any] = iter(self.loader)
-        return iterator
-
-    def asker(self) -> Callable[[], dict[str, Any]]:
-        """What answers with the position of the iterator that was made last."""
-        reading = self.loader
-        return lambda: copy.deepcopy(reading.state_dict())
+            dataset.load_state_dict(copy.deepcopy(state["states"][0]["dataset"]))
+        positions = Positions(dataset, 0, state)
+        return _Source(DataLoader.__iter__(loader), positions, False), positions
+    if (state is not None or turned) and loader._iterator is not None:
+        loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        loader._iterator = None  # new workers begin where these cannot go
+    collate, initialise = loader.collate_fn, loader.worker_init_fn
+    loader.collate_fn = _RecordPosition(collate)
+    if state is not None:
+        states = dict(state["states"])
+        rngs = {worker: saved["rng"] for worker, saved in states.items() if saved["rng"] is not None}
+        loader.worker_init_fn = RestoreWorkerRng(
+            state["turn"], count, rngs, _LoadPosition(states, initialise)
+        )
+    try:
+        iterator: Iterator[Any] = DataLoader.__iter__(loader)
+    finally:
+        loader.collate_fn, loader.worker_init_fn = collate, initialise
+    positions = Positions(None, count, state)
+    return _Source(iterator, positions, True), positions
 
 
 class StatefulShard(IterableDatasetShard):

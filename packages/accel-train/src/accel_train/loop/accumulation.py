@@ -30,6 +30,8 @@ from accel_state.launching.watching.heartbeat import BACKWARD, OTHER
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
+from accel_train.loop.garbage import GarbageCollector
+from accel_train.loop.guard import StepGuard
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Strategy
 
@@ -113,6 +115,8 @@ class Accumulator:
         self.sync_gradients = True
         self.boundaries: Boundaries | None = None  # counts optimizer steps while somebody asks for the count
         self.rehearsal: ObservesSteps | None = None  # in a rehearsal
+        self.guard: StepGuard | None = None  # decides whether optimizers may step
+        self.collector: GarbageCollector | None = None  # after steps
         self.pulse = ledger.pulse = training_heartbeat()  # where the launcher asks for the progress of ranks
         self._strategy = strategy
         # Most strategies need not be told of micro-batches; each call saved is one per micro-batch.
@@ -130,6 +134,11 @@ class Accumulator:
         self._may_count = True  # false where a rank may be out of data and could not take part
 
     # Windows
+
+    @property
+    def may_reduce(self) -> bool:
+        """Whether all ranks take part in what this one does; false where a rank may be out of data."""
+        return self._may_count
 
     @property
     def averaged_over(self) -> int:
@@ -175,6 +184,8 @@ class Accumulator:
         self._current = self.last_owner = None
         self.manual.reset()
         self.sync_gradients = True
+        if self.guard is not None:
+            self.guard.forget()
 
     def forget_model(self, model: nn.Module) -> None:
         """Drop the windows of a model that is prepared again."""
@@ -288,6 +299,8 @@ class Accumulator:
 
     def backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         """See `Accelerator.backward`."""
+        if self.guard is not None:
+            self.guard.saw_loss(loss, num_items)
         pulse = self.pulse
         if pulse is None:
             self._backward(loss, num_items, kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from accel_train.errors import ArgumentTypeError, PrepareError
+from accel_train.loop.guard import StepGuard
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.strategies.base import Strategy
 
@@ -21,13 +22,17 @@ def clip_grad_norm_(
     norm_type: float,
     *,
     complete: bool,
+    guard: StepGuard | None = None,
 ) -> Tensor:
     """See `Accelerator.clip_grad_norm_`; `complete` is false while a window is being filled."""
     chosen = _listed(parameters)
     if not complete:
         return strategy.gradient_norm(chosen, norm_type) / strategy.precision.loss_scale
     _unscale_owners(strategy, optimizers, chosen)
-    return strategy.clip_grad_norm_(chosen, max_norm, norm_type)
+    norm = strategy.clip_grad_norm_(chosen, max_norm, norm_type)
+    if guard is not None:
+        guard.saw_norm(chosen, norm)
+    return norm
 
 
 def clip_grad_value_(

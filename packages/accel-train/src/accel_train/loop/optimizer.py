@@ -9,6 +9,7 @@ import torch
 
 from accel_state.launching.watching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
+from accel_train.errors import IncompatibleOptionsError, OptionError
 from accel_train.loop.lomo import is_lomo, save_moments
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
@@ -16,6 +17,7 @@ from accel_train.strategies.base import Strategy, StrategyOptions
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
+    from accel_train.loop.guard import StepGuard
 
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
@@ -26,6 +28,9 @@ class _AlwaysSync:
     sync_gradients = True
     boundaries = None
     rehearsal = None
+    guard = None
+    collector = None
+    may_reduce = True
     pulse: Heartbeat | None = None
 
     def may_drop_gradients(self) -> bool:
@@ -65,6 +70,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._fused = is_lomo(optimizer)
         if self._fused:
             save_moments(optimizer)
+            self.check_guard()
         if device_placement:
             move_state_to_parameters(optimizer)
 
@@ -137,10 +143,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         pulse = self._accumulator.pulse
         before = OTHER if pulse is None else pulse.enter(STEP)
         self._spent = True
+        guard = self._accumulator.guard
         if self._fused:  # backward has stepped
             stepped, result = True, None
-        else:
+        elif guard is None:
             stepped, result = self._strategy.step(self.optimizer, closure)
+        else:
+            stepped, result = self._guarded_step(guard, closure)
         self._skipped = not stepped
         self._mark = _mark_of(self.optimizer)
         if rehearsal is not None:
@@ -150,7 +159,37 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             boundaries.passed += 1
         if pulse is not None:
             pulse.stepped(OTHER if before == FORWARD else before)
+        collector = self._accumulator.collector
+        if collector is not None:
+            collector.stepped()
+        if guard is not None:
+            guard.check(self)
         return result
+
+    def _guarded_step(self, guard: StepGuard, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
+        """Step if the guard lets the optimizer; whether it stepped."""
+        if closure is not None:
+            raise OptionError(
+                "optimizer.step(closure) cannot be combined with guard_steps(): the closure computes the gradients "
+                "inside the step, after the guard has decided. Use an optimizer without a closure."
+            )
+        if not guard.allows(self, self._accumulator.may_reduce):
+            return False, None
+        stepped, result = self._strategy.step(self.optimizer)
+        guard.saw_step(self, stepped)
+        return stepped, result
+
+    def check_guard(self) -> None:
+        """Refuse a guard of steps for an optimizer whose updates it could not leave out.
+
+        Raises:
+            IncompatibleOptionsError: there is one.
+        """
+        if self._fused and self._accumulator.guard is not None:
+            raise IncompatibleOptionsError(
+                f"guard_steps() leaves out updates, which {type(self.optimizer).__name__} makes during backward, before "
+                "its gradients are known to be good. Use an optimizer that updates in step()."
+            )
 
     @property
     def steps_in_backward(self) -> bool:
@@ -159,7 +198,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because gradients were not finite."""
+        """Whether the last step was skipped: gradients were not finite, or a guard refused it."""
         return self._skipped
 
     @property

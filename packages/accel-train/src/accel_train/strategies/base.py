@@ -22,7 +22,7 @@ from accel_state.enums import DistributedType
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
-from accel_train.strategies.gradients import any_divided, clip_by_norm, local_part, total_norm
+from accel_train.strategies.gradients import any_divided, any_nonfinite, clip_by_norm, local_part, total_norm
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
@@ -63,6 +63,7 @@ class Capabilities:
         precisions_on: by device type, the precisions that it can run there, where these are fewer.
         computes_precision: its engine casts models and scales losses itself, so the precision axis does neither.
         communication_hooks: it runs the `comm_hook` of `DistributedDataParallelKwargs`.
+        skips_steps: an update can be left out by not calling `step` and dropping the gradients.
         dimensions: of a mesh that can have several ranks, when a script or a launcher gives degrees of parallelism.
     """
 
@@ -79,6 +80,7 @@ class Capabilities:
     precisions_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     computes_precision: bool = False
     communication_hooks: bool = False
+    skips_steps: bool = True
     dimensions: frozenset[str] = frozenset({"dp_replicate"})
 
     def precisions_for(self, device_type: str) -> frozenset[str] | None:
@@ -431,6 +433,13 @@ class Strategy:
             return total_norm(parameters, norm_type)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return nn.utils.get_total_norm(gradients, norm_type=norm_type)
+
+    def has_nonfinite_gradients(self, parameters: Sequence[Tensor]) -> Tensor:
+        """Whether any gradient that this rank holds, or its part of one, is inf or NaN: a 0-d boolean tensor.
+
+        Not collective: a step guard combines the answers of ranks.
+        """
+        return any_nonfinite(parameters, self.options.device)
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
         """Clamp every gradient element to [-clip_value, clip_value]."""

@@ -48,13 +48,6 @@ class IndexStream(ABC):
         """What was drawn so far to get the order."""
         return self.record
 
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: torchdata's loader shall not wind forward a stream that begins at its position."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027 - no subclass needs it
-        """Nothing, as above."""
-
     @abstractmethod
     def begin(self) -> None:
         """Draw the epoch's random numbers now; the caller requests the first batch next."""

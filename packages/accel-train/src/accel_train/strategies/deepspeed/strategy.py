@@ -68,6 +68,7 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         saves_windows=False,
         prepares_together=True,
         computes_precision=True,
+        skips_steps=False,
         precisions=frozenset({"no", "bf16", "fp16"}),
         precisions_on={"cpu": frozenset({"no", "bf16"})},
         requires=("deepspeed>=0.19.5",),

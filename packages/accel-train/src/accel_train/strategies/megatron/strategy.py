@@ -67,6 +67,7 @@ class MegatronStrategy(EngineStrategy[_Trained]):
         max_models=1,
         prepares_together=True,
         computes_precision=True,
+        skips_steps=False,
         requires=("megatron-core>=0.16",),
     )
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM

@@ -1,0 +1,343 @@
+"""Skipping updates that would harm a model: gradients that are not finite, losses far above those before.
+
+All ranks decide alike: what each of them has found is summed by one small reduction per update, of three numbers on the
+device, and read on the host once, as a gradient scaler reads its flag.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from accel_state.communication.collectives import reduce
+from accel_state.log import get_logger
+from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError, StepGuardError
+from accel_train.strategies.base import Strategy
+from accel_train.strategies.gradients import local_part
+
+__all__ = ["StepGuard", "StepGuardOptions"]
+
+_logger = get_logger(__name__)
+Reason = Literal["gradients", "loss"]
+
+
+@dataclass(frozen=True)
+class StepGuardOptions:
+    """Which updates are skipped; see `Accelerator.guard_steps`.
+
+    Attributes:
+        nonfinite_gradients: skip an update if a gradient is inf or NaN. Under a gradient scaler the scaler does that.
+        loss_spike: skip one whose loss is more than this many times the reference, or not finite; None: losses are not
+            looked at.
+        reference: "median" of the last losses, or their exponential moving average, "ema".
+        history: over how many updates: the length of the median, or of the average (its weight is 2 / (history + 1)).
+        warmup: how many losses an optimizer's reference needs before any is judged.
+        max_consecutive: skipped updates in a row, of one optimizer, after which an error is raised; None: never.
+
+    Raises:
+        OptionError: a value that cannot be used.
+    """
+
+    nonfinite_gradients: bool = True
+    loss_spike: float | None = None
+    reference: Literal["median", "ema"] = "median"
+    history: int = 100
+    warmup: int = 20
+    max_consecutive: int | None = 10
+
+    def __post_init__(self) -> None:
+        if self.loss_spike is not None and not (self.loss_spike > 1 and math.isfinite(self.loss_spike)):
+            raise OptionError(
+                f"guard_steps(loss_spike={self.loss_spike!r}) is a factor above 1: an update is skipped if its loss is "
+                "more than that many times the reference."
+            )
+        if self.reference not in ("median", "ema"):
+            raise OptionError(f'guard_steps(reference={self.reference!r}) is "median" or "ema".')
+        for name in ("history", "warmup", "max_consecutive"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise OptionError(f"guard_steps({name}={value!r}) is a whole number of updates, at least 1.")
+        if self.warmup > self.history:
+            raise OptionError(
+                f"guard_steps(warmup={self.warmup}, history={self.history}): the warm-up is part of the history, so it "
+                "is at most as long."
+            )
+        if not self.nonfinite_gradients and self.loss_spike is None:
+            raise OptionError(
+                "guard_steps(nonfinite_gradients=False, loss_spike=None) would skip nothing. Give a loss_spike, or "
+                "leave the call out."
+            )
+
+
+class _Watched:
+    """What is known of one optimizer."""
+
+    def __init__(self, options: StepGuardOptions) -> None:
+        self.options = options
+        self.consecutive = 0
+        self.seen = 0
+        self.average: float | None = None
+        self.losses: deque[float] = deque(maxlen=options.history if options.reference == "median" else 0)
+
+    def reference(self) -> float | None:
+        """What a loss is compared with; None while too few are known, or where a multiple means nothing."""
+        if self.seen < self.options.warmup:
+            return None
+        value = statistics.median(self.losses) if self.options.reference == "median" else self.average
+        return value if value is not None and value > 0 else None
+
+    def add(self, loss: float) -> None:
+        self.seen += 1
+        self.losses.append(loss)
+        weight = 2 / (self.options.history + 1)
+        self.average = loss if self.average is None else self.average + weight * (loss - self.average)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "consecutive": self.consecutive,
+            "seen": self.seen,
+            "average": self.average,
+            "losses": list(self.losses),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.consecutive, self.seen = int(state["consecutive"]), int(state["seen"])
+        self.average = None if state["average"] is None else float(state["average"])
+        self.losses.clear()
+        self.losses.extend(state["losses"])
+
+
+class StepGuard:
+    """Decides about the updates of one `Accelerator`; `accelerator.step_guard`.
+
+    Args:
+        options: what is skipped.
+        strategy: how ranks cooperate.
+        ranks: how many there are; all of them decide together.
+        models: the prepared models, named by an error.
+
+    Attributes:
+        skipped: how many updates were skipped, by reason: "gradients" (those that a gradient scaler skipped included)
+            or "loss".
+        last_reason: why the last update was skipped; None if it was not.
+
+    Raises:
+        IncompatibleOptionsError: the strategy's engine owns the step.
+    """
+
+    def __init__(
+        self, options: StepGuardOptions, strategy: Strategy, ranks: int, models: Sequence[nn.Module]
+    ) -> None:
+        if not strategy.capabilities.skips_steps:
+            raise IncompatibleOptionsError(
+                f"guard_steps() leaves out updates, which the strategy {strategy.name!r} cannot: its engine counts "
+                "micro-batches and steps itself. Use the engine's own checks, or another strategy."
+            )
+        self.options = options
+        self.skipped: Counter[Reason] = Counter()
+        self.last_reason: Reason | None = None
+        self._strategy = strategy
+        self._ranks = ranks
+        self._models = models
+        self._scaled = strategy.precision.scaler is not None
+        self._finite = options.nonfinite_gradients and not self._scaled
+        self._signal = torch.zeros(3, device=strategy.options.device)
+        self._bad, self._loss, self._weight = self._signal.unbind()
+        self._items = 0  # counted on the host
+        self._backwards = 0  # whose losses are in the signal
+        self._verdict: Reason | None = None  # on those that were judged last
+        self._explanation = ""
+        self._norm: tuple[set[int], Tensor] | None = None
+        self._watched: dict[int, _Watched] = {}
+
+    # What the loop reports
+
+    def saw_loss(self, loss: Tensor, num_items: int | Tensor | None) -> None:
+        """A backward of this loss begins."""
+        self._norm = None
+        if self.options.loss_spike is None:
+            return
+        self._backwards += 1
+        self._loss.add_(local_part(loss.detach()).reshape(()))
+        if isinstance(num_items, Tensor):
+            self._weight.add_(num_items.detach().reshape(()))
+        else:
+            self._items += 1 if num_items is None else num_items
+
+    def saw_norm(self, parameters: Sequence[Tensor], norm: Tensor) -> None:
+        """The norm of the complete gradients of some parameters is known: it is finite only if they are."""
+        if self._finite:
+            self._norm = (set(map(id, parameters)), norm)
+
+    # Deciding
+
+    def allows(self, optimizer: torch.optim.Optimizer, may_reduce: bool) -> bool:
+        """Whether an optimizer may step; collective.
+
+        Args:
+            optimizer: the prepared optimizer, whose gradients are complete.
+            may_reduce: whether all ranks take this step.
+
+        Raises:
+            AccumulationError: ranks may have run out of data, and could not take part.
+        """
+        if self._ranks > 1 and not may_reduce:
+            raise AccumulationError(
+                "guard_steps() decides on all ranks together, which a rank without data cannot take part in. Outside "
+                "join_uneven_inputs() it needs no join: loaders with even_batches=True give every rank the same "
+                "number of batches."
+            )
+        watched = self._watch(optimizer)
+        fresh = self._backwards > 0
+        if self._finite or fresh:
+            bad, loss, weight = self._exchanged(optimizer)
+            if fresh:
+                self._verdict = self._judge(watched, loss / weight if weight else 0.0)
+            if bad:
+                self._explanation = "gradients are inf or NaN"
+                return self._skip(watched, "gradients")
+        return True if self._verdict is None else self._skip(watched, self._verdict)
+
+    def _exchanged(self, optimizer: torch.optim.Optimizer) -> tuple[float, float, float]:
+        """How many ranks have bad gradients, the sum of losses and what it is over; the noted ones are used up."""
+        if self._finite:
+            self._bad.copy_(self._nonfinite(optimizer))
+        if self._items:
+            self._weight.add_(self._items)
+        whole = self._signal if self._ranks == 1 else reduce(self._signal, reduction="sum")
+        bad, loss, weight = whole.tolist()
+        self._signal.zero_()
+        self._items = self._backwards = 0
+        return bad, loss, weight
+
+    def _nonfinite(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._norm is not None:
+            known, norm = self._norm
+            if all(id(parameter) in known for parameter in parameters):
+                return ~torch.isfinite(norm)
+        return self._strategy.has_nonfinite_gradients(parameters)
+
+    def _judge(self, watched: _Watched, loss: float) -> Reason | None:
+        """Whether a loss is bad; a good one joins the history."""
+        factor = self.options.loss_spike
+        assert factor is not None, "losses are noted only where they are judged"
+        if not math.isfinite(loss):
+            if self._scaled:
+                return None  # its gradients are not finite either, and the scaler has to know
+            self._explanation = f"the loss is {loss}"
+            return "loss"
+        reference = watched.reference()
+        if reference is not None and loss > factor * reference:
+            self._explanation = (
+                f"the loss {loss:.4g} is {loss / reference:.3g} times the {self.options.reference} {reference:.4g} of "
+                f"earlier ones (loss_spike={factor:g})"
+            )
+            return "loss"
+        watched.add(loss)
+        return None
+
+    def _skip(self, watched: _Watched, reason: Reason) -> bool:
+        watched.consecutive += 1
+        self.skipped[reason] += 1
+        self.last_reason = reason
+        _logger.warning(
+            f"An update was skipped: {self._explanation}. {self.skipped.total()} were skipped so far."
+        )
+        return False
+
+    def saw_step(self, optimizer: torch.optim.Optimizer, stepped: bool) -> None:
+        """An optimizer that may step has stepped, unless the gradient scaler has skipped the update."""
+        watched = self._watch(optimizer)
+        if not stepped:
+            watched.consecutive += 1
+            self.skipped["gradients"] += 1
+            self.last_reason = "gradients"
+            self._explanation = "the gradient scaler found inf or NaN"
+        else:
+            watched.consecutive = 0
+            self.last_reason = None
+        self._norm = None
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if too many updates in a row were skipped; on all ranks alike.
+
+        Raises:
+            StepGuardError: they were.
+        """
+        limit, watched = self.options.max_consecutive, self._watch(optimizer)
+        if limit is None or watched.consecutive < limit:
+            return
+        names = self._nonfinite_names()
+        where = f" Gradients that are not finite on this rank: {', '.join(names)}." if names else ""
+        raise StepGuardError(
+            f"{watched.consecutive} updates in a row were skipped (max_consecutive={limit}); the last one because "
+            f"{self._explanation}.{where} Lower the learning rate or clip gradients, look at the batches of these "
+            "updates, or continue from an earlier checkpoint."
+        )
+
+    def _nonfinite_names(self) -> list[str]:
+        """The first parameters of which this rank holds a gradient that is not finite."""
+        names: list[str] = []
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and bool(self._strategy.has_nonfinite_gradients([parameter])):
+                    names.append(name)
+                    if len(names) == 3:
+                        return [*names, "…"]
+        return names
+
+    # State
+
+    def _watch(self, optimizer: torch.optim.Optimizer) -> _Watched:
+        watched = self._watched.get(id(optimizer))
+        if watched is None:
+            watched = self._watched[id(optimizer)] = _Watched(self.options)
+        return watched
+
+    def forget(self) -> None:
+        """Forget optimizers and what waits for their next step; counts stay."""
+        self._watched.clear()
+        self._drop_waiting()
+
+    def _drop_waiting(self) -> None:
+        self._signal.zero_()
+        self._items = self._backwards = 0
+        self._verdict = self._norm = None
+
+    def state_dict(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+        """What all ranks know alike: counts, and the history of each optimizer, in this order."""
+        return {
+            "skipped": dict(self.skipped),
+            "last_reason": self.last_reason,
+            "verdict": self._verdict,
+            "optimizers": [self._watch(optimizer).state_dict() for optimizer in optimizers],
+        }
+
+    def waiting(self) -> dict[str, Any]:
+        """What this rank has noted of an open window."""
+        _, loss, weight = self._signal.tolist()
+        return {"loss": loss, "weight": weight + self._items, "backwards": self._backwards}
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        waiting: Mapping[str, Any],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        """Go back to what `state_dict` and `waiting` returned."""
+        self.forget()
+        self.skipped = Counter(state["skipped"])
+        self.last_reason, self._verdict = state["last_reason"], state["verdict"]
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            self._watch(optimizer).load_state_dict(saved)
+        self._backwards = int(waiting["backwards"])
+        self._loss.fill_(waiting["loss"])
+        self._weight.fill_(waiting["weight"])
