@@ -1,4 +1,9 @@
-"""Pages generated when the site is built: the import table, the API reference, and whole scripts beside diffs."""
+"""Pages that are generated when the site is built, and what is added to the others.
+
+Generated are the import table, the API reference with one page per module, the changelog, and pages of files at the
+root of the repository. Diffs of scripts become tabs, pages get their weight in the search, and the footer says which
+version they describe.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import sys
 import textwrap
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -19,13 +24,40 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 # Those with an API; accel-cli is a command, and has a page of its own.
 PACKAGES = ("accel-state", "accel-ckpt", "accel-bigmodel", "accel-train")
-# Modules with long lists of small functions or constants come last on their page.
-LONG_LISTS = ("accel_state.host.available", "accel_state.constants")
+# The weight of pages in the search, by the beginning of their path: guides come before lists and generated pages.
+WEIGHTS = (
+    ("reference/command", 1.0),
+    ("reference/configuration", 0.1),
+    ("reference/imports", 0.05),
+    ("reference/", 0.02),
+    ("architecture", 0.1),
+    ("changelog", 0.05),
+    ("contributing", 0.2),
+    ("licence", 0.1),
+    ("examples", 0.3),
+    ("from-accelerate", 0.7),
+    ("index", 0.5),
+    ("", 2.0),
+)
 NOTHING = "\nThis version has no public functions in it yet.\n"
+# A diff is to be read; what is copied is a script, from the tab beside it.
+_NO_COPY = " { .no-copy }"
 _DIFF = re.compile(
     r'^(?:<!-- test: old=(?P<old>\S+) -->\n)?```diff title="(?P<new>[^"]+)"\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """List the modules of each package in the navigation, and say version and licence in the footer.
+
+    Pages link to their source where the address of the repository is known.
+    """
+    config.nav = _with_modules(config.nav)
+    if config.repo_url:
+        config.edit_uri = "edit/main/docs/"
+    config.copyright = f"accel {version('accel-train')} · Apache-2.0"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -34,18 +66,64 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     import_table = _tool("import_table")
     pages = {
-        "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT))
+        "reference/imports.md": import_table.render(import_table.load_rows(), import_table.exports(ROOT)),
+        "what-works.md": what_works(),
+        "changelog.md": changelog(),
+        "contributing.md": _moved(_text("CONTRIBUTING.md")),
+        "licence.md": f"# Licence\n\n```text\n{_text('LICENSE')}```\n",
     }
     for package in PACKAGES:
-        pages[f"reference/{package.replace('-', '_')}.md"] = reference(package)
+        pages |= reference(package)
     for path, content in pages.items():
         files.append(File.generated(config, path, content=content))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn each diff of a script into tabs, so that the script can be read and copied whole."""
+    """Turn each diff of a script into tabs, so that the script can be read and copied whole; weigh the page."""
+    path = page.file.src_uri
+    weight = next(weight for start, weight in WEIGHTS if path.startswith(start))
+    page.meta.setdefault("search", {}).setdefault("boost", weight)
     return _DIFF.sub(lambda match: tabs(match["text"], match["new"], match["old"]), markdown)
+
+
+def version(package: str) -> str:
+    """The version that a package's source states."""
+    about = _text(f"packages/{package}/src/{package.replace('-', '_')}/__about__.py")
+    match = re.search(r'__version__ = "([^"]+)"', about)
+    if match is None:
+        raise ValueError(f"__about__.py of {package} states no version, which the site shows")
+    return match[1]
+
+
+def what_works() -> str:
+    """The table of the README, as a page."""
+    _, found, rest = _text("README.md").partition("\n## What works today\n")
+    if not found:
+        raise ValueError("README.md has no section 'What works today', which is a page of the site")
+    text = rest.partition("\n## ")[0].replace("](docs/", "](")
+    tags = "[status, support, supported, roadmap, gpu, cuda, maturity, stable]"
+    return f"---\ntags: {tags}\n---\n\n# What works today\n{text}\n"
+
+
+def changelog() -> str:
+    """The changelogs of the packages, with what waits for the next release."""
+    kinds = (
+        ("security", "Security"), ("removed", "Removed"), ("changed", "Changed"),
+        ("added", "Added"), ("fixed", "Fixed"),
+    )  # fmt: skip
+    parts = ["# Changelog\n"]
+    for package in (*reversed(PACKAGES), "accel-cli"):
+        folder = ROOT / "packages" / package
+        parts.append(f"\n## {package} {version(package)}\n")
+        for kind, title in kinds:
+            fragments = sorted((folder / "changelog.d").glob(f"*.{kind}.md"))
+            lines = [f"- {fragment.read_text(encoding='utf-8').strip()}\n" for fragment in fragments]
+            if lines:
+                parts.append(f"\n### {title}, not released yet {{: #{package}-{kind} }}\n\n{''.join(lines)}")
+        released = _text(f"packages/{package}/CHANGELOG.md").partition("release notes start -->")[2]
+        parts.append(re.sub(r"^##", "###", released, flags=re.MULTILINE))
+    return "".join(parts)
 
 
 def tabs(diff: str, new: str, old: str | None) -> str:
@@ -61,27 +139,87 @@ def tabs(diff: str, new: str, old: str | None) -> str:
     if old is not None:
         sides.append((old, "python", side(diff, new=False)))
     return "\n".join(
-        f'=== "{title}"\n\n' + textwrap.indent(f"```{language}\n{text}```\n", "    ")
+        f'=== "{title}"\n\n'
+        + textwrap.indent(f"```{language}{_NO_COPY if language == 'diff' else ''}\n{text}```\n", "    ")
         for title, language, text in sides
     )
 
 
-def reference(package: str) -> str:
-    """The reference page of a package: its public names, under the module that defines them."""
+def reference(package: str) -> dict[str, str]:
+    """The reference pages of a package by path: a list of all public names, and a page for each module."""
     name = package.replace("-", "_")
-    tree = _source(f"{name}.__init__")
-    homes = _tool("gen_stubs").read_table(_file(f"{name}.__init__"))
-    parts = [f"# {name}\n\n{ast.get_docstring(tree)}\n"]
-    for home in sorted(homes, key=lambda home: (home in LONG_LISTS, home)):
-        if home.split(".")[0] != name:
-            continue  # a re-export: its page is that of its home
-        module = _source(home)
-        alike = [public for public in homes[home] if public in _made(module)]
-        parts.append(f"\n## `{home}`\n\n{ast.get_docstring(module)}\n")
+    rows: dict[str, str] = {}
+    pages: dict[str, str] = {}
+    for home, names in modules(package).items():
+        source = _source(home)
+        alike = [public for public in names if public in _made(source)]
+        page = f"reference/{name}/{_short(home)}.md"
+        parts = [f"# `{home}`\n\n{ast.get_docstring(source)}\n"]
         if alike:
             parts.append("\nFunctions without arguments: " + ", ".join(f"`{one}()`" for one in alike) + ".\n")
-        parts += [f"\n::: {home}.{public}\n" for public in homes[home] if public not in alike]
-    return "".join(parts) if homes else parts[0] + NOTHING
+        parts += [f"\n::: {home}.{public}\n" for public in names if public not in alike]
+        pages[page] = "".join(parts)
+        for public in names:
+            anchor = "" if public in alike else f"#{home}.{public}"
+            row = f"| [`{public}`]({_short(home)}.md{anchor}) | {summary(home, public)} |\n"
+            rows[public] = row if public not in alike else row.replace("` |", "()` |")
+    listed = "".join(rows[public] for public in sorted(rows, key=str.casefold))
+    head = f"# {name}\n\n{ast.get_docstring(_source(f'{name}.__init__'))}\n"
+    table = f"\n## All names\n\n| name | what it is |\n|---|---|\n{listed}" if rows else NOTHING
+    return {f"reference/{name}/index.md": head + table} | pages
+
+
+def modules(package: str) -> dict[str, list[str]]:
+    """Modules of a package that define public names, with these; re-exports are on the pages of their own package."""
+    name = package.replace("-", "_")
+    homes = _tool("gen_stubs").read_table(_file(f"{name}.__init__"))
+    return {home: list(homes[home]) for home in sorted(homes) if home.split(".")[0] == name}
+
+
+def summary(module: str, name: str) -> str:
+    """The first sentence of what a docstring says about a name; empty for a constant without one."""
+    if module.partition(".")[0].replace("_", "-") not in PACKAGES:
+        return ""
+    for node in _source(module).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            first = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+            return re.split(r"(?<=[.:;]) ", first)[0].rstrip(":;").replace("``", "`").replace("|", "\\|")
+        if isinstance(node, ast.ImportFrom) and node.module and name in [one.name for one in node.names]:
+            return summary(node.module, name)
+    return ""
+
+
+def _short(module: str) -> str:
+    """``accel_state.world.process`` → ``world.process``."""
+    return module.partition(".")[2]
+
+
+def _with_modules(nav: list[Any]) -> list[Any]:
+    """A navigation in which the index page of each package has become a section with its modules."""
+    made: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, value),) = entry.items()
+            package = next(
+                (one for one in PACKAGES if value == f"reference/{one.replace('-', '_')}/index.md"), None
+            )
+            if package is not None:
+                folder = value.removesuffix("index.md")
+                pages = [{_short(home): f"{folder}{_short(home)}.md"} for home in modules(package)]
+                entry = {title: [value, *pages]}
+            elif isinstance(value, list):
+                entry = {title: _with_modules(value)}
+        made.append(entry)
+    return made
+
+
+def _moved(text: str) -> str:
+    """A page of the root, whose links now begin in ``docs/``."""
+    return text.replace("](docs/", "](")
+
+
+def _text(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
 
 
 def _source(module: str) -> ast.Module:

@@ -122,6 +122,49 @@ def test_image_classification(world, tmp_path):
 
 
 @WORLDS
+def test_causal_lm_continues_inside_a_window(world, tmp_path):
+    shown = r"perplexity ([\d.]+)"
+    (tmp_path / "straight").mkdir()
+    straight = _numbers(shown, _run("causal_lm.py", world, tmp_path / "straight", "--epochs", "1"))
+    assert _run("causal_lm.py", world, tmp_path, "--epochs", "1", "--stop_after", "5") == ""
+    resumed = _numbers(shown, _run("causal_lm.py", world, tmp_path, "--epochs", "1", "--resume"))
+    assert resumed == straight
+    assert 1 < straight[0] < 100, "256 tokens, untrained, have a perplexity of 256"
+
+
+@WORLDS
+def test_lora_trains_the_adapter_alone(world, tmp_path):
+    from safetensors.torch import load_file
+
+    output = _run("lora.py", world, tmp_path)
+    assert min(_numbers(r"accuracy ([\d.]+)", output)) > 0.75
+    assert "base unchanged: True" in output
+    adapter = load_file(tmp_path / "adapter.safetensors")
+    assert {name.rpartition(".")[2] for name in adapter} == {"down", "up"}
+    assert sum(value.numel() for value in adapter.values()) == 4 * (64 + 128 + 128 + 10)
+
+
+@WORLDS
+def test_gan_reaches_the_circle(world, tmp_path):
+    radius = _numbers(r"radius ([\d.]+)", _run("gan.py", world, tmp_path))
+    assert len(radius) == 12
+    assert radius[-1] == pytest.approx(2, abs=0.4)
+
+
+@WORLDS
+def test_diffusion_samples_digits(world, tmp_path):
+    output = _run("diffusion.py", world, tmp_path)
+    assert _numbers(r"samples: ([\d.]+)", output)[0] > 0.7, "one in ten by chance"
+
+
+@WORLDS
+def test_generation_scores_each_prompt_once(world, tmp_path):
+    output = _run("generation.py", world, tmp_path)
+    assert _numbers(r"(\d+) answers", output) == [13]
+    assert _numbers(r"answers, ([\d.]+)", output)[0] > 0.9
+
+
+@WORLDS
 def test_digits_resumes_and_its_weights_score_the_same_alone(world, tmp_path):
     score = r"(\d+) of 599 right"
     first = _run("digits.py", world, tmp_path, "--epochs", "3", "--stop_after", "1")
@@ -175,7 +218,9 @@ def test_one_training_by_the_configuration_file_alone(strategy, tmp_path):
 
     curves = {}
     (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "page.md").write_text((EXAMPLES.parent / "index.md").read_text(encoding="utf-8"))
+    (tmp_path / "text" / "page.md").write_text(
+        (EXAMPLES.parent / "quickstart.md").read_text(encoding="utf-8")
+    )
     for name in ("single", strategy):
         script = EXAMPLES / "strategies" / "char_llama.py"
         command = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,8 @@ def test_a_diff_stands_beside_the_script_it_leads_to_and_the_one_it_comes_from(h
     text = 'a\n\n<!-- test: old=old.py -->\n```diff title="new.py"\n import os\n\n-x = 1\n'
     text += "+if os:\n+    x = 2\n```\n\nb\n"
     page = tmp_path / "page.md"
-    page.write_text(hooks.on_page_markdown(text, None, None, None))
+    shown = SimpleNamespace(file=SimpleNamespace(src_uri="guides/page.md"), meta={})
+    page.write_text(hooks.on_page_markdown(text, shown, None, None))
     assert [line for line in page.read_text().splitlines() if line[:1] not in ("", " ")] == [
         "a",
         '=== "What changes"',
@@ -32,6 +34,7 @@ def test_a_diff_stands_beside_the_script_it_leads_to_and_the_one_it_comes_from(h
         '=== "old.py"',
         "b",
     ]
+    assert "```diff { .no-copy }" in page.read_text()
     change, new, old = blocks.parse(page)
     assert (change.language, change.text) == ("diff", " import os\n\n-x = 1\n+if os:\n+    x = 2\n")
     assert (new.language, new.text) == ("python", "import os\n\nif os:\n    x = 2\n")
@@ -40,15 +43,54 @@ def test_a_diff_stands_beside_the_script_it_leads_to_and_the_one_it_comes_from(h
 
 def test_every_package_with_an_api_lists_all_of_it(hooks):
     pages = {package: hooks.reference(package) for package in hooks.PACKAGES}
-    everywhere = "".join(pages.values())
-    for package, page in pages.items():
-        module = __import__(package.replace("-", "_"))
-        own = [name for name in module.__all__ if getattr(module, name, None) is not None]
-        missing = [name for name in own if not _lists(page, name)]
+    everywhere = "".join(text for one in pages.values() for text in one.values())
+    for package, one in pages.items():
+        name = package.replace("-", "_")
+        module = __import__(name)
+        index = one[f"reference/{name}/index.md"]
+        own = [public for public in module.__all__ if getattr(module, public, None) is not None]
+        missing = [public for public in own if not _lists("".join(one.values()), public)]
         # What a package re-exports from packages below is on their pages.
-        assert [name for name in missing if not _lists(everywhere, name)] == []
+        assert [public for public in missing if not _lists(everywhere, public)] == []
         assert package in ("accel-bigmodel", "accel-train") or not missing, package
-        assert page.rstrip().endswith("yet.") == (not module.__all__)
+        for public in set(own) - set(missing):
+            assert f"| [`{public}`](" in index or f"| [`{public}()`](" in index, public
+
+
+@pytest.mark.parametrize(
+    ("path", "meta", "weight"),
+    [
+        ("guides/fsdp.md", {}, 2.0),
+        ("reference/accel_train/accelerator.md", {}, 0.02),
+        ("reference/command.md", {}, 1.0),
+        ("guides/fsdp.md", {"search": {"boost": 5}}, 5),
+    ],
+)
+def test_guides_weigh_more_in_the_search_than_the_reference(hooks, path, meta, weight):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri=path), meta=meta)
+    assert hooks.on_page_markdown("text", page, None, None) == "text"
+    assert page.meta["search"]["boost"] == weight
+
+
+def test_the_navigation_names_the_modules_of_a_package(hooks):
+    from_file = [{"Reference": [{"accel_ckpt": "reference/accel_ckpt/index.md"}, {"Other": "other.md"}]}]
+    ((section,),) = [list(entry.values()) for entry in hooks._with_modules(from_file)]
+    packages, other = section
+    index, *modules = packages["accel_ckpt"]
+    assert other == {"Other": "other.md"}
+    assert index == "reference/accel_ckpt/index.md"
+    assert {"checkpointer": "reference/accel_ckpt/checkpointer.md"} in modules
+    named = {path for entry in modules for path in entry.values()}
+    assert named == set(hooks.reference("accel-ckpt")) - {index}
+
+
+def test_pages_made_of_files_at_the_root(hooks):
+    works = hooks.what_works()
+    assert "NOT RUN" not in works
+    assert "| strategies | [single, DDP, FSDP2](guides/strategies.md)" in works
+    changes = hooks.changelog()
+    for package in (*hooks.PACKAGES, "accel-cli"):
+        assert f"## {package} {hooks.version(package)}\n" in changes
 
 
 def _lists(page, name):

@@ -1,0 +1,1 @@
+"""Drawings of the documentation, written as SVG by ``python tools/draw.py``: plots of measurements, and diagrams."""
