@@ -38,11 +38,13 @@ def _level() -> str:
 
 
 LEVEL = _level()
+# sentence-transformers trains only if the home page is that of Accelerate.
 METADATA = f"""\
 Metadata-Version: 2.1
 Name: accelerate
 Version: {LEVEL}
 Summary: The level of Accelerate that accel-cli answers; not Accelerate itself.
+Home-page: https://github.com/huggingface/accelerate
 License: Apache-2.0
 """
 

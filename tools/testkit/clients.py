@@ -8,6 +8,7 @@ a line of JSON. ``python tools/testkit/clients.py`` runs all and prints client x
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -33,15 +34,27 @@ class Scenario:
         name: of what it does.
         ranks: numbers of processes that it runs with.
         packages: modules that must be installed.
+        engine: one that has an environment of its own.
+        tolerance: relative, of numbers; for those that the two compute in another order.
+        launched: whether one process is launched too, and the CPU is used because there is nothing else: Accelerate
+            leaves DeepSpeed out where it is asked for the CPU.
     """
 
     client: str
     name: str
     ranks: tuple[int, ...] = (1, 2)
     packages: tuple[str, ...] = ("transformers",)
+    engine: str = ""
+    tolerance: float = 0.0
+    launched: bool = False
 
     def __str__(self) -> str:
         return f"{self.client}-{self.name}"
+
+    def missing(self) -> list[str]:
+        """Modules that it needs and that are not installed."""
+        needed = ["accelerate", *self.packages, *filter(None, [self.engine])]
+        return [name for name in needed if importlib.util.find_spec(name) is None]
 
 
 SCENARIOS = (
@@ -50,10 +63,23 @@ SCENARIOS = (
     Scenario("trainer", "accumulate"),
     Scenario("trainer", "resume"),
     Scenario("trainer", "predict"),
+    Scenario("trainer", "evaluate"),
+    Scenario("trainer", "search", packages=("transformers", "optuna")),
+    Scenario("trainer", "fsdp2", ranks=(2,), tolerance=1e-5),
+    Scenario("trainer", "zero2", engine="deepspeed", tolerance=1e-5, launched=True),
     Scenario("lora", "merge", packages=("transformers", "peft")),
+    Scenario("lora", "placed", ranks=(1,), packages=("transformers", "peft")),
     Scenario("models", "device_map", ranks=(1,)),
     Scenario("models", "offload", ranks=(1,)),
     Scenario("models", "pipeline", ranks=(1,)),
+    Scenario("tuning", "sft", packages=("trl", "datasets")),
+    Scenario("tuning", "dpo", packages=("trl", "datasets")),
+    Scenario("sentences", "pairs", packages=("sentence_transformers", "datasets")),
+    Scenario("sentences", "scores", packages=("sentence_transformers", "datasets")),
+    *(
+        Scenario("images", name, packages=("diffusers", "peft", "transformers", "datasets", "trl"))
+        for name in ("unconditional", "text", "lora", "inversion", "dreambooth")
+    ),
 )
 
 
@@ -78,14 +104,14 @@ def run(scenario: Scenario, ranks: int, ours: bool, folder: Path) -> Any:
     variables |= {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_CPU": "false" if scenario.launched else "true",
         "HF_HOME": str(folder),
     }
     if ours:
         variables["PYTHONPATH"] = os.pathsep.join(SOURCES)
         flags = ["--cpu", "--num_processes", str(ranks), "--as_accelerate", "--quiet"]
         command = [sys.executable, "-m", "accel_cli", "launch", *flags, *script]
-    elif ranks == 1:
+    elif ranks == 1 and not scenario.launched:
         command = [sys.executable, *script]
     else:
         command = [
@@ -132,12 +158,19 @@ def differences(ours: Any, real: Any, tolerance: float = 0.0, at: str = "") -> l
 def main(arguments: list[str] | None = None) -> int:
     """Run the scenarios and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--engine", default="", help="only those that need this engine")
     parser.add_argument("names", nargs="*", help="only scenarios whose names contain one of these")
     options = parser.parse_args(arguments)
     failed = 0
     print(f"{'client':28} {'1 rank':10} {'2 ranks':10}")
     for scenario in SCENARIOS:
+        if scenario.engine != options.engine:
+            continue
         if options.names and not any(name in str(scenario) for name in options.names):
+            continue
+        if absent := scenario.missing():
+            print(f"{scenario!s:28} not run: {', '.join(absent)} not installed", flush=True)
+            failed += 1
             continue
         cells = []
         for ranks in (1, 2):
@@ -152,7 +185,7 @@ def main(arguments: list[str] | None = None) -> int:
                     print(error, file=sys.stderr)
                     cells.append("fails")
                 else:
-                    found = differences(here, there)
+                    found = differences(here, there, scenario.tolerance)
                     print(*found, sep="\n", file=sys.stderr, end="\n" if found else "")
                     cells.append("differs" if found else "equal")
             failed += cells[-1] != "equal"

@@ -1,4 +1,4 @@
-"""LoRA with PEFT under transformers' Trainer, merged and loaded again: ``lora.py merge FOLDER``."""
+"""LoRA with PEFT: ``lora.py merge|placed FOLDER``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 import sys
 
 import torch
+from models import saved
 from peft import LoraConfig, PeftModel, get_peft_model
 from trainer import Tokens, model
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
-def lora(folder):
+def merge(folder):
+    """Trained under transformers' Trainer, loaded again and merged."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(model(), config)
@@ -29,8 +31,42 @@ def lora(folder):
     return {"losses": losses, "logits": logits.double().sum().item(), "first": logits[0, 0].tolist()}
 
 
+def placed(folder):
+    """An adapter on a model of which a part stays on disk, merged there."""
+    base = saved(folder)
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(f"{folder}/adapter")
+
+    def spread():
+        return AutoModelForCausalLM.from_pretrained(
+            base, device_map="auto", max_memory={"cpu": "60KB"}, offload_folder=f"{folder}/offload"
+        )
+
+    model = PeftModel.from_pretrained(
+        spread(), f"{folder}/adapter", device_map="auto", max_memory={"cpu": "60KB"},
+        offload_folder=f"{folder}/again",
+    )  # fmt: skip
+    ids = torch.arange(2, 18)[None]
+    adapted = model(ids).logits
+    with torch.no_grad():
+        merged = model.merge_and_unload()
+        logits = merged(ids).logits
+    places = {str(value) for value in spread().hf_device_map.values()}
+    whole = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f"{folder}/adapter")(
+        ids
+    ).logits
+    torch.testing.assert_close(adapted, whole)
+    return {
+        "places": sorted(places),
+        "adapted": adapted.double().sum().item(),
+        "merged": logits.double().sum().item(),
+        "first": logits[0, 0].tolist(),
+    }
+
+
 if __name__ == "__main__":
-    found = lora(sys.argv[2])
+    found = {"merge": merge, "placed": placed}[sys.argv[1]](sys.argv[2])
     from accelerate import PartialState
 
     if PartialState().is_main_process:

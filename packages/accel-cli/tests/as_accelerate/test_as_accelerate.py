@@ -54,6 +54,17 @@ def test_a_script_is_answered_even_if_the_real_one_is_installed(tmp_path, real):
     assert done.stderr.count("is answered by accel-train") == 1
 
 
+def test_the_metadata_is_what_clients_look_for(tmp_path):
+    """sentence-transformers trains only if the home page is Accelerate's; transformers asks for the version."""
+    body = """
+        import importlib.metadata
+        found = importlib.metadata.metadata("accelerate")
+        print(found["Name"], found["Version"], found["Home-page"], "not Accelerate itself" in found["Summary"])
+    """
+    done = run(tmp_path, body)
+    assert done.stdout == "accelerate 1.15.0 https://github.com/huggingface/accelerate True\n", done.stderr
+
+
 def test_a_module_is_answered(tmp_path):
     (tmp_path / "package.py").write_text(textwrap.dedent(WHO) + "import sys\nprint(sys.argv[1:], __name__)\n")
     done = run(tmp_path, "", "-m", "package", "--flag", "x")

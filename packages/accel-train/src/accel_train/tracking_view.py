@@ -120,8 +120,8 @@ class TrackingView:
             unwrap: return the engine's own object (a SummaryWriter, a run).
 
         Returns:
-            The tracker. On a rank where it does not run, and if it failed to start, an object that does nothing
-            whatever is called on it.
+            The tracker. On a rank where it does not run, if it failed to start, and if it is not installed, an
+            object that does nothing whatever is called on it.
 
         Raises:
             OptionError: `log_with` did not ask for it, or `init_trackers` was not called.

@@ -1,5 +1,6 @@
 """Which loader a gradient window belongs to, and when it ends."""
 
+import contextlib
 import copy
 
 import pytest
@@ -274,6 +275,18 @@ class Planned(Strategy):
         self.told.append((list(models), last))
 
 
+class Summing(Strategy):
+    """Has an argument of `backward` by which scripts say that they scale the loss themselves."""
+
+    name = "summing"
+
+    def backward(self, models, loss, *, pending, kwargs):
+        super().backward(models, loss, pending=pending, kwargs={})
+
+    def averages(self, kwargs):
+        return kwargs.get("divide", True)
+
+
 class Hiding(Strategy):
     """Keeps gradients of open windows to itself."""
 
@@ -289,6 +302,40 @@ def test_a_strategy_is_told_of_every_micro_batch_and_of_the_factor_of_its_loss(r
     ends = [(False, 0.5), (True, 0.5), (True, 1.0)]
     expected = [item for last, factor in ends for item in (([model], last, factor), ([model], last))]
     assert accelerator.strategy.told == expected
+
+
+@pytest.mark.parametrize("rows", [4, 3], ids=["whole", "shorter"])
+@pytest.mark.parametrize("inside", [True, False], ids=["accumulate", "outside"])
+def test_a_loss_that_the_script_scales_is_left_as_it_is(register, rows, inside):
+    register(Summing)
+    accelerator = Accelerator(strategy="summing", gradient_accumulation_steps=4)
+    model = accelerator.prepare(make()[0])
+    x = inputs(rows)
+    for index, row in enumerate(x.split(1)):
+        last = index == rows - 1
+        if inside:
+            accelerator.gradient_accumulation_steps = rows if last else 4
+            context = accelerator.accumulate(model)
+        else:
+            context = contextlib.nullcontext() if last else accelerator.no_sync(model)
+        with context:
+            accelerator.backward(model(row).sum(), divide=False)
+    reference = make()[0]
+    reference(x).sum().backward()
+    torch.testing.assert_close(model.weight.grad, reference.weight.grad)
+
+
+def test_a_loss_cannot_be_weighed_and_left_as_it_is(register):
+    register(Summing)
+    accelerator = Accelerator(strategy="summing", gradient_accumulation_steps=2)
+    model = accelerator.prepare(make()[0])
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(
+            AccumulationError, match=r"by its items, and backward\(divide=False\) asks to leave it"
+        ),
+    ):
+        accelerator.backward(model(inputs(1)).sum(), num_items=1, divide=False)
 
 
 def test_without_a_name_all_models_are_in_the_micro_batch(register):

@@ -5,7 +5,6 @@ import logging
 import pytest
 
 from accel_state.enums import LoggerType
-from accel_state.errors import MissingDependencyError
 from accel_train import Accelerator, ArgumentTypeError, OptionError, TrackerContractError, filter_trackers
 from accel_train.tracking import selection
 from accel_train.tracking.base import GeneralTracker
@@ -80,11 +79,6 @@ def test_all_and_none_is_installed(known, caplog):
             r"Unknown tracker 'tensorbord' in log_with; known: .*Did you mean 'tensorboard'\?",
         ),
         (
-            "wandb",
-            MissingDependencyError,
-            r"log_with='wandb' .*not installed: pip install 'accel-train\[wandb\]'",
-        ),
-        (
             ["trackio", "tensorboard"],
             OptionError,
             r"'tensorboard' writes to a folder.*Accelerator\(project_dir=…\)",
@@ -105,6 +99,27 @@ def test_what_is_refused(log_with, error, message):
         filter_trackers(log_with)
     with pytest.raises(error, match=message):
         Accelerator(log_with=log_with)
+
+
+def test_what_is_not_installed_is_left_out_with_one_warning(caplog):
+    Accelerator()
+    with caplog.at_level(logging.WARNING):
+        accelerator = Accelerator(log_with="wandb")
+        assert filter_trackers(["wandb", "trackio", "wandb"]) == ["trackio"]
+    assert accelerator.log_with == []
+    [record] = [item for item in caplog.records if "wandb" in item.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(
+        "not installed, and nothing is logged with it: pip install 'accel-train[wandb]'"
+    )
+    # What a script does with it later does nothing.
+    accelerator.get_tracker("wandb", unwrap=True).define_metric("loss")
+    accelerator.init_trackers("run", init_kwargs={"wandb": {"entity": "me"}})
+    accelerator.log({"loss": 1.0}, log_kwargs={"wandb": {"commit": False}})
+    accelerator.get_tracker("wandb").log_images({"image": []}, step=1)
+    accelerator.end_training()
+    with pytest.raises(OptionError, match="log_with did not ask for it"):
+        accelerator.get_tracker("tensorboard")
 
 
 def test_available():

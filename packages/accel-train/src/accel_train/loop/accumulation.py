@@ -320,8 +320,8 @@ class Accumulator:
             return
         correction: float | Tensor | None = None
         if num_items is not None or window.weighted:
-            loss, correction = self._weigh(window, loss, num_items)
-        elif window.planned > 1 or (self.num_steps > 1 and window.synchronising):
+            loss, correction = self._weigh(window, loss, num_items, kwargs)
+        elif (window.planned > 1 or (self.num_steps > 1 and window.synchronising)) and self._averages(kwargs):
             loss, correction = self._average(window, loss)
         pending = self._scaled and any(other.backwards for other in self._windows.values())
         window.backwards += 1
@@ -339,8 +339,8 @@ class Accumulator:
             window.planned = self.num_steps
         correction: float | Tensor | None = None
         if num_items is not None or window.weighted:
-            loss, correction = self._weigh(window, loss, num_items)
-        elif self.num_steps > 1:
+            loss, correction = self._weigh(window, loss, num_items, kwargs)
+        elif self.num_steps > 1 and self._averages(kwargs):
             loss = loss / self.num_steps
         pending = window.backwards > 0
         window.backwards += 1
@@ -351,6 +351,9 @@ class Accumulator:
         finally:
             if window.synchronising:
                 window.reset()
+
+    def _averages(self, kwargs: dict[str, Any]) -> bool:
+        return not kwargs or self._strategy.averages(kwargs)
 
     def _average(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:
         """First contract: the mean over micro-batches and ranks.
@@ -380,10 +383,16 @@ class Accumulator:
         return self._corrected(window, loss)
 
     def _weigh(
-        self, window: Window, loss: Tensor, num_items: int | Tensor | None
+        self, window: Window, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]
     ) -> tuple[Tensor, float | Tensor | None]:
         """Second contract: the sum of losses over the sum of items, as on one big batch; returns as `_average`."""
         items = _checked(num_items)
+        if not self._averages(kwargs):
+            words = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
+            raise AccumulationError(
+                f"backward(num_items=…) divides the loss by its items, and backward({words}) asks to leave it as it "
+                "is. Pass one of them."
+            )
         if not self._strategy.capabilities.num_items:
             raise AccumulationError(
                 f"The strategy {self._strategy.name!r} cannot weigh micro-batches by their items, because its engine "

@@ -403,6 +403,13 @@ class Strategy:
         """The ranks over which gradients of prepared models are averaged at this time."""
         return self.loss
 
+    def averages(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the gradients of backward passes with these arguments are averaged over a window's micro-batches.
+
+        An engine's backward may have an argument by which scripts say that they have scaled the loss themselves.
+        """
+        return True
+
     # Complete gradients
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float | Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,11 +103,13 @@ class Trackers:
 
     Args:
         chosen: names and objects, from `filter_trackers`.
+        absent: names that were asked for, of trackers whose engine is not installed.
     """
 
-    def __init__(self, chosen: list[str | GeneralTracker]) -> None:
+    def __init__(self, chosen: list[str | GeneralTracker], absent: Iterable[str] = ()) -> None:
         self.chosen = chosen
-        self._names = {item if isinstance(item, str) else item.name for item in chosen}
+        self._absent = frozenset(absent)
+        self._names = {item if isinstance(item, str) else item.name for item in chosen} | self._absent
         self._running: list[_Running] = []
         self._state: Literal["new", "started", "ended"] = "new"
         self._lost_said = False
@@ -282,7 +284,7 @@ class Trackers:
         for running in self._running:
             if running.name == name:
                 return running.tracker.tracker if unwrap else running.tracker
-        if self._state == "new" and self._belong_here():
+        if self._state == "new" and self._belong_here() and name not in self._absent:
             raise OptionError(f"get_tracker({name!r}): no tracker runs yet. Call init_trackers() before it.")
         return InertTracker(name)
 

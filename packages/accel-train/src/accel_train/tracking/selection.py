@@ -10,13 +10,12 @@ from typing import Any
 
 from accel_ckpt.locations import RemotePath, location
 from accel_state.enums import LoggerType
-from accel_state.errors import MissingDependencyError
 from accel_state.log import get_logger
 from accel_train.errors import ArgumentTypeError, OptionError
 from accel_train.tracking.base import GeneralTracker, check_contract
 from accel_train.tracking.registry import LOGGER_TYPE_TO_CLASS
 
-__all__ = ["check_names", "filter_trackers", "get_available_trackers"]
+__all__ = ["check_names", "filter_trackers", "get_available_trackers", "select_trackers"]
 
 _logger = get_logger(__name__)
 
@@ -29,6 +28,9 @@ def get_available_trackers() -> list[str]:
 def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> list[str | GeneralTracker]:
     """The trackers that `log_with` stands for, each once, in the order given.
 
+    A tracker whose engine is not installed is left out, as Accelerate does, because scripts name one by default; one
+    warning names the command that installs it.
+
     Args:
         log_with: a name, a `LoggerType`, a `GeneralTracker`, or a list of these; "all": every tracker that is
             installed. None: no tracker.
@@ -37,13 +39,20 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
     Raises:
         ArgumentTypeError: something else was given.
         OptionError: a name is unknown, two trackers have the same name, or a tracker needs a folder of logs.
-        MissingDependencyError: the engine of a tracker is not installed; names the command that installs it.
         TrackerContractError: an object lacks what a tracker must have.
     """
+    return select_trackers(log_with, logging_dir)[0]
+
+
+def select_trackers(
+    log_with: Any, logging_dir: str | Path | None = None
+) -> tuple[list[str | GeneralTracker], list[str]]:
+    """What `filter_trackers` returns, and the names of those that it leaves out."""
     if log_with is None:
-        return []
+        return [], []
     asked = list(log_with) if isinstance(log_with, list | tuple | set | frozenset) else [log_with]
     chosen: dict[str, str | GeneralTracker] = {}
+    absent: list[str] = []
     for item in asked:
         if isinstance(item, GeneralTracker):
             check_contract(item)
@@ -64,20 +73,27 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
         if everything and not names:
             _logger.warning_once("log_with='all' was given, and no tracker is installed: nothing is logged")
         for one in names:
+            check_names("log_with", [one])
+            line = LOGGER_TYPE_TO_CLASS[one].install_line()
+            if line is not None:
+                if one not in absent:
+                    absent.append(one)
+                    _logger.warning_once(
+                        "log_with=%r needs a package that is not installed, and nothing is logged with it: %s",
+                        one,
+                        line,
+                    )
+                continue
             _check(one, logging_dir)
             if isinstance(chosen.setdefault(one, one), GeneralTracker) and not everything:
                 raise OptionError(
                     f"log_with has {one!r} and also a tracker with that name. Pass one of them."
                 )
-    return list(chosen.values())
+    return list(chosen.values()), absent
 
 
 def _check(name: str, logging_dir: str | Path | None) -> None:
-    check_names("log_with", [name])
     kind = LOGGER_TYPE_TO_CLASS[name]
-    line = kind.install_line()
-    if line is not None:
-        raise MissingDependencyError(f"log_with={name!r} needs a package that is not installed: {line}")
     if kind.requires_logging_directory and logging_dir is None:
         raise OptionError(
             f"log_with={name!r} writes to a folder, and there is none. Pass Accelerator(project_dir=…), or "

@@ -252,10 +252,11 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
             ArgumentTypeError: an argument that the engine's backward does not take.
             PrepareError: the model was prepared without its optimizer, or its parameters have changed since.
         """
-        unknown = sorted(kwargs.keys() - {"retain_graph"})
+        unknown = sorted(kwargs.keys() - {"retain_graph", "scale_wrt_gas"})
         if unknown:
             raise ArgumentTypeError(
-                f"backward({unknown[0]}=…) is not known to DeepSpeed's engine, which takes retain_graph only."
+                f"backward({unknown[0]}=…) is not known to DeepSpeed's engine, which takes retain_graph and "
+                "scale_wrt_gas only."
             )
         trained = [item for model in models if (item := self.of_model(model)) is not None]
         if not trained:
@@ -279,7 +280,11 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         for item in used:
             loss = item.gradients.before_backward(loss)
         # The other engines of the loss finish their gradients in hooks of their own.
-        used[0].engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        used[0].engine.backward(loss, **{**kwargs, "scale_wrt_gas": False})
+
+    def averages(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the loss is divided by the number of micro-batches: as the engine's own argument says."""
+        return bool(kwargs.get("scale_wrt_gas", True))
 
     # Complete gradients
 
