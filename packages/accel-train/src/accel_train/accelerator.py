@@ -85,9 +85,7 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(
-    CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView
-):
+class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:

@@ -51,8 +51,8 @@ class LoopView:
 
         Raises:
             OptionError: a value that cannot be used, or a second call.
-            IncompatibleOptionsError: the strategy's engine owns the step (DeepSpeed, Megatron-LM), or an optimizer updates
-                during backward (LOMO).
+            IncompatibleOptionsError: the strategy's engine owns the step (DeepSpeed, Megatron-LM), or an optimizer
+                updates during backward (LOMO).
         """
         options = StepGuardOptions(
             nonfinite_gradients, loss_spike, reference, history, warmup, max_consecutive

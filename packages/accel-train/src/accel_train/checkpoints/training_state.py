@@ -276,10 +276,11 @@ def _read_foreign(
         shared,
         rng,
         loaders,
-        {},
-        None,
-        None,
-        lambda: directory,
+        replicas={},
+        optimizers=None,
+        windows=None,
+        guard=None,
+        local_folder=lambda: directory,
     )
 
 

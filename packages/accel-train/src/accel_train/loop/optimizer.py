@@ -187,8 +187,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if self._fused and self._accumulator.guard is not None:
             raise IncompatibleOptionsError(
-                f"guard_steps() leaves out updates, which {type(self.optimizer).__name__} makes during backward, before "
-                "its gradients are known to be good. Use an optimizer that updates in step()."
+                f"guard_steps() leaves out updates, which {type(self.optimizer).__name__} makes during backward, "
+                "before its gradients are known to be good. Use an optimizer that updates in step()."
             )
 
     @property
