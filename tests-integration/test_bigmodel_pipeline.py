@@ -694,6 +694,32 @@ def all_of_transformers(points):
     return [of_transformers(*TRANSFORMERS[point]) for point in points]
 
 
+def traced_again(failures):
+    """Where torch.export fails so many times as it rarely does by itself, after it has marked the split points."""
+    from accel_bigmodel import prepare_pippy
+    from accel_bigmodel.pipelines import tracing
+
+    real, left = tracing.pipeline, iter(range(failures))
+
+    def failing(*args, **kwargs):
+        found = real(*args, **kwargs)
+        if next(left, None) is not None:
+            raise RuntimeError("failed") from RuntimeError(
+                "We found a fake tensor in the exported program constant's list."
+            )
+        return found
+
+    tracing.pipeline = failing
+    model = prepare_pippy(net(), split_points=["blocks.2"], example_args=(ids(2),), gather_output=True)
+    return same(model(ids(4)), net()(ids(4)))
+
+
+def test_a_trace_that_lost_a_tensor_is_repeated_once():
+    assert worlds.run(traced_again, 2, 1) == [True] * 2
+    with pytest.raises(worlds.RankError, match=r"Net cannot be traced.*We found a fake tensor"):
+        worlds.run(traced_again, 2, 2)
+
+
 def zoo():
     from accel_bigmodel import prepare_pippy
     from testkit.models import ZOO

@@ -23,10 +23,13 @@ from torch.distributed.pipelining import Pipe, ScheduleGPipe, SplitPoint, pipeli
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate
 
 from accel_bigmodel.errors import PipelineError
+from accel_state.log import get_logger
 
 __all__ = ["Inputs", "Program", "Weights", "are_still_those_of", "tensors_of"]
 
+_logger = get_logger(__name__)
 _Output = tuple[list[tuple[Any, Any]], pytree.TreeSpec]
+_LOST = "fake tensor in the exported program"  # in the message of torch.export
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -266,14 +269,11 @@ def _trace(
     first = next(flat.model.parameters(), None)
     device = torch.device("cpu") if first is None else first.device
     examples = tuple(torch.zeros(shape.shape, dtype=shape.dtype, device=device) for shape in shapes)
-    marks = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
-    touched = [flat.model, *(flat.model.get_submodule(point) for point in split_points)]
-    with _restored(touched), warnings.catch_warnings(), torch.no_grad():
+    with warnings.catch_warnings(), torch.no_grad():
         # torch warns about copies of tree specs that it makes itself.
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-        flat.model.forward = forward
         try:
-            return pipeline(flat, examples, split_spec=marks)
+            return _exported(flat, forward, examples, split_points)
         except Exception as error:
             cause = error.__cause__ or error
             if isinstance(cause, PipelineError):
@@ -286,6 +286,31 @@ def _trace(
                 "split. A pipeline needs a forward whose control flow does not depend on values; for other models "
                 "use a device map (dispatch_model)"
             ) from cause
+
+
+def _exported(
+    flat: _Flat, forward: Callable[..., Any], examples: tuple[Tensor, ...], split_points: Sequence[str]
+) -> Pipe:
+    """Trace and split, a second time if torch.export lost track of a tensor of its own.
+
+    That was seen rarely, for T5 on busy machines and on one rank of several; a model that cannot be traced fails again.
+    """
+    touched = [flat.model, *(flat.model.get_submodule(point) for point in split_points)]
+
+    def once() -> Pipe:
+        with _restored(touched):
+            flat.model.forward = forward
+            marks = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
+            return pipeline(flat, examples, split_spec=marks)
+
+    try:
+        return once()
+    except Exception as error:
+        cause = error.__cause__ or error
+        if _LOST not in str(cause):
+            raise
+        _logger.debug(f"{type(flat.model).__name__} is traced again: {cause}")
+    return once()
 
 
 @contextmanager
