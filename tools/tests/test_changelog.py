@@ -26,7 +26,7 @@ def _towncrier(folder: Path, *arguments: str) -> str:
         "--date",
         "2020-01-02",
     ]
-    command += ["--dir", str(folder), "--config", str(folder / "pyproject.toml")]
+    command += ["--dir", str(folder), "--config", str(ROOT / "tools/towncrier.toml")]
     return subprocess.run(command, check=True, text=True, capture_output=True).stdout
 
 
@@ -56,7 +56,7 @@ def test_releases_stack_up_newest_first(tmp_path):
         subprocess.run(["git", "-C", str(tmp_path), "add", "."], check=True)
         command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", version]
         command += ["--date", "2020-01-02"]
-        command += ["--dir", str(folder), "--config", str(folder / "pyproject.toml")]
+        command += ["--dir", str(folder), "--config", str(tmp_path / "tools/towncrier.toml")]
         subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
     released = (folder / "CHANGELOG.md").read_text(encoding="utf-8").partition("start -->\n")[2]
     assert released.strip() == (

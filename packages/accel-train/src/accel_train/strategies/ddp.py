@@ -52,7 +52,7 @@ class DDPStrategy(Strategy):
         if _ddp(model) is not None:
             return model  # compiled around it
         if is_sharded_by_script(model, self.batch):
-            if self.options.config.comm_hook != "no":
+            if self.options.config.communication_hook() is not None:
                 raise PrepareError(
                     f"comm_hook={str(self.options.config.comm_hook)!r} compresses what ddp sends, and "
                     f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
