@@ -1,0 +1,31 @@
+"""What the check of the site's search counts as a miss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import check_search
+
+GUIDES = Path(__file__).parents[2] / "docs" / "guides"
+
+
+def test_a_guide_that_is_found_second_or_not_at_all_is_a_miss():
+    found = {query: [f"guides/{guides[0]}/"] for query, guides in check_search.EXPECTED.items()}
+    assert check_search.misses(found) == []
+    found["fsdp"] = ["reference/configuration/", "guides/fsdp/"]
+    found["gan"] = []
+    assert check_search.misses(found) == [
+        "'fsdp' finds 'reference/configuration/' first, not one of fsdp",
+        "'gan' finds 'nothing' first, not one of several-models",
+    ]
+
+
+def test_the_expected_guides_are_there():
+    named = {guide for guides in check_search.EXPECTED.values() for guide in guides}
+    assert {guide for guide in named if not (GUIDES / f"{guide}.md").is_file()} == set()
+
+
+def test_every_guide_has_words_for_the_search():
+    assert [
+        page.name for page in GUIDES.glob("*.md") if not page.read_text().startswith("---\ntags: [")
+    ] == []
