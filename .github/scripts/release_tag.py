@@ -32,9 +32,7 @@ def parse(tag: str, root: Path) -> tuple[str, str]:
         )
     left = sorted(path.name for path in (folder / "changelog.d").glob("*.md"))
     if left:
-        raise ValueError(
-            f"changelog fragments are left: {left}; run hatch run release-notes {folder}"
-        )
+        raise ValueError(f"changelog fragments are left: {left}; run hatch run release-notes {folder}")
     if f"## {version} " not in (folder / "CHANGELOG.md").read_text(encoding="utf-8"):
         raise ValueError(f"CHANGELOG.md of {package} has no section for {version}")
     return package, version
