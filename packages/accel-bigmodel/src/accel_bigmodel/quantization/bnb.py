@@ -132,7 +132,7 @@ class BitsAndBytesEngine:
         """Refuse metadata with which the engine would read past the end of the weights."""
         try:
             found = json.loads(bytes(as_bytes(text.cpu().contiguous())))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise QuantizationError(f"{self._description} cannot be read: {error}") from error
         expected: dict[str, Any] = {
             "quant_type": self.config.bnb_4bit_quant_type,
@@ -144,6 +144,8 @@ class BitsAndBytesEngine:
         seen = {key: found.get(key) for key in expected} if isinstance(found, dict) else found
         if seen != expected or found.get("dtype") not in ("float32", "float16", "bfloat16"):
             raise QuantizationError(f"{self._description} is {found}, expected {expected}")
+        if self.config.bnb_4bit_use_double_quant and type(found.get("nested_offset")) not in (int, float):
+            raise QuantizationError(f"{self._description} is {found}, expected a number as nested_offset")
 
     def _without_weight(self, layer: nn.Linear) -> Any:
         sizes = layer.in_features, layer.out_features

@@ -244,8 +244,8 @@ def _close(what: str, found: Tensor, wanted: Tensor) -> None:
 
 def _near(what: str, found: list[float], wanted: list[float], tolerance: float) -> None:
     scale = max(max(map(abs, wanted)), 1e-3)
-    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    if not worst <= tolerance * scale:
+    # One by one: the largest of several differences can hide one that is not a number.
+    if not all(abs(a - b) <= tolerance * scale for a, b in zip(found, wanted, strict=True)):
         raise AssertionError(
             f"{what}: {_cut(found)}; one process has {_cut(wanted)}, and {tolerance:g} of the largest is allowed"
         )
