@@ -71,6 +71,17 @@ def nested_pieces(text):
     return engine, layer, pieces
 
 
+def test_nested_entries_of_weights_that_are_not_nested_are_refused():
+    engine, layer = BitsAndBytesEngine(FP4), nn.Linear(64, 6, bias=False)
+    pieces = dict(engine.quantize(layer, torch.randn(6, 64), CPU).state_dict())
+    name = "weight.quant_state.bitsandbytes__fp4"
+    found = json.loads(bytes(pieces[name].tolist())) | {"nested_absmax": 1}
+    pieces[name] = torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
+    told = r"fp4 has unknown entries \['nested_absmax'\], expected \['quant_type', 'blocksize', 'shape', 'dtype'\]"
+    with pytest.raises(QuantizationError, match=told):
+        engine.restore(layer, pieces, CPU)
+
+
 def changed(**values):
     return lambda old: json.dumps(json.loads(old) | values).encode()
 
@@ -88,8 +99,27 @@ def changed(**values):
         (changed(dtype="int64"), "expected"),
         (changed(nested_offset=None), "nested_offset"),
         (changed(nested_offset="1"), "nested_offset"),
+        (changed(nested_offset=10**400), "nested_offset"),
+        (changed(author="me", zone=1), r"unknown entries \['author', 'zone'\]"),
+        (changed(absmax=[1.0]), r"unknown entries \['absmax'\]"),
+        (changed(**{"a.quant_map": [1.0]}), r"unknown entries \['a.quant_map'\]"),
     ],
-    ids=["bytes", "deep", "list", "shape", "block", "type", "nested", "dtype", "no offset", "text"],
+    ids=[
+        "bytes",
+        "deep",
+        "list",
+        "shape",
+        "block",
+        "type",
+        "nested",
+        "dtype",
+        "no offset",
+        "text",
+        "large",
+        "unknown",
+        "tensor",
+        "prefix",
+    ],
 )
 def test_metadata_that_do_not_fit_are_refused(text, told):
     engine, layer, pieces = nested_pieces(text)

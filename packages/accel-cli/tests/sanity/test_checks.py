@@ -107,6 +107,42 @@ def test_a_loss_that_is_not_a_number_is_found(bench, step, monkeypatch):
     assert told.count("nan") == 1
 
 
+def test_a_norm_that_is_not_told_is_found(bench, monkeypatch):
+    right, calls = bench.accelerator.clip_grad_norm_, iter(range(4))
+
+    def silent_once(*args):
+        norm = right(*args)
+        return None if next(calls) == 2 else norm
+
+    monkeypatch.setattr(bench.accelerator, "clip_grad_norm_", silent_once)
+    told = failure(bench, "training")
+    assert told.startswith("gradient norms: 3 values, [")
+    assert "; one process has 4, [" in told
+
+
+def test_a_part_of_a_weight_is_found(bench, monkeypatch):
+    right = bench.accelerator.get_state_dict
+    monkeypatch.setattr(
+        bench.accelerator, "get_state_dict", lambda model: right(model) | {"4.weight": torch.ones(8)}
+    )
+    told = failure(bench, "training")
+    assert told.startswith("4.weight: 8 values, [1.0, 1.0,")
+    assert "; one process has 16, [" in told
+
+
+def test_a_weight_that_is_not_there_is_found(bench, monkeypatch):
+    right = bench.accelerator.get_state_dict
+    monkeypatch.setattr(bench.accelerator, "get_state_dict", lambda model: {"0.bias": right(model)["0.bias"]})
+    absent = "['0.weight', '2.weight', '2.bias', '4.weight', '4.bias']"
+    assert failure(bench, "training") == f"weights that get_state_dict lacks: {absent}; expected []"
+
+
+def test_training_without_a_step_is_found(bench, monkeypatch):
+    monkeypatch.setattr(type(bench.accelerator), "sync_gradients", property(lambda self: False))
+    told = failure(bench, "training")
+    assert told == "sync_gradients was false in all of 4 batches: no step was taken"
+
+
 def test_a_state_that_is_not_loaded_is_found(bench, monkeypatch):
     NAMED["training"](bench)
     monkeypatch.setattr(bench.accelerator, "load_state", lambda folder: None)
