@@ -13,7 +13,7 @@ from accel_train.errors import ArgumentTypeError, OptionError, TrackerError
 from accel_train.tracking.base import GeneralTracker, InertTracker, LogsImages, LogsTables
 from accel_train.tracking.images import read_images
 from accel_train.tracking.registry import LOGGER_TYPE_TO_CLASS
-from accel_train.tracking.selection import check_names
+from accel_train.tracking.selection import check_names, warn_of_absent
 from accel_train.tracking.tables import read_table
 from accel_train.tracking.values import plain, plain_step
 
@@ -108,8 +108,8 @@ class Trackers:
 
     def __init__(self, chosen: list[str | GeneralTracker], absent: Iterable[str] = ()) -> None:
         self.chosen = chosen
-        self._absent = frozenset(absent)
-        self._names = {item if isinstance(item, str) else item.name for item in chosen} | self._absent
+        self._absent = tuple(absent)
+        self._names = {item if isinstance(item, str) else item.name for item in chosen} | {*self._absent}
         self._running: list[_Running] = []
         self._state: Literal["new", "started", "ended"] = "new"
         self._lost_said = False
@@ -119,6 +119,10 @@ class Trackers:
         # Objects of engines hold files, threads and connections, so those of a script travel as their names.
         names = [item if isinstance(item, str) else item.name for item in self.chosen]
         return {**self.__dict__, "chosen": names, "_running": [], "_state": "new", "_lost_said": False}
+
+    def warn_of_absent(self) -> None:
+        """Warn once of those that were asked for and are not installed; the rank must be known."""
+        warn_of_absent(self._absent)
 
     @property
     def running(self) -> list[GeneralTracker]:
