@@ -126,7 +126,9 @@ def run(scenario: Scenario, ranks: int, ours: bool, folder: Path) -> Any:
         command, env=variables, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT
     )
     found = [line.partition("RESULT ")[2] for line in done.stdout.splitlines() if "RESULT " in line]
-    if done.returncode or len(found) != 1:
+    # Ranks of the real one that do not destroy their process group are now and then ended by gloo's threads at exit.
+    ended = not ours and "terminate called without an active exception" in done.stderr
+    if (done.returncode and not ended) or len(found) != 1:
         who = "accel" if ours else "accelerate"
         raise ClientError(
             f"{scenario} on {ranks} with {who}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"

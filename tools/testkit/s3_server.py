@@ -125,13 +125,16 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "testkit.s3_server"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
         assert self._process.stdout is not None
-        self.port = int(self._process.stdout.readline())
+        line = self._process.stdout.readline()
+        assert line, f"the server ended with {self._process.wait()}; run: python -m testkit.s3_server"
+        self.port = int(line)
         self.environment = {
             "AWS_ACCESS_KEY_ID": "test",
             "AWS_SECRET_ACCESS_KEY": "test",

@@ -59,7 +59,7 @@ from accel_train.setup.resolve import Given, mixed_precision_name, resolve
 from accel_train.state import AcceleratorState, GradientState, register_newest
 from accel_train.strategies.base import DefersSync, JoinsUneven, Strategy
 from accel_train.tracking.running import Trackers
-from accel_train.tracking.selection import select_trackers
+from accel_train.tracking.selection import select_trackers, warn_of_absent
 from accel_train.tracking_view import TrackingView
 from accel_train.unwrap import unwrap
 
@@ -185,7 +185,8 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
         self.init_handler: InitProcessGroupKwargs | None = handlers.get("init")
         self.profile_handler: ProfileKwargs | None = handlers.get("profile")
         self.project_configuration = arguments.project_configuration(project_config, project_dir)
-        self._trackers = Trackers(*select_trackers(log_with, self.logging_dir))
+        trackers, absent = select_trackers(log_with, self.logging_dir)
+        self._trackers = Trackers(trackers, absent)
         self._options = Options(
             device_placement=device_placement,
             loaders=arguments.loader_config(dataloader_config, split_batches),
@@ -203,6 +204,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
             sync_each_batch=plugin.sync_each_batch,
         )
         self._begin(cpu, launched, given, plugin)
+        warn_of_absent(absent)
         self._prepared.preemption = start_preemption(preemption, self._process, self._accumulator, self)
         register_newest(self)
 

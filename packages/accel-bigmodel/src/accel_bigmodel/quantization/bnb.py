@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,7 +133,7 @@ class BitsAndBytesEngine:
         """Refuse metadata with which the engine would read past the end of the weights."""
         try:
             found = json.loads(bytes(as_bytes(text.cpu().contiguous())))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise QuantizationError(f"{self._description} cannot be read: {error}") from error
         expected: dict[str, Any] = {
             "quant_type": self.config.bnb_4bit_quant_type,
@@ -144,6 +145,14 @@ class BitsAndBytesEngine:
         seen = {key: found.get(key) for key in expected} if isinstance(found, dict) else found
         if seen != expected or found.get("dtype") not in ("float32", "float16", "bfloat16"):
             raise QuantizationError(f"{self._description} is {found}, expected {expected}")
+        numbers = ["nested_offset"] if self.config.bnb_4bit_use_double_quant else []
+        # The engine asserts the names, and would take an entry with the name of a tensor for it.
+        if unknown := sorted(found.keys() - expected.keys() - {"dtype", *numbers}):
+            raise QuantizationError(
+                f"{self._description} has unknown entries {unknown}, expected {[*expected, 'dtype', *numbers]}"
+            )
+        if numbers and not _is_number(found.get("nested_offset")):
+            raise QuantizationError(f"{self._description} is {found}, expected a number as nested_offset")
 
     def _without_weight(self, layer: nn.Linear) -> Any:
         sizes = layer.in_features, layer.out_features
@@ -168,3 +177,8 @@ class BitsAndBytesEngine:
                 new.support_avx512bf16_for_cpu = False
         new.bias = layer.bias
         return new.train(layer.training)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether JSON's value can be a float: its integers have no limit."""
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)

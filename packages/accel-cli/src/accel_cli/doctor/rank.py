@@ -71,7 +71,8 @@ def main(arguments: list[str]) -> int:
     try:
         _take_part(job, store, wait, results, enter)
     except (RuntimeError, OSError) as error:
-        results["error"] = f"{step[0]}: {str(error).splitlines()[0][:200]}"
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # some errors have no text
+        results["error"] = f"{step[0]}: {lines[0][:200]}"
     try:
         store.set(f"result/{job.rank}", json.dumps(results))
         store.add("ended", 1)

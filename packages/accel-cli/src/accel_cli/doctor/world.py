@@ -170,9 +170,8 @@ class _Coordinator:
             return [self._missing(missing, arrived)], {"arrived": arrived, "missing": missing}
         self.store.set("start", "")
         clocks = self._clocks()
-        silent = [] if clocks is not None else sorted(self._silent("result"))
-        if clocks is not None:
-            silent = self._wait_for_results()
+        # Also after a rank that does not tell its time: the others wait for it until their own timeout, and say so.
+        silent = self._wait_for_results()
         results = self._read("result")
         findings = judge(arrived, results, clocks or {})
         for rank in silent:

@@ -121,12 +121,16 @@ def check_training(bench: Bench) -> None:
     loader = DataLoader(TensorDataset(*map(torch.cat, zip(*batches, strict=True))), batch_size=_BATCH)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses, norms, skipped = _train(accelerator, model, optimizer, loader)
+    if not skipped:
+        raise AssertionError(f"sync_gradients was false in all of {len(batches)} batches: no step was taken")
     want, want_norms = _plain_training(plain, batches, skipped)
     _near("losses", losses, want, bench.tolerance)
     if norms and not any(skipped):  # the norm of a skipped step is infinite
         _near("gradient norms", norms, want_norms, bench.tolerance)
     weights = accelerator.get_state_dict(model)
     if weights:  # of engines that divide the model the main process alone has them
+        absent = [name for name in plain.state_dict() if name not in weights]
+        _equal("weights that get_state_dict lacks", absent, [])
         for name, value in plain.state_dict().items():
             _near(
                 name,
@@ -243,9 +247,13 @@ def _close(what: str, found: Tensor, wanted: Tensor) -> None:
 
 
 def _near(what: str, found: list[float], wanted: list[float], tolerance: float) -> None:
+    if len(found) != len(wanted):
+        raise AssertionError(
+            f"{what}: {len(found)} values, {_cut(found)}; one process has {len(wanted)}, {_cut(wanted)}"
+        )
     scale = max(max(map(abs, wanted)), 1e-3)
-    worst = max(abs(a - b) for a, b in zip(found, wanted, strict=True))
-    if not worst <= tolerance * scale:
+    # One by one: the largest of several differences can hide one that is not a number.
+    if not all(abs(a - b) <= tolerance * scale for a, b in zip(found, wanted, strict=True)):
         raise AssertionError(
             f"{what}: {_cut(found)}; one process has {_cut(wanted)}, and {tolerance:g} of the largest is allowed"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,18 @@ from typing import Any
 from accel_ckpt.locations import RemotePath, location
 from accel_state.enums import LoggerType
 from accel_state.log import get_logger
+from accel_state.world.process import current_state
 from accel_train.errors import ArgumentTypeError, OptionError
 from accel_train.tracking.base import GeneralTracker, check_contract
 from accel_train.tracking.registry import LOGGER_TYPE_TO_CLASS
 
-__all__ = ["check_names", "filter_trackers", "get_available_trackers", "select_trackers"]
+__all__ = [
+    "check_names",
+    "filter_trackers",
+    "get_available_trackers",
+    "select_trackers",
+    "warn_of_absent",
+]
 
 _logger = get_logger(__name__)
 
@@ -41,13 +48,16 @@ def filter_trackers(log_with: Any, logging_dir: str | Path | None = None) -> lis
         OptionError: a name is unknown, two trackers have the same name, or a tracker needs a folder of logs.
         TrackerContractError: an object lacks what a tracker must have.
     """
-    return select_trackers(log_with, logging_dir)[0]
+    chosen, absent = select_trackers(log_with, logging_dir)
+    if current_state() is not None:  # otherwise no rank is known that warns for all
+        warn_of_absent(absent)
+    return chosen
 
 
 def select_trackers(
     log_with: Any, logging_dir: str | Path | None = None
 ) -> tuple[list[str | GeneralTracker], list[str]]:
-    """What `filter_trackers` returns, and the names of those that it leaves out."""
+    """What `filter_trackers` returns, and the names of those that it leaves out; warns of none."""
     if log_with is None:
         return [], []
     asked = list(log_with) if isinstance(log_with, list | tuple | set | frozenset) else [log_with]
@@ -71,25 +81,31 @@ def select_trackers(
         everything = name == LoggerType.ALL.value
         names = get_available_trackers() if everything else [name]
         if everything and not names:
-            _logger.warning_once("log_with='all' was given, and no tracker is installed: nothing is logged")
+            absent.append(name)
         for one in names:
             check_names("log_with", [one])
-            line = LOGGER_TYPE_TO_CLASS[one].install_line()
-            if line is not None:
-                if one not in absent:
-                    absent.append(one)
-                    _logger.warning_once(
-                        "log_with=%r needs a package that is not installed, and nothing is logged with it: %s",
-                        one,
-                        line,
-                    )
+            if LOGGER_TYPE_TO_CLASS[one].install_line() is not None:
+                absent.append(one)
                 continue
             _check(one, logging_dir)
             if isinstance(chosen.setdefault(one, one), GeneralTracker) and not everything:
                 raise OptionError(
                     f"log_with has {one!r} and also a tracker with that name. Pass one of them."
                 )
-    return list(chosen.values()), absent
+    return list(chosen.values()), list(dict.fromkeys(absent))
+
+
+def warn_of_absent(absent: Sequence[str]) -> None:
+    """Warn once of each tracker that `select_trackers` left out; the rank of this process must be known."""
+    for name in absent:
+        if name == LoggerType.ALL.value:
+            _logger.warning_once("log_with='all' was given, and no tracker is installed: nothing is logged")
+        else:
+            _logger.warning_once(
+                "log_with=%r needs a package that is not installed, and nothing is logged with it: %s",
+                name,
+                LOGGER_TYPE_TO_CLASS[name].install_line(),
+            )
 
 
 def _check(name: str, logging_dir: str | Path | None) -> None:
