@@ -10,6 +10,9 @@ __getattr__, __dir__, __all__ = _answer(
             "CustomDtype",
             "cpu_offload",
         ),
+        "accel_cli.as_accelerate.extras.fsdp": (
+            "get_module_class_from_name",
+        ),
         "accel_state": (
             "BaseEnum",
             "EnumWithContains",
