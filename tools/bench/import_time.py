@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 CODE = """
 import time
@@ -23,15 +24,24 @@ began = time.perf_counter()
 print(time.perf_counter() - began)
 """
 
+ALIAS = Path(__file__).parents[2] / "packages/accel-cli/src/accel_cli/as_accelerate/path"
+_USE_ALIAS = f"import sys; sys.path.insert(0, {str(ALIAS)!r}); "
+# Of each contender the package that must be installed, and the statement.
 CONTENDERS = {
-    "import accel_train": "import accel_train",
-    "from accel_train import Accelerator": "from accel_train import Accelerator",
-    "… and Accelerator()": "from accel_train import Accelerator; Accelerator(cpu=True)",
-    "import accelerate": "import accelerate",
-    "from accelerate import Accelerator; Accelerator()": (
-        "from accelerate import Accelerator; Accelerator(cpu=True)"
+    "import accel_train": ("accel_train", "import accel_train"),
+    "from accel_train import Accelerator": ("accel_train", "from accel_train import Accelerator"),
+    "… and Accelerator()": ("accel_train", "from accel_train import Accelerator; Accelerator(cpu=True)"),
+    "import accelerate, answered by accel": ("accel_cli", f"{_USE_ALIAS}import accelerate"),
+    "from accelerate import Accelerator, answered by accel": (
+        "accel_cli",
+        f"{_USE_ALIAS}from accelerate import Accelerator",
     ),
-    "import lightning_fabric": "import lightning_fabric",
+    "import accelerate": ("accelerate", "import accelerate"),
+    "from accelerate import Accelerator; Accelerator()": (
+        "accelerate",
+        "from accelerate import Accelerator; Accelerator(cpu=True)",
+    ),
+    "import lightning_fabric": ("lightning_fabric", "import lightning_fabric"),
 }
 
 
@@ -58,8 +68,8 @@ def main() -> int:
     rounds = parser.parse_args().rounds
     contenders = {
         name: statement
-        for name, statement in CONTENDERS.items()
-        if importlib.util.find_spec(statement.split()[1]) is not None
+        for name, (package, statement) in CONTENDERS.items()
+        if importlib.util.find_spec(package) is not None
     }
     for name in CONTENDERS.keys() - contenders.keys():
         print(f"{name}: NOT RUN, the package is not installed")

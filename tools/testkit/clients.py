@@ -68,6 +68,7 @@ SCENARIOS = (
     Scenario("trainer", "fsdp2", ranks=(2,), tolerance=1e-5),
     Scenario("trainer", "zero2", engine="deepspeed", tolerance=1e-5, launched=True),
     Scenario("lora", "merge", packages=("transformers", "peft")),
+    Scenario("lora", "fsdp2", ranks=(2,), packages=("transformers", "peft"), tolerance=1e-5),
     Scenario("lora", "placed", ranks=(1,), packages=("transformers", "peft")),
     Scenario("models", "device_map", ranks=(1,)),
     Scenario("models", "offload", ranks=(1,)),

@@ -265,8 +265,10 @@ def dreambooth(folder):
     vae.requires_grad_(False)
     optimizer = torch.optim.AdamW([*unet.parameters(), *encoder.parameters()], lr=1e-2)
     schedule = get_scheduler("constant", optimizer=optimizer)
+    # In order: of a shuffled loader this library restores the generator with the state, and Accelerate does not.
+    ordered = DataLoader(Pictures(), batch_size=2)
     unet, encoder, optimizer, batches, schedule = accelerator.prepare(
-        unet, encoder, optimizer, loader(), schedule
+        unet, encoder, optimizer, ordered, schedule
     )
     loss_of = conditioned(run, encoder, vae)
 

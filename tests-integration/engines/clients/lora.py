@@ -1,4 +1,4 @@
-"""LoRA with PEFT: ``lora.py merge|placed FOLDER``."""
+"""LoRA with PEFT: ``lora.py merge|placed|fsdp2 FOLDER``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import torch
 from models import saved
 from peft import LoraConfig, PeftModel, get_peft_model
-from trainer import Tokens, model
+from trainer import OURS, Tokens, model, whole
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
@@ -29,6 +29,26 @@ def merge(folder):
     merged = loaded.merge_and_unload()
     logits = merged(torch.arange(16)[None]).logits
     return {"losses": losses, "logits": logits.double().sum().item(), "first": logits[0, 0].tolist()}
+
+
+def fsdp2(folder):
+    """The Trainer takes PEFT's policy of units; Accelerate trains this with DDP on CPUs, without a word."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    units = {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "FULL_STATE_DICT",
+    }
+    arguments = TrainingArguments(
+        folder, use_cpu=True, per_device_train_batch_size=4, max_steps=4, learning_rate=1e-2, logging_steps=1,
+        save_steps=4, report_to=[], disable_tqdm=True, fsdp=True, fsdp_config=units,
+    )  # fmt: skip
+    trained = Trainer(get_peft_model(model(), config), arguments, train_dataset=Tokens(40, 0))
+    trained.train()
+    assert trained.accelerator.is_fsdp2 == OURS
+    losses = [float(log["loss"]) for log in trained.state.log_history if "loss" in log]
+    return {"losses": losses, "weights": whole(trained)}
 
 
 def placed(folder):
@@ -66,7 +86,7 @@ def placed(folder):
 
 
 if __name__ == "__main__":
-    found = {"merge": merge, "placed": placed}[sys.argv[1]](sys.argv[2])
+    found = {"merge": merge, "placed": placed, "fsdp2": fsdp2}[sys.argv[1]](sys.argv[2])
     from accelerate import PartialState
 
     if PartialState().is_main_process:

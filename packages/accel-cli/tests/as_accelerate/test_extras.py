@@ -107,3 +107,10 @@ def divided():
 
 def test_a_model_of_which_a_part_is_divided():
     assert worlds.run(divided, 2) == [(False, True)] * 2
+
+
+def test_a_module_class_is_found_by_its_name():
+    model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.Conv1d(1, 1, 1)))
+    assert fsdp.get_module_class_from_name(model, "Conv1d") is nn.Conv1d
+    assert fsdp.get_module_class_from_name(model, "Sequential") is nn.Sequential
+    assert fsdp.get_module_class_from_name(model, "LSTM") is None

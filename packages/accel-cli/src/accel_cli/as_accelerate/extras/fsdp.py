@@ -1,4 +1,4 @@
-"""Functions of ``accelerate.utils.fsdp_utils``."""
+"""Functions of ``accelerate.utils.fsdp_utils``, and of ``accelerate.utils.dataclasses`` about modules to wrap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from torch import nn
 from accel_train.strategies.fsdp2.units import ignored_parameters
 from accel_train.strategies.gradients import any_divided
 
-__all__ = ["get_parameters_from_modules", "model_has_dtensor"]
+__all__ = ["get_module_class_from_name", "get_parameters_from_modules", "model_has_dtensor"]
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """The class of that name of the first module in a tree that has one, parents before children; None without one."""
+    return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
 def get_parameters_from_modules(

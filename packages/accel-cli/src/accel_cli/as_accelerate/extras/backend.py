@@ -1,0 +1,20 @@
+"""The devices of this machine, as ``accelerate.test_utils`` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+__all__ = ["device_count", "get_backend", "memory_allocated_func", "torch_device"]
+
+
+def get_backend() -> tuple[str, int, Callable[[], int]]:
+    """The type of the accelerator or "cpu", how many there are (CPU: 1), and what tells the bytes in use on one."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        return "cpu", 1, lambda: 0
+    return kind.type, torch.accelerator.device_count(), lambda: int(torch.accelerator.memory_allocated())
+
+
+torch_device, device_count, memory_allocated_func = get_backend()
