@@ -188,6 +188,7 @@ class MegatronEngine(nn.Module):
             return None
         count = torch.stack([batch.loss_mask.sum() for batch in batches if batch.loss_mask is not None]).sum()
         dist.all_reduce(count, group=self._groups.dp_group)
+        count.masked_fill_(count == 0, 1)  # where none counts the loss is 0, not NaN
         return count / self._groups.dp_size
 
     def _loss(self, batch: Batch, output: Any, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

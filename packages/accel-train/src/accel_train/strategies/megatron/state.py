@@ -48,8 +48,17 @@ def run_parts(
         start: its first element in the flattened tensor.
     """
     found: dict[str, list[Part]] = {}
+    if not shape:  # one value, which cannot be cut
+        held = values.numel() > 0
+        whole_parts = rule.parts(values.view(()) if held else torch.empty((), device="meta"), dims)
+        return {name: list(parts) if held else [] for name, parts in whole_parts.items()}
     boxes = Part.of_flat(values, start, shape)
-    for name, parts in rule.parts(torch.empty(tuple(shape), device="meta"), dims).items():
+    width = int(torch.Size(shape[1:]).numel())
+    # Rows with a gap between them, so that strides tell a transposed view of one column as well.
+    pitch = width + 1 if len(shape) > 1 else 1
+    strides = (pitch, *torch.empty(tuple(shape), device="meta").stride()[1:])
+    places = torch.empty_strided(tuple(shape), strides, device="meta")
+    for name, parts in rule.parts(places, dims).items():
         for part in parts:
             kept = found.setdefault(name, [])
             if part.is_empty:
@@ -58,8 +67,7 @@ def run_parts(
             rows = part.tensor.shape[-1] if turned else part.tensor.shape[0]
             offsets = part.offsets[::-1] if turned else part.offsets
             whole = part.shape[::-1] if turned else part.shape
-            width = int(torch.Size(shape[1:]).numel())
-            first = part.tensor.storage_offset() // width
+            first = part.tensor.storage_offset() // pitch
             for box in boxes:
                 low = max(box.offsets[0], first)
                 high = min(box.offsets[0] + box.tensor.shape[0], first + rows)
