@@ -35,6 +35,7 @@ from accel_train.strategies.fsdp2.start import (
     widen,
 )
 from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
+from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import check_kinds, link_parts
 from accel_train.strategies.wrappers import is_sharded_by_script
@@ -174,6 +175,7 @@ class FSDP2Strategy(Strategy):
         if plugin.forward_prefetch:
             _prefetch(units)
         allow_inference_first(model)
+        let_zero_grad_reach_parts(model)
 
     def _find_whole(self) -> None:
         self._whole = [parameter for watch in self._watches for parameter in watch.whole]
