@@ -118,8 +118,8 @@ def why(page: Page) -> str:
                 Bar(ACCELERATE, (theirs - 1) * plain, "other", f"{(theirs - 1) * plain:.0f} µs"),
             ],
         ),
-        ("Stall of a save of 3 GB", "in the background, 1 training thread", _stalls(page)),
-        ("Loading a Llama of 5.5 GB", "warm page cache, every weight touched", _loads(page)),
+        ("Stall of a save of 3 GB", "in the background, 1 training thread", stalls(page)),
+        ("Loading a Llama of 5.5 GB", "warm page cache, every weight touched", loads(page)),
     ]  # fmt: skip
     for at, (title, subtitle, bars) in enumerate(panels):
         left = 14 + at * 292
@@ -196,7 +196,7 @@ def checkpoints(page: Page) -> str:
         (one, "stall, 1 training thread, a core free"),
         (two, "stall, 2 training threads on 2 cores"),
     ):
-        groups.append((name, _stalls(page, row)))
+        groups.append((name, stalls(page, row)))
     for row, name in (("load, page cache warm", "load, page cache warm"), ("load, cold", "load, cold")):
         bars = [
             Bar(label, page.value(row, column, section="Checkpoints"), color)
@@ -218,7 +218,7 @@ def big_models(page: Page) -> str:
         Bar(ACCELERATE, page.value("blocks on disk: prepare", "Accelerate", section=section), "other"),
     ]
     groups = [
-        ("load and touch every weight, warm", _loads(page)),
+        ("load and touch every weight, warm", loads(page)),
         (
             "prepare blocks on disk",
             [Bar(bar.name, bar.value, bar.color, f"{bar.value:.2f} s") for bar in prepare],
@@ -275,7 +275,8 @@ def _step(page: Page, row: str, column: str = "Accelerate") -> tuple[float, floa
     return page.value(row, "ours", section=section), page.value(row, column, section=section)
 
 
-def _stalls(page: Page, row: str = "stall of a save in the background") -> list[Bar]:
+def stalls(page: Page, row: str = "stall of a save in the background") -> list[Bar]:
+    """Seconds for which training waits for a save: ours, and DCP's in two ways."""
     columns = (
         (OURS, "ours", "ours"),
         ("dcp.async_save, stager kept", "dcp, stager kept", "third"),
@@ -287,7 +288,8 @@ def _stalls(page: Page, row: str = "stall of a save in the background") -> list[
     return [Bar(name, value, color, f"{value:.2f} s") for name, value, color in values]
 
 
-def _loads(page: Page) -> list[Bar]:
+def loads(page: Page) -> list[Bar]:
+    """Seconds to load a model from the page cache: ours, transformers', Accelerate's."""
     row, section = "load and touch, warm", "Big models"
     cell = page.cell(row, "the machine, or transformers", section=section)
     match = re.search(r"transformers ([\d.]+)", cell)
