@@ -205,10 +205,9 @@ def a_group_added_after_an_evaluation(run):
         run.optimizer = run.accelerator.prepare(run.optimizer)
     run.steps()
     run.evaluate()
-    run.model.zero_grad()
     run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
+    run.model.zero_grad()  # divides the model again: only the group's tensors are still the whole ones
     if isinstance(run, Ranks):
-        # Between the two, a backward divides the model again: only the group's tensors are still the whole ones.
         with pytest.raises(
             Exception, match="was built while the parameters of a sharded model were gathered"
         ):
@@ -218,9 +217,25 @@ def a_group_added_after_an_evaluation(run):
     run.steps()
 
 
+def a_group_added_after_the_gradients_are_dropped(run):
+    """`zero_grad` of the model has put the parts back, so the group gets them."""
+    run.optimizer = torch.optim.AdamW(run.model.layers.parameters(), lr=1e-2)
+    if isinstance(run, Ranks):
+        run.optimizer = run.accelerator.prepare(run.optimizer)
+    run.steps()
+    run.evaluate()
+    run.model.zero_grad()
+    run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
+    run.steps()
+
+
 @pytest.mark.parametrize(
     "change",
-    [built_after_an_evaluation, a_group_added_after_an_evaluation],
+    [
+        built_after_an_evaluation,
+        a_group_added_after_an_evaluation,
+        a_group_added_after_the_gradients_are_dropped,
+    ],
     ids=lambda change: change.__name__,
 )
 def test_t45_optimizers_of_gathered_parameters_train_or_are_refused(change):
