@@ -199,12 +199,16 @@ def built_after_an_evaluation(run):
     run.steps()
 
 
-def a_group_added_after_an_evaluation(run):
+def train_layers_and_evaluate(run):
     run.optimizer = torch.optim.AdamW(run.model.layers.parameters(), lr=1e-2)
     if isinstance(run, Ranks):
         run.optimizer = run.accelerator.prepare(run.optimizer)
     run.steps()
     run.evaluate()
+
+
+def a_group_added_after_an_evaluation(run):
+    train_layers_and_evaluate(run)
     run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
     run.model.zero_grad()  # divides the model again: only the group's tensors are still the whole ones
     if isinstance(run, Ranks):
@@ -219,11 +223,7 @@ def a_group_added_after_an_evaluation(run):
 
 def a_group_added_after_the_gradients_are_dropped(run):
     """`zero_grad` of the model has put the parts back, so the group gets them."""
-    run.optimizer = torch.optim.AdamW(run.model.layers.parameters(), lr=1e-2)
-    if isinstance(run, Ranks):
-        run.optimizer = run.accelerator.prepare(run.optimizer)
-    run.steps()
-    run.evaluate()
+    train_layers_and_evaluate(run)
     run.model.zero_grad()
     run.optimizer.add_param_group({"params": list(run.model.norm.parameters()), "lr": 1e-2})
     run.steps()

@@ -11,9 +11,10 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
-__all__ = ["attach"]
+__all__ = ["attach", "missing_name"]
 
 
 @contextmanager
@@ -30,6 +31,23 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def missing_name(text: str, module: str, name: str, frame: FrameType) -> ImportError | AttributeError:
+    """The error of a name that a module does not have, in the kind that keeps its text.
+
+    Args:
+        text: says what to do.
+        module: the ``__name__`` of the module.
+        name: of what is missing.
+        frame: that which looks the name up, the caller of the module's ``__getattr__``.
+    """
+    import dis  # for this error alone
+
+    # `from module import name` replaces the text of an AttributeError by one of its own.
+    if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]:
+        return ImportError(text, name=module)
+    return AttributeError(text, name=name)
 
 
 def attach(
@@ -55,13 +73,8 @@ def attach(
             text = f"module {package!r} has no attribute {name!r}"
             other = others.get(name)
             if other is not None:
-                import dis  # for this error alone
-
                 text = f"{package} has no {name}, {other} does: from {other} import {name}"
-                # `from package import name` replaces the text of an AttributeError by one of its own.
-                frame = sys._getframe(1)
-                if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]:
-                    raise ImportError(text, name=name)
+                raise missing_name(text, package, name, sys._getframe(1))
             raise AttributeError(text)
         with _collector_paused():
             value = getattr(importlib.import_module(home), name)

@@ -594,7 +594,7 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
             OptionError: there is no learning rate, or not exactly one optimizer of lomo-optim is prepared.
             AccumulationError: gradients are to be accumulated.
         """
-        optimizers = [optimizer.optimizer for optimizer in self._prepared.optimizers]
+        optimizers = self._prepared.inner_optimizers
         lomo.fused_backward(optimizers, loss, learning_rate, self._accumulator.num_steps)
 
     @property

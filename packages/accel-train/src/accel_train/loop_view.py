@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Literal
 
-from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.errors import OptionError
 from accel_train.loop.garbage import GarbageCollector, collect_garbage
 from accel_train.loop.guard import StepGuard, StepGuardOptions
+from accel_train.loop.lomo import check_guarded
 from accel_train.prepared import Prepared
 
 __all__ = ["LoopView"]
@@ -61,13 +62,9 @@ class LoopView:
         if here.accumulator.guard is not None:
             raise OptionError("guard_steps() was called twice; one guard decides about all updates.")
         guard = StepGuard(options, here.plan.strategy, here.process.num_processes, here.prepared_models)
+        for optimizer in here.inner_optimizers:
+            check_guarded(optimizer)
         here.accumulator.guard = guard
-        try:
-            for optimizer in here.optimizers:
-                optimizer.check_guard()
-        except IncompatibleOptionsError:
-            here.accumulator.guard = None
-            raise
         return guard
 
     def collect_garbage(

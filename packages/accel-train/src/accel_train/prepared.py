@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -130,6 +131,11 @@ class Prepared:
     preemption: Preemption | None = None
     step: int = 0
     steps_in_backward: bool = False
+
+    @property
+    def inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers inside the wrappers that `prepare()` returned."""
+        return [optimizer.optimizer for optimizer in self.optimizers]
 
     def clear(self) -> None:
         """Forget everything prepared; what is registered stays."""

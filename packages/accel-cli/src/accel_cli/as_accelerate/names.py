@@ -6,16 +6,14 @@ pays for what it uses.
 
 from __future__ import annotations
 
-import dis
 import importlib
 import multiprocessing
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from accel_cli.as_accelerate import LEVEL
-from accel_state._lazy import attach
+from accel_state._lazy import attach, missing_name
 from accel_state.environment import get
 
 __all__ = ["announce", "answer"]
@@ -54,20 +52,13 @@ def answer(
             return lookup(name)
         if name in inside:
             return importlib.import_module(f"{module}.{name}")
-        _refuse(module, name, sys._getframe(1))
+        text = (
+            f"{module}.{name} is not there: `import accelerate` is answered by accel at the level of Accelerate "
+            f"{LEVEL}; {_PAGE} lists the names"
+        )
+        raise missing_name(text, module, name, sys._getframe(1))
 
     def __dir__() -> list[str]:  # noqa: N807
         return sorted({*known, *inside, *vars(sys.modules[module])})
 
     return __getattr__, __dir__, sorted(known | inside)
-
-
-def _refuse(module: str, name: str, frame: FrameType) -> NoReturn:
-    text = (
-        f"{module}.{name} is not there: `import accelerate` is answered by accel at the level of Accelerate "
-        f"{LEVEL}; {_PAGE} lists the names"
-    )
-    # `from module import name` would replace the text of an AttributeError by its own.
-    if frame.f_lasti >= 0 and frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]:
-        raise ImportError(text, name=module)
-    raise AttributeError(text, name=name)

@@ -227,7 +227,7 @@ def _save_state(
     }
     saved: Path | SaveHandle
     if asynchronous:
-        optimizers = [optimizer.optimizer for optimizer in here.optimizers]
+        optimizers = here.inner_optimizers
         saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
         if here.plan.strategy.optimizers_differ(optimizers) or any(
             hasattr(item, "eval") for item in optimizers
@@ -269,7 +269,7 @@ def _saving_ranks(here: Prepared, asynchronous: bool, when_busy: WhenBusy) -> ac
     if divided:
         name = type(strategy.plain(divided[0])).__name__
         _refuse_alone(here, accel_ckpt.CheckpointSaveError(_PARTS.format(f"the model {name}", strategy.name)))
-    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+    if strategy.optimizers_differ(here.inner_optimizers):
         _refuse_alone(
             here,
             accel_ckpt.CheckpointSaveError(
@@ -397,7 +397,7 @@ def automatic_folder(project: ProjectConfiguration) -> Path:
 def _replicated(here: Prepared) -> list[str]:
     """The optimizers of which every rank holds the same."""
     strategy = here.plan.strategy
-    if strategy.optimizers_differ([optimizer.optimizer for optimizer in here.optimizers]):
+    if strategy.optimizers_differ(here.inner_optimizers):
         return []
     models = [model for model in here.prepared_models if strategy.keeps_replicas(model)]
     return [

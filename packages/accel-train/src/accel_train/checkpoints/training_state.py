@@ -151,7 +151,7 @@ def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]
     guard = here.accumulator.guard
     if guard is not None:
         shared["progress"]["guard"] = guard.state_dict(here.optimizers)
-    scaler = here.plan.precision.state_dict(_inner_optimizers(here))
+    scaler = here.plan.precision.state_dict(here.inner_optimizers)
     if scaler is not None:
         shared["scaler"] = scaler
     for index, registered in enumerate(here.registered):
@@ -171,7 +171,7 @@ def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
         trees["guard"] = guard.waiting()
     strategy = here.plan.strategy
     trees["replicas"] = [strategy.window_state(model) for model in here.prepared_models]
-    if strategy.optimizers_differ(_inner_optimizers(here)):
+    if strategy.optimizers_differ(here.inner_optimizers):
         trees["optimizers"] = [
             strategy.optimizer_state(optimizer.optimizer, named)["state"] for optimizer in here.optimizers
         ]
@@ -202,10 +202,6 @@ def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.T
         named,
         engine_optimizers=here.plan.strategy.capabilities.hides_gradients,
     )
-
-
-def _inner_optimizers(here: Prepared) -> list[torch.optim.Optimizer]:
-    return [optimizer.optimizer for optimizer in here.optimizers]
 
 
 # Reading. Whatever can fail, fails here, before anything is changed.
@@ -479,7 +475,7 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     for index, scheduler in enumerate(here.schedulers):
         scheduler.load_state_dict(shared[f"scheduler_{index}"])
     if "scaler" in shared:
-        here.plan.precision.load_state_dict(shared["scaler"], _inner_optimizers(here))
+        here.plan.precision.load_state_dict(shared["scaler"], here.inner_optimizers)
     for index, registered in enumerate(here.registered):
         registered.item.load_state_dict(shared[f"custom_{index}"])
     for index, state in saved.loaders.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, OptionError
 
-__all__ = ["check_lomo", "fused_backward", "is_lomo", "save_moments"]
+__all__ = ["check_guarded", "check_lomo", "fused_backward", "is_lomo", "save_moments"]
 
 _KEY = "lomo"
 _MOMENTS = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col")
@@ -21,6 +21,19 @@ _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "has
 def is_lomo(optimizer: object) -> bool:
     """Whether it is an optimizer of lomo-optim; asked by name, so that nothing is imported."""
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
+
+
+def check_guarded(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to guard the steps of an optimizer of lomo-optim, whose updates cannot be left out.
+
+    Raises:
+        IncompatibleOptionsError: it is one.
+    """
+    if is_lomo(optimizer):
+        raise IncompatibleOptionsError(
+            f"guard_steps() leaves out updates, which {type(optimizer).__name__} makes during backward, before its "
+            "gradients are known to be good. Use an optimizer that updates in step()."
+        )
 
 
 def check_lomo(optimizer: torch.optim.Optimizer, *, ranks: int, strategy: str, scaled: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from accel_state.launching.watching.heartbeat import FORWARD, OTHER, STEP, Heartbeat
 from accel_state.trees import send_to_device
-from accel_train.errors import IncompatibleOptionsError, OptionError
+from accel_train.errors import OptionError
 from accel_train.loop.lomo import is_lomo, save_moments
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
@@ -70,7 +70,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._fused = is_lomo(optimizer)
         if self._fused:
             save_moments(optimizer)
-            self.check_guard()
         if device_placement:
             move_state_to_parameters(optimizer)
 
@@ -178,18 +177,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         stepped, result = self._strategy.step(self.optimizer)
         guard.saw_step(self, stepped)
         return stepped, result
-
-    def check_guard(self) -> None:
-        """Refuse a guard of steps for an optimizer whose updates it could not leave out.
-
-        Raises:
-            IncompatibleOptionsError: there is one.
-        """
-        if self._fused and self._accumulator.guard is not None:
-            raise IncompatibleOptionsError(
-                f"guard_steps() leaves out updates, which {type(self.optimizer).__name__} makes during backward, "
-                "before its gradients are known to be good. Use an optimizer that updates in step()."
-            )
 
     @property
     def steps_in_backward(self) -> bool:

@@ -16,7 +16,7 @@ from accel_ckpt.parts import is_sharded
 from accel_train.data import DataLoaderDispatcher, PreparedLoader
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
-from accel_train.loop.lomo import check_lomo, is_lomo
+from accel_train.loop.lomo import check_guarded, check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
 from accel_train.prepared import Prepared, mark_prepared
@@ -168,6 +168,8 @@ class _Objects:
         strategy, capabilities = self._strategy, self._strategy.capabilities
         for place in self._fresh:
             optimizer = _inner(self.results[place])
+            if self._here.accumulator.guard is not None:
+                check_guarded(optimizer)
             if is_lomo(optimizer):
                 scaled = strategy.precision.scaler is not None
                 check_lomo(optimizer, ranks=strategy.loss.size, strategy=strategy.name, scaled=scaled)

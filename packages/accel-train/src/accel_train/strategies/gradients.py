@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from accel_ckpt.parts import is_sharded
 from accel_train.ranks import Ranks
 
-__all__ = ["any_divided", "any_nonfinite", "average", "clip_by_norm", "local_part", "total_norm"]
+__all__ = ["any_divided", "any_nonfinite", "average", "buckets", "clip_by_norm", "local_part", "total_norm"]
 
 # As torch's DistributedDataParallel: large enough for the bandwidth, small beside the gradients.
 _BUCKET_BYTES = 25 * 1024 * 1024
+_Tensor = TypeVar("_Tensor", bound=Tensor)
 
 
 def any_divided(parameters: Iterable[Tensor]) -> bool:
@@ -157,7 +158,7 @@ def average(parameters: Sequence[nn.Parameter], ranks: Ranks) -> None:
     for parameter in parameters:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for members in by_kind.values():
-        for bucket in _buckets(members):
+        for bucket in buckets(members):
             _average(bucket, ranks)
 
 
@@ -181,13 +182,13 @@ def _average(bucket: Sequence[nn.Parameter], ranks: Ranks) -> None:
             parameter.grad = gradient
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters whose gradients are copied and reduced together, so that the copy stays small."""
-    bucket: list[nn.Parameter] = []
+def buckets(tensors: Sequence[_Tensor]) -> Iterator[list[_Tensor]]:
+    """Tensors, or parameters of gradients, that are copied and reduced together, so that the copy stays small."""
+    bucket: list[_Tensor] = []
     size = 0
-    for parameter in parameters:
-        bucket.append(parameter)
-        size += local_part(parameter).nbytes
+    for tensor in tensors:
+        bucket.append(tensor)
+        size += local_part(tensor).nbytes
         if size >= _BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0

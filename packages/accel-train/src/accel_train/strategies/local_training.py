@@ -13,11 +13,9 @@ from accel_state.communication.collectives import broadcast, broadcast_object_li
 from accel_state.trees import send_to_device
 from accel_train.errors import PrepareError
 from accel_train.ranks import Ranks
+from accel_train.strategies.gradients import buckets
 
 __all__ = ["LocalCopies", "LocalCopy"]
-
-# What is copied and reduced together, so that the copy stays small beside the model.
-_BUCKET_BYTES = 25 * 1024 * 1024
 
 
 class LocalCopy:
@@ -76,7 +74,7 @@ class LocalCopy:
             if name not in self.wrapped.parameters_to_ignore:
                 (mean if buffer.is_floating_point() or buffer.is_complex() else taken).append(buffer)
         flag = torch.tensor([float(finished)], device=mean[0].device)
-        for bucket in _buckets([flag, *mean]):
+        for bucket in buckets([flag, *mean]):
             means = reduce([tensor.detach() for tensor in bucket], group=ranks.group)
             for tensor, value in zip(bucket, means, strict=True):
                 tensor.copy_(value)
@@ -171,16 +169,3 @@ def _refuse_training(module: nn.Module, inputs: Any) -> None:
             "training on would mix their gradients. Load a checkpoint with load_state(), or enter LocalSGD again, "
             "which averages them."
         )
-
-
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        bucket.append(tensor)
-        size += tensor.nbytes
-        if size >= _BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket

@@ -76,7 +76,6 @@ __all__ = [
 ]
 
 _Test = TypeVar("_Test")
-_Mark = Callable[[_Test], _Test]
 
 
 def _require(needed: str, *conditions: Callable[[], bool]) -> Callable[[Any], Any]:
