@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from testkit import worlds
+
 SCRIPT = """
 import os
 import sys
@@ -57,12 +59,6 @@ def script(tmp_path):
     return str(path)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_t14_two_ranks_on_the_cpu_are_one_world(script):
     done = accel("--cpu", "--num_processes", "2", script, "--lr", "1")
     assert done.returncode == 0, done.stderr
@@ -90,7 +86,7 @@ def test_one_process_is_a_world_of_one(tmp_path):
     ids=["torchrun", "torch.distributed.launch"],
 )
 def test_torchs_own_launchers_start_the_same_script(script, launcher):
-    words = [str(free_port()) if word == "PORT" else word for word in launcher]
+    words = [str(worlds.free_port()) if word == "PORT" else word for word in launcher]
     done = run(*words, script)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank} of 2 sum 3.0 []" for rank in (0, 1)]
@@ -126,7 +122,7 @@ def test_t30_two_concurrent_launches_pass(script):
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_two_machines_are_one_world(script, backend, tmp_path):
-    port = str(free_port())
+    port = str(worlds.free_port())
     temporary = tmp_path / "temporary"
     temporary.mkdir()
 
@@ -149,7 +145,7 @@ def test_two_machines_are_one_world(script, backend, tmp_path):
 def test_the_agent_returns_the_code_of_the_failed_rank(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(9)\ntime.sleep(60)\n")
-    port = str(free_port())
+    port = str(worlds.free_port())
     words = ["--num_machines", "2", "--num_processes", "4", "--main_process_ip", "127.0.0.1"]
     words += ["--cpu", "--main_process_port", port]
     other = subprocess.Popen(

@@ -10,11 +10,11 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.spawns import pickled
 
 _PRELOAD = [
@@ -42,11 +43,22 @@ class RankError(AssertionError):
     """A rank failed; the message is that rank's traceback."""
 
 
+_reservations: deque[contextlib.ExitStack] = deque()
+_RESERVED = 32  # more than any test asks for, and few open files
+
+
 def free_port() -> int:
-    """A TCP port on the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free TCP port, which this process keeps reserved until it has asked for 32 others.
+
+    A port that is merely found free may become the local end of a connection, of another test for example, before
+    rank 0 listens on it.
+    """
+    reservation = contextlib.ExitStack()
+    port = reservation.enter_context(reserve_port())
+    _reservations.append(reservation)
+    if len(_reservations) > _RESERVED:
+        _reservations.popleft().close()
+    return port
 
 
 def _context() -> Any:
