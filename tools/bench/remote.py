@@ -65,25 +65,34 @@ def main() -> int:
 
         ways: dict[str, Callable[[], None]] = {"save_training_state": save, "boto3": boto, "s3fs": s3}
         seconds: dict[str, list[float]] = {name: [] for name in ways}
+        here: dict[str, list[float]] = {name: [] for name in ways}
+        there: dict[str, list[float]] = {name: [] for name in ways}
         for number in range(arguments.rounds + 1):
             for name, way in ways.items():
                 for key in fs.find(BUCKET):
                     fs.rm_file(key)
-                began = time.perf_counter()
+                began, used, served = time.perf_counter(), time.process_time(), server.processor_seconds()
                 way()
                 if number:
                     seconds[name].append(time.perf_counter() - began)
+                    here[name].append(time.process_time() - used)
+                    there[name].append(server.processor_seconds() - served)
         print(f"{total / 1e6:.0f} MB in {len(files)} files\n")
-        print("| | s | MB/s |\n|---|---|---|")
+        print("| | s | MB/s | processor s | of the server |\n|---|---|---|---|---|")
         for name, found in seconds.items():
-            median = statistics.median(found)
+            speed = total / statistics.median(found) / 1e6
             print(
-                f"| {name} | {median:.2f} [{min(found):.2f}-{max(found):.2f}] | {total / median / 1e6:.0f} |"
+                f"| {name} | {spread(found)} | {speed:.0f} | {spread(here[name])} | {spread(there[name])} |"
             )
         for name in ("boto3", "s3fs"):
             ratios = [a / b for a, b in zip(seconds["save_training_state"], seconds[name], strict=True)]
-            print(f"\nours / {name}: {statistics.median(ratios):.2f} [{min(ratios):.2f}-{max(ratios):.2f}]")
+            print(f"\nours / {name}: {spread(ratios)}")
     return 0
+
+
+def spread(values: list[float]) -> str:
+    """The median, and the range."""
+    return f"{statistics.median(values):.2f} [{min(values):.2f}-{max(values):.2f}]"
 
 
 if __name__ == "__main__":

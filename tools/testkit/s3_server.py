@@ -21,6 +21,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 KINDS = {
@@ -147,6 +148,11 @@ class S3Server:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
+
+    def processor_seconds(self) -> float:
+        """What the server has used of the processors, as Linux counts it."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def faults(self, *faults: dict[str, Any]) -> dict[str, int]:
         """Let these happen from now on; returns how often each kind has happened since the last call."""
