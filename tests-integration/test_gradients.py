@@ -293,3 +293,61 @@ def test_what_a_window_does_not_name_is_scaled_with_it(ranks: int, items: bool) 
     for ours in worlds.run(one_named, ranks, items):
         for mine, reference in zip(ours, expected, strict=True):
             assert mine == pytest.approx(reference, rel=1e-10)
+
+
+class Weighted(nn.Module):
+    """A model and a weight of its loss."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.inner, self.weight = make_model(), weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.inner(x) ** 2).mean() * self.weight.sum()
+
+
+def loss_weights(strategy: str, inside: bool, averaged: bool) -> tuple[list[str], list[float]]:
+    """Train a model and a weight of its loss, which a prepared module holds or not; warnings, and the weight."""
+    import warnings
+
+    from accel_train import Accelerator
+    from accel_train.plugins import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin() if strategy == "fsdp2" else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    model = Weighted(weight) if inside else make_model()
+    optimizer = torch.optim.SGD([*model.parameters(), *([] if inside else [weight])], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    x = torch.full((2, DIM), 1.0 + accelerator.process_index, dtype=torch.float64)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            accelerator.backward(model(x) if inside else (model(x) ** 2).mean() * weight.sum())
+            if averaged:
+                weight.grad = accelerator.reduce(weight.grad, "mean")
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in caught if "prepared model" in str(w.message)], weight.tolist()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_parameters_of_no_prepared_model_are_named_once(strategy: str) -> None:
+    (said, first), (nothing, second) = worlds.run(loss_weights, 2, strategy, False, False)
+    assert len(said) == 1
+    assert said[0].startswith(
+        "SGD trains a parameter of no prepared model, the first of shape (3,) (group 0). "
+    )
+    assert f"{strategy} does not average" in said[0]
+    assert "each of 2 ranks trains values of its own" in said[0]
+    assert nothing == []  # rank 0 speaks for all
+    assert first != second  # what it warns of
+    (_, first), (_, second) = worlds.run(loss_weights, 2, strategy, False, True)
+    assert first == second
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_of_a_prepared_model_need_no_warning(size: int) -> None:
+    said, weights = zip(*worlds.run(loss_weights, size, "ddp", size == 2, False), strict=True)
+    assert said == ([],) * size
+    assert weights[0] == weights[-1] != [1.0] * 3

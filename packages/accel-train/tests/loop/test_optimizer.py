@@ -66,6 +66,10 @@ class Windows:
         self.collector = None
         self.pulse = None
         self.rehearsal = None
+        self.checked = 0
+
+    def check_averaged(self, optimizer):
+        self.checked += 1
 
     def may_drop_gradients(self):
         return self.may_drop
@@ -208,6 +212,19 @@ def test_steps_are_counted_while_somebody_asks():
     windows.sync_gradients = False
     ours.step()
     assert windows.boundaries.passed == 1, "a skipped step counts, one inside a window does not"
+
+
+def test_averaging_is_checked_before_the_first_step_and_after_a_new_group():
+    ours, windows = wrapped()
+    counts = []
+    for complete in (False, True, True):
+        windows.sync_gradients = complete
+        ours.step()
+        counts.append(windows.checked)
+    assert counts == [0, 1, 1]
+    ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    ours.step()
+    assert windows.checked == 2
 
 
 def test_flags_of_a_saved_run_come_back():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from accel_bigmodel.errors import DeviceMapError
+from accel_state.messages import first_line
 
 __all__ = ["concrete_device"]
 
@@ -25,5 +26,5 @@ def concrete_device(device: torch.device | str | int) -> torch.device:
         kind = torch.accelerator.current_accelerator(check_available=True)
         here = "no accelerator" if kind is None else f"{torch.accelerator.device_count()} of type {kind.type}"
         raise DeviceMapError(
-            f"the device {device!r} cannot be used: {str(error).splitlines()[0]}. This machine has the CPU and {here}"
+            f"the device {device!r} cannot be used: {first_line(error)}. This machine has the CPU and {here}"
         ) from error

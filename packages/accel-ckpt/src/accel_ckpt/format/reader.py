@@ -36,6 +36,7 @@ from accel_ckpt.tensor_storage import (
     same_tensor_id,
     why_not_plain,
 )
+from accel_state.messages import first_line
 
 __all__ = [
     "DAMAGE",
@@ -515,5 +516,4 @@ def cause_of(error: BaseException) -> str:
     if isinstance(error, KeyError):  # its text is the key alone
         return repr(error)
     found = re.search(r"WeightsUnpickler error:\s*(.+)", str(error))
-    lines = [found[1]] if found else str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return found[1] if found else first_line(error)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accel_cli.doctor.collectives import COLLECTIVES, check_collective
 from accel_cli.doctor.links import Link, measure_link, rounds
 from accel_state import __version__
+from accel_state.messages import first_line
 
 __all__ = ["RankJob", "main"]
 
@@ -71,8 +72,7 @@ def main(arguments: list[str]) -> int:
     try:
         _take_part(job, store, wait, results, enter)
     except (RuntimeError, OSError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]  # some errors have no text
-        results["error"] = f"{step[0]}: {lines[0][:200]}"
+        results["error"] = f"{step[0]}: {first_line(error)[:200]}"
     try:
         store.set(f"result/{job.rank}", json.dumps(results))
         store.add("ended", 1)

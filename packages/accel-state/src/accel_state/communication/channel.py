@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
+from accel_state.messages import first_line
 from accel_state.trees import TreeSpec
 
 __all__ = ["Channel", "Channels", "CheckMode", "CheckSettings", "RankPayloads", "fingerprint"]
@@ -394,7 +395,7 @@ class Channel:
         else:
             proof, listing = self.watchdog.explain(self, _GRACE)
             kind = CollectiveMismatchError if proof else DistributedOperationException
-            failure = kind(f"{what}, failed: {proof or str(error).splitlines()[0]}\n{listing}")
+            failure = kind(f"{what}, failed: {proof or first_line(error)}\n{listing}")
         return self._abort(failure)
 
     def _abort(self, failure: DistributedOperationException) -> DistributedOperationException:

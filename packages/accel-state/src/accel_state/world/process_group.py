@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from accel_state.errors import AccelError, ConfigError, LaunchError, StateError
+from accel_state.messages import first_line
 from accel_state.world.clusters.base import Topology
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
     except dist.DistError as error:
         raise LaunchError(
             f"rank {topology.rank} of {topology.world_size} lost the other ranks at {url} while joining; the rank "
-            f"that failed first shows the cause. ({str(error).splitlines()[0]})"
+            f"that failed first shows the cause. ({first_line(error)})"
         ) from error
     return Membership(topology, device, backend, side, watch)
 

@@ -115,6 +115,25 @@ print(STACK_SIGNAL in signal.pthread_sigmask(signal.SIG_BLOCK, []))
     assert not list(folder.glob("*.new"))
 
 
+def test_what_cannot_be_described_is_said_and_the_next_request_is_answered(folder):
+    lines = """
+def describe():
+    raise RuntimeError("dictionary changed size during iteration")
+explain_by(describe)
+explain_by(lambda: ["broadcast"])
+attach(os.environ)
+outer()
+"""
+    with started(folder, lines) as rank:
+        assert rank.stdout.readline() == "ready\n"
+        for _ in range(2):
+            assert ask(folder, 1) == [
+                "unknown: RuntimeError: dictionary changed size during iteration",
+                "broadcast",
+            ]
+        rank.communicate("\n", timeout=60)
+
+
 def test_a_rank_without_torch_waits_in_no_collective(folder):
     with started(folder, "attach(os.environ)\nouter()\nprint('torch' in sys.modules)") as rank:
         rank.stdout.readline()

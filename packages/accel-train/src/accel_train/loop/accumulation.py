@@ -15,6 +15,7 @@ the last micro-batch: until then an engine may keep gradients where nobody else 
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -354,6 +355,20 @@ class Accumulator:
 
     def _averages(self, kwargs: dict[str, Any]) -> bool:
         return not kwargs or self._strategy.averages(kwargs)
+
+    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of parameters that every rank would train with its own samples, before their first step."""
+        found = self._strategy.not_averaged(optimizer, self._all_models)
+        if found and self._strategy.loss.rank == 0:
+            number, parameter = found[0]
+            count = "a parameter" if len(found) == 1 else f"{len(found)} parameters"
+            warnings.warn(
+                f"{type(optimizer).__name__} trains {count} of no prepared model, the first of shape "
+                f"{tuple(parameter.shape)} (group {number}). {self._strategy.name} does not average their gradients, "
+                f"so each of {self._strategy.loss.size} ranks trains values of its own, unless the script "
+                "averages them. Give the module that holds them to prepare().",
+                stacklevel=3,
+            )
 
     def _average(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:
         """First contract: the mean over micro-batches and ranks.

@@ -36,6 +36,9 @@ class _AlwaysSync:
     def may_drop_gradients(self) -> bool:
         return True
 
+    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only when gradients are complete, and through the gradient scaler when there is one.
@@ -65,6 +68,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False
         self._skipped = False
+        self._stepped_before = False
         self._spent = False  # stepped, and its gradients not yet dropped
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
         self._fused = is_lomo(optimizer)
@@ -78,6 +82,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._accumulator = accumulator
         self._strategy = strategy
+        self._stepped_before = False
 
     # The wrapped optimizer's own
 
@@ -111,6 +116,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
+        self._stepped_before = False  # perhaps parameters of no prepared model
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict."""
@@ -136,6 +142,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
+        if not self._stepped_before:
+            self._accumulator.check_averaged(self.optimizer)
+            self._stepped_before = True
         rehearsal = self._accumulator.rehearsal
         if rehearsal is not None:
             rehearsal.before_step(self)

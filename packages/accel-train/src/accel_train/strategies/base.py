@@ -403,6 +403,25 @@ class Strategy:
         """The ranks over which gradients of prepared models are averaged at this time."""
         return self.loss
 
+    def not_averaged(
+        self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]
+    ) -> list[tuple[int, Tensor]]:
+        """Parameters of an optimizer with gradients that no rank averages, and the numbers of their groups.
+
+        Args:
+            optimizer: about to step for the first time.
+            models: all prepared ones; gradients of other parameters are of this rank's samples alone.
+        """
+        if self.loss.size == 1 or self.capabilities.prepares_together:
+            return []
+        averaged = {id(parameter) for model in models for parameter in self.plain(model).parameters()}
+        return [
+            (number, parameter)
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
+        ]
+
     def averages(self, kwargs: dict[str, Any]) -> bool:
         """Whether the gradients of backward passes with these arguments are averaged over a window's micro-batches.
 

@@ -26,6 +26,7 @@ from types import FrameType
 from typing import Any
 
 from accel_state import environment
+from accel_state.messages import first_line
 
 __all__ = ["main"]
 
@@ -135,7 +136,7 @@ class _Meeting:
             try:
                 self._store(False)
             except dist.DistNetworkError as error:
-                reasons[:] = [str(error).splitlines()[0].rstrip(".")]
+                reasons[:] = [first_line(error).rstrip(".")]
             else:
                 reasons.clear()
 
@@ -322,7 +323,7 @@ def _run(args: Any, own: argparse.Namespace, meeting: _Meeting) -> int:
         except DistStoreError as error:
             raise _not_all(meeting, str(error).rstrip(".")) from None
         except DistNetworkError as error:
-            reason = str(error).splitlines()[0].rstrip(".")
+            reason = first_line(error).rstrip(".")
             raise _UnreachableError(
                 f"{meeting.host}:{meeting.port}, where the machines meet, cannot be used: {reason}"
             ) from None

@@ -22,6 +22,7 @@ from typing import IO, Any
 
 from accel_state.constants import RUN_FOLDER
 from accel_state.launching.watching.heartbeat import Heartbeat, HeartbeatFile
+from accel_state.messages import first_line
 
 __all__ = ["STACK_SIGNAL", "attach", "explain_by", "heartbeat", "training_heartbeat"]
 
@@ -115,7 +116,15 @@ def _answer(folder: Path, rank: int) -> None:
 
 def _collectives() -> list[str]:
     """The collectives in progress: what this project's channels know, else torch's flight recorder."""
-    return [line for describe in list(_explanations) for line in describe()] or _flight_recorder()
+    return [line for describe in list(_explanations) for line in _lines_of(describe)] or _flight_recorder()
+
+
+def _lines_of(describe: Callable[[], list[str]]) -> list[str]:
+    try:
+        return describe()
+    except Exception as error:  # the main thread goes on meanwhile, and the next request needs an answer too
+        _logger.debug("collectives could not be described", exc_info=True)
+        return [f"unknown: {type(error).__name__}: {first_line(error)}"]
 
 
 def _flight_recorder() -> list[str]:
