@@ -133,7 +133,7 @@ def test_only_the_first_rank_of_a_machine_is_asked_for_its_time(coordinator, col
             RuntimeError("Connection closed by peer\nException raised from\nframe"),
             "Connection closed by peer",
         ),
-        (RuntimeError("\n  reset \nframe"), "reset "),
+        (RuntimeError("\n  reset \nframe"), "reset"),
         (OSError(5, "Input/output error"), "[Errno 5] Input/output error"),
         (RuntimeError("x" * 500), "x" * 200),
         (ConnectionResetError(), "ConnectionResetError"),
