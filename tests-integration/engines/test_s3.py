@@ -17,6 +17,8 @@ import warnings
 import pytest
 import torch
 
+import accel_ckpt.remote.s3
+
 from accel_ckpt import (
     BackgroundSaver,
     Checkpointer,
@@ -176,6 +178,22 @@ def test_loads_survive(s3, server, fault):
     assert server.faults()[fault["kind"]] >= 1
 
 
+@pytest.mark.filterwarnings("ignore:what was uploaded of")
+def test_a_server_that_stops_reading_is_not_waited_for_forever(s3, server, monkeypatch):
+    monkeypatch.setattr(accel_ckpt.remote.s3, "LIMIT", 5.0)
+    server.faults({"kind": "stuck", "method": "PUT", "path": "partNumber", "times": 1})
+    save("c", 1)
+    assert server.faults()["stuck"] == 1
+    assert check(f"s3://{BUCKET}/c") == 1
+    server.faults({"kind": "stuck", "method": "PUT", "path": "partNumber", "times": 1000})
+    began = time.monotonic()
+    with pytest.raises(CheckpointSaveError, match=r"upload_part of .* failed: FSTimeoutError.*is unchanged"):
+        save("c", 2)
+    assert time.monotonic() - began < 100
+    server.faults()
+    assert check(f"s3://{BUCKET}/c") == 1
+
+
 @pytest.mark.parametrize("path", ["partNumber", "state.json", "manifest", "accel-saving"])
 @pytest.mark.parametrize("kind", ["denied", "bad_key"])
 @pytest.mark.filterwarnings("ignore:what was uploaded of")
@@ -267,6 +285,8 @@ def test_a_server_that_is_gone(monkeypatch):
 def test_the_end_of_a_script_waits_for_a_save(s3):
     script = f"""
 import torch
+
+import accel_ckpt.remote.s3
 from accel_ckpt import BackgroundSaver
 saver = BackgroundSaver()
 saver.save("s3://{BUCKET}/c", models=[{{"w": torch.arange({LARGE}, dtype=torch.float32) * 8}}],

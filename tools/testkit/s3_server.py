@@ -60,6 +60,8 @@ class Faulty:
             return [body]
         if kind == "slow":
             time.sleep(1.0)
+        if kind == "stuck":  # neither reads, nor answers, nor closes
+            time.sleep(3600.0)
         if kind == "reset":
             return self._reset(environ)
         if kind == "lost":  # carried out, and nobody knows
@@ -91,7 +93,7 @@ class Faulty:
     def _reset(self, environ: Any) -> Iterator[bytes]:
         connection = environ["werkzeug.socket"]
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.close()
+        os.close(connection.detach())  # at once: close() waits for the files that are made of it
         raise ConnectionAbortedError("by the test")
 
     def _cut_off(self, environ: Any, start_response: Any) -> Iterator[bytes]:

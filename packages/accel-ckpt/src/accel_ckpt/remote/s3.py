@@ -8,11 +8,16 @@ from functools import partial
 from typing import Any
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
+from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.store import Store, Upload
 
-__all__ = ["S3Store"]
+__all__ = ["LIMIT", "S3Store"]
 
 logger = logging.getLogger(__name__)
+
+LIMIT = 300.0
+"""Seconds that a request may take. The read timeout of botocore begins when a body is sent, so a server that stops taking
+one would be waited for without an end; a part of 16 MiB arrives in time at 56 kB/s."""
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _MAX_PARTS = 10_000
@@ -21,9 +26,13 @@ _MAX_PARTS = 10_000
 class S3Store(Store):
     """Objects in S3."""
 
+    def __init__(self, root: RemotePath) -> None:
+        super().__init__(root)
+        self.limits = {"timeout": LIMIT}  # fsspec takes it from the arguments
+
     def below(self, path: str) -> Iterator[tuple[str, int]]:
         """Paths and sizes of all objects below one, in one request for a thousand; here it raises what goes wrong."""
-        for name, about in self.fs.find(path, detail=True).items():
+        for name, about in self.fs.find(path, detail=True, **self.limits).items():
             yield name, int(about["size"] or 0)
 
     def upload(self, name: str) -> Upload:
@@ -34,13 +43,15 @@ class S3Store(Store):
         """One request about an object, repeated where that may help."""
         bucket, key, _ = self.fs.split_path(self.path(name))
         return self.attempt(
-            lambda: self.fs.call_s3(operation, Bucket=bucket, Key=key, **arguments), f"{operation} of", name
+            lambda: self.fs.call_s3(operation, Bucket=bucket, Key=key, **arguments, **self.limits),
+            f"{operation} of",
+            name,
         )
 
     def children(self) -> list[str]:
         """As of any store; but a bucket that is not there is an error, and no place without checkpoints."""
         try:
-            found: list[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False), "listing", "")
+            found: list[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", "")
         except CheckpointNotFoundError as error:
             said = error.__cause__
             if said is not None and said.__cause__ is not None:  # by the server
@@ -55,7 +66,9 @@ class S3Store(Store):
         found: list[tuple[str, str]] = []
         more: dict[str, str] = {}
         while True:
-            listing = partial(self.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=start, **more)
+            listing = partial(
+                self.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=start, **more, **self.limits
+            )
             answer = self.attempt(listing, "listing the unfinished uploads of", prefix)
             found += [(one["Key"].removeprefix(base), one["UploadId"]) for one in answer.get("Uploads", ())]
             if not answer.get("IsTruncated"):

@@ -76,6 +76,7 @@ class Store:
     def __init__(self, root: RemotePath) -> None:
         self.root = root
         self.fs, self.base = _file_system(root)
+        self.limits: dict[str, float] = {}  # of a request, where the file system takes one
 
     def uri(self, name: str = "") -> str:
         """The URI of an object, for messages."""
@@ -96,7 +97,7 @@ class Store:
 
     def below(self, path: str) -> Iterator[tuple[str, int]]:
         """Paths and sizes of all objects below one. Not by ``find``, which leaves out what cannot be listed."""
-        for about in self.fs.ls(path, detail=True):
+        for about in self.fs.ls(path, detail=True, **self.limits):
             name = str(about["name"])
             if about["type"] != "directory":
                 yield name, int(about["size"] or 0)
@@ -106,7 +107,7 @@ class Store:
     def children(self) -> list[str]:
         """Names one level below, of objects and of what would be folders; none if there are none."""
         try:
-            found: Iterable[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False), "listing", "")
+            found: Iterable[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", "")
         except CheckpointNotFoundError:
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
@@ -121,9 +122,9 @@ class Store:
 
         def get() -> bytes:
             if end is None and not begin:
-                whole: bytes = self.fs.cat_file(self.path(name))
+                whole: bytes = self.fs.cat_file(self.path(name), **self.limits)
                 return whole
-            data: bytes = self.fs.cat_file(self.path(name), start=begin, end=end)
+            data: bytes = self.fs.cat_file(self.path(name), start=begin, end=end, **self.limits)
             if end is not None and len(data) != end - begin:
                 raise OSError(f"{len(data)} of {end - begin} bytes arrived")
             return data
@@ -134,7 +135,7 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""
-        self.attempt(lambda: self.fs.pipe_file(self.path(name), data), "writing", name)
+        self.attempt(lambda: self.fs.pipe_file(self.path(name), data, **self.limits), "writing", name)
 
     def upload(self, name: str) -> Upload:
         """Begin to write an object in parts."""
@@ -145,7 +146,7 @@ class Store:
 
         def remove(name: str) -> None:
             try:
-                self.attempt(lambda: self.fs.rm_file(self.path(name)), "removing", name)
+                self.attempt(lambda: self.fs.rm_file(self.path(name), **self.limits), "removing", name)
             except CheckpointNotFoundError:
                 logger.info("%s is not there any more", self.uri(name))
 
