@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import accel_ckpt.remote.s3
-
 from accel_ckpt import (
     BackgroundSaver,
     Checkpointer,

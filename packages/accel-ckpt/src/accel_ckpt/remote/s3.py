@@ -51,7 +51,9 @@ class S3Store(Store):
     def children(self) -> list[str]:
         """As of any store; but a bucket that is not there is an error, and no place without checkpoints."""
         try:
-            found: list[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", "")
+            found: list[str] = self.attempt(
+                lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", ""
+            )
         except CheckpointNotFoundError as error:
             said = error.__cause__
             if said is not None and said.__cause__ is not None:  # by the server

@@ -107,7 +107,9 @@ class Store:
     def children(self) -> list[str]:
         """Names one level below, of objects and of what would be folders; none if there are none."""
         try:
-            found: Iterable[str] = self.attempt(lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", "")
+            found: Iterable[str] = self.attempt(
+                lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", ""
+            )
         except CheckpointNotFoundError:
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
