@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 LIMIT = 300.0
 """Seconds that a request may take: a part of 16 MiB arrives in time at 56 kB/s.
 
-The read timeout of botocore begins when a body is sent, so a server that stops taking one would be waited for without an
-end."""
+The read timeout of botocore begins when a body is sent, so a server that stops taking one would be waited for without
+an end."""
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _MAX_PARTS = 10_000
