@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 
 import torch
 from torch import nn
 
+from accel_state.launching.ports import reserve_port
 from gpu.figures import Figure, NotRunError, Run
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl"}
@@ -21,14 +21,12 @@ def world_of_one(run: Run) -> Iterator[Figure]:
     expected = BACKENDS.get(run.device.type)
     if expected is None or not dist.is_backend_available(expected):
         raise NotRunError(f"PyTorch has no collectives for {run.device.type} here")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ |= {
-        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "acceptance",
-    }  # fmt: skip
-    accelerator = run.accelerator()
+    with reserve_port() as port:
+        os.environ |= {
+            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "acceptance",
+        }  # fmt: skip
+        accelerator = run.accelerator()
     assert dist.is_initialized(), "the accelerator made no process group"
     here = dist.group.WORLD._get_backend(run.device).name()  # type: ignore[union-attr]
     yield Figure("backend", 1, here, expected, here == expected, f"ranks: {dist.get_world_size()}")

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
-from accel_ckpt.locations import RemotePath
 from accel_ckpt.remote.store import Store, Upload
 
 __all__ = ["LIMIT", "S3Store"]
@@ -28,13 +27,13 @@ _MAX_PARTS = 10_000
 class S3Store(Store):
     """Objects in S3."""
 
-    def __init__(self, root: RemotePath) -> None:
-        super().__init__(root)
-        self.limits = {"timeout": LIMIT}  # fsspec takes it from the arguments
+    def ask(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """As of any store, for at most :data:`LIMIT` seconds: fsspec takes that from the arguments of any method."""
+        return call(*arguments, **options, timeout=LIMIT)
 
     def below(self, path: str) -> Iterator[tuple[str, int]]:
         """Paths and sizes of all objects below one, in one request for a thousand; here it raises what goes wrong."""
-        for name, about in self.fs.find(path, detail=True, **self.limits).items():
+        for name, about in self.ask(self.fs.find, path, detail=True).items():
             yield name, int(about["size"] or 0)
 
     def upload(self, name: str) -> Upload:
@@ -45,7 +44,7 @@ class S3Store(Store):
         """One request about an object, repeated where that may help."""
         bucket, key, _ = self.fs.split_path(self.path(name))
         return self.attempt(
-            lambda: self.fs.call_s3(operation, Bucket=bucket, Key=key, **arguments, **self.limits),
+            lambda: self.ask(self.fs.call_s3, operation, Bucket=bucket, Key=key, **arguments),
             f"{operation} of",
             name,
         )
@@ -54,7 +53,7 @@ class S3Store(Store):
         """As of any store; but a bucket that is not there is an error, and no place without checkpoints."""
         try:
             found: list[str] = self.attempt(
-                lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", ""
+                lambda: self.ask(self.fs.ls, self.base, detail=False), "listing", ""
             )
         except CheckpointNotFoundError as error:
             said = error.__cause__
@@ -71,7 +70,7 @@ class S3Store(Store):
         more: dict[str, str] = {}
         while True:
             listing = partial(
-                self.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=start, **more, **self.limits
+                self.ask, self.fs.call_s3, "list_multipart_uploads", Bucket=bucket, Prefix=start, **more
             )
             answer = self.attempt(listing, "listing the unfinished uploads of", prefix)
             found += [(one["Key"].removeprefix(base), one["UploadId"]) for one in answer.get("Uploads", ())]

@@ -76,7 +76,10 @@ class Store:
     def __init__(self, root: RemotePath) -> None:
         self.root = root
         self.fs, self.base = _file_system(root)
-        self.limits: dict[str, float] = {}  # of a request, where the file system takes one
+
+    def ask(self, call: Callable[..., Any], /, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the file system; where it can be told how long to wait, it is."""
+        return call(*arguments, **options)
 
     def uri(self, name: str = "") -> str:
         """The URI of an object, for messages."""
@@ -97,7 +100,7 @@ class Store:
 
     def below(self, path: str) -> Iterator[tuple[str, int]]:
         """Paths and sizes of all objects below one. Not by ``find``, which leaves out what cannot be listed."""
-        for about in self.fs.ls(path, detail=True, **self.limits):
+        for about in self.ask(self.fs.ls, path, detail=True):
             name = str(about["name"])
             if about["type"] != "directory":
                 yield name, int(about["size"] or 0)
@@ -108,7 +111,7 @@ class Store:
         """Names one level below, of objects and of what would be folders; none if there are none."""
         try:
             found: Iterable[str] = self.attempt(
-                lambda: self.fs.ls(self.base, detail=False, **self.limits), "listing", ""
+                lambda: self.ask(self.fs.ls, self.base, detail=False), "listing", ""
             )
         except CheckpointNotFoundError:
             return []
@@ -124,9 +127,9 @@ class Store:
 
         def get() -> bytes:
             if end is None and not begin:
-                whole: bytes = self.fs.cat_file(self.path(name), **self.limits)
+                whole: bytes = self.ask(self.fs.cat_file, self.path(name))
                 return whole
-            data: bytes = self.fs.cat_file(self.path(name), start=begin, end=end, **self.limits)
+            data: bytes = self.ask(self.fs.cat_file, self.path(name), start=begin, end=end)
             if end is not None and len(data) != end - begin:
                 raise OSError(f"{len(data)} of {end - begin} bytes arrived")
             return data
@@ -137,7 +140,7 @@ class Store:
 
     def put(self, name: str, data: bytes) -> None:
         """Write a small object, in one request."""
-        self.attempt(lambda: self.fs.pipe_file(self.path(name), data, **self.limits), "writing", name)
+        self.attempt(lambda: self.ask(self.fs.pipe_file, self.path(name), data), "writing", name)
 
     def upload(self, name: str) -> Upload:
         """Begin to write an object in parts."""
@@ -148,7 +151,7 @@ class Store:
 
         def remove(name: str) -> None:
             try:
-                self.attempt(lambda: self.fs.rm_file(self.path(name), **self.limits), "removing", name)
+                self.attempt(lambda: self.ask(self.fs.rm_file, self.path(name)), "removing", name)
             except CheckpointNotFoundError:
                 logger.info("%s is not there any more", self.uri(name))
 
