@@ -248,6 +248,25 @@ def test_rank_0_has_the_weights_and_sends_them():
     check(worlds.run(train, 2, only_rank_0, cpu_ram_efficient_loading=True), expected(llama))
 
 
+def read_by_rank_0(folder):
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_utils import is_fsdp_enabled
+
+    from accel_train import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+
+    enable_fsdp_ram_efficient_loading()
+    assert is_fsdp_enabled()
+    disable_fsdp_ram_efficient_loading()
+    assert not is_fsdp_enabled()
+    enable_fsdp_ram_efficient_loading()
+    return LlamaForCausalLM.from_pretrained(folder)
+
+
+def test_from_pretrained_is_told_that_rank_0_reads(tmp_path):
+    llama().save_pretrained(tmp_path)
+    check(worlds.run(train, 2, lambda: read_by_rank_0(tmp_path)), expected(llama))
+
+
 @pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
 def test_each_rank_reads_its_parts_from_files(make, tmp_path):
     make().save_pretrained(tmp_path)

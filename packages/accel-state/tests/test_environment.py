@@ -80,6 +80,15 @@ def test_patches_are_taken_back():
     assert "ACCEL_TEST_NEW" not in os.environ
 
 
+def test_values_for_the_rest_of_the_process():
+    with patch_environment(ACCEL_TEST_KEPT="1"), clear_environment():
+        environment.provide(accel_test_kept=2)
+        environment.provide(accel_test_kept=3)
+        assert environment.get("ACCEL_TEST_KEPT") == "2"
+        environment.assign(accel_test_kept=3)
+        assert environment.get("ACCEL_TEST_KEPT") == "3"
+
+
 def test_clearing_is_taken_back():
     before = dict(os.environ)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
 
 __all__ = [
+    "assign",
     "clear_environment",
     "convert_dict_to_env_variables",
     "decode",
@@ -144,6 +145,15 @@ def provide(**kwargs: object) -> None:
     """
     for name, value in kwargs.items():
         os.environ.setdefault(name.upper(), str(value))
+
+
+def assign(**kwargs: object) -> None:
+    """Set variables that other libraries read, for the rest of the process, whatever they were.
+
+    Args:
+        **kwargs: names (upper-cased) and values (converted with ``str``).
+    """
+    os.environ.update({name.upper(): str(value) for name, value in kwargs.items()})
 
 
 def replace(variables: Mapping[str, str]) -> None:

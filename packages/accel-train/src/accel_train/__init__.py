@@ -231,6 +231,10 @@ __getattr__, __dir__, __all__ = attach(
             "TorchTensorParallelPlugin",
             "XlaPlugin",
         ),
+        "accel_train.plugins.fsdp_loading": (
+            "disable_fsdp_ram_efficient_loading",
+            "enable_fsdp_ram_efficient_loading",
+        ),
         "accel_train.mesh": ("Mesh",),
         "accel_train.precision.fp8.ao": (
             "convert_model_to_fp8_ao",

@@ -247,6 +247,8 @@ from accel_train.plugins import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_train.plugins import TorchTensorParallelConfig as TorchTensorParallelConfig
 from accel_train.plugins import TorchTensorParallelPlugin as TorchTensorParallelPlugin
 from accel_train.plugins import XlaPlugin as XlaPlugin
+from accel_train.plugins.fsdp_loading import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
+from accel_train.plugins.fsdp_loading import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from accel_train.precision.fp8.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
 from accel_train.precision.fp8.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
 from accel_train.precision.fp8.ao import filter_linear_layers as filter_linear_layers

@@ -6,17 +6,19 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 import accel_ckpt
-from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile, accelerate_checkpoints
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared
+
+if TYPE_CHECKING:  # read by few scripts, so imported through the lazy names of accel_ckpt
+    from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile
 
 __all__ = ["all_checkpoints", "number_of", "read"]
 
@@ -29,7 +31,9 @@ def all_checkpoints(folder: Path) -> list[Path]:
     Args:
         folder: with folders ``checkpoint_<number>``.
     """
-    return sorted([*accelerate_checkpoints(folder), *accel_ckpt.complete_checkpoints(folder)], key=number_of)
+    return sorted(
+        [*accel_ckpt.accelerate_checkpoints(folder), *accel_ckpt.complete_checkpoints(folder)], key=number_of
+    )
 
 
 def number_of(directory: Path) -> int:
@@ -59,7 +63,7 @@ def read(
         CorruptCheckpointError: a file cannot be read.
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"
-    checkpoint = AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
+    checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
     _check_parts(here, checkpoint)
     shared: dict[str, Any] = {}
     for index, optimizer in enumerate(here.optimizers):

@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = _answer(
             "get_parameters_from_modules",
         ),
         "accel_train": (
+            "disable_fsdp_ram_efficient_loading",
+            "enable_fsdp_ram_efficient_loading",
             "load_fsdp_model",
             "load_fsdp_optimizer",
             "merge_fsdp_weights",
