@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 

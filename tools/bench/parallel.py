@@ -19,6 +19,7 @@ import random
 import resource
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -30,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from testkit import worlds
 

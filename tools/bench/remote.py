@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import boto3
 import s3fs
 import torch
 from boto3.s3.transfer import TransferConfig
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from accel_ckpt import open_training_state, save_training_state
 from accel_ckpt.remote.store import PARALLEL, PART
