@@ -34,7 +34,8 @@ from accel_ckpt import (
     save_model,
     save_training_state,
 )
-from testkit import worlds
+from testkit import remote_states, worlds
+from testkit.remote_states import LARGE, check, values
 from testkit.s3_server import S3Server
 
 pytest.importorskip("s3fs", reason="needs s3fs and moto: hatch run engines:s3")
@@ -43,7 +44,6 @@ pytest.importorskip("moto", reason="needs s3fs and moto: hatch run engines:s3")
 import boto3
 import s3fs
 
-LARGE = 10_000_000  # elements: 40 MB, three parts
 KILLS = 100
 BUCKET = "checkpoints"
 
@@ -86,28 +86,8 @@ def empty(client):
         client.abort_multipart_upload(Bucket=BUCKET, Key=one["Key"], UploadId=one["UploadId"])
 
 
-def values(step, elements=LARGE):
-    return torch.arange(elements, dtype=torch.float32) * (step + 1)
-
-
 def save(name, step, elements=LARGE, **options):
-    return save_training_state(
-        f"s3://{BUCKET}/{name}",
-        models=[{"w": values(step, elements)}],
-        shared={"step": step, "moment": torch.full((1000,), float(step))},
-        per_rank={"rng": torch.tensor([step])},
-        **options,
-    )
-
-
-def check(place):
-    checkpoint = open_training_state(place)
-    step = checkpoint.shared["step"]
-    weights = checkpoint.models[0]["w"]
-    assert torch.equal(weights, values(step, len(weights)))
-    assert torch.equal(checkpoint.shared["moment"], torch.full((1000,), float(step)))
-    assert checkpoint.per_rank(0)["rng"].tolist() == [step]
-    return step
+    return remote_states.save(f"s3://{BUCKET}/{name}", step, elements, **options)
 
 
 def test_round_trip(s3):

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from accel_ckpt.errors import CheckpointNotFoundError, ObjectStorageError
 from accel_ckpt.locations import RemotePath
 from accel_state.errors import MissingDependencyError
+from accel_state.messages import first_line
 
 __all__ = ["PARALLEL", "PART", "Store", "Upload", "in_parallel"]
 
@@ -188,18 +189,18 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
     def _explained(self, error: Exception, doing: str, name: str) -> Exception:
-        where = self.uri(name)
-        if isinstance(error, FileNotFoundError):
+        where, said = self.uri(name), first_line(error)
+        if _missing(error):
             return CheckpointNotFoundError(
-                f"there is no {where}, or its bucket is gone: {error}; check the name, and that the bucket exists"
+                f"there is no {where}, or its bucket is gone: {said}; check the name, and that the bucket exists"
             )
         if _refused(error):
             return ObjectStorageError(
-                f"{doing} {where} was refused: {type(error).__name__}: {error}; check the credentials that "
+                f"{doing} {where} was refused: {type(error).__name__}: {said}; check the credentials that "
                 f"{type(self.fs).__name__} finds, and that they may list, read, write and delete objects there"
             )
         return ObjectStorageError(
-            f"{doing} {where} failed: {type(error).__name__}: {error}; check that the storage can be reached, and "
+            f"{doing} {where} failed: {type(error).__name__}: {said}; check that the storage can be reached, and "
             "call again"
         )
 
@@ -270,9 +271,20 @@ def _file_system(root: RemotePath) -> tuple[Any, str]:
     return fs, str(base).rstrip("/")
 
 
+def _missing(error: Exception) -> bool:
+    # Azure's own, where adlfs lets it through.
+    return isinstance(error, FileNotFoundError) or type(error).__name__ == "ResourceNotFoundError"
+
+
 def _refused(error: Exception) -> bool:
-    return isinstance(error, PermissionError) or "Credential" in type(error).__name__
+    status = getattr(error, "code", None) or getattr(error, "status_code", None)  # of gcsfs; of Azure
+    return (
+        isinstance(error, PermissionError)
+        or status in (401, 403)
+        or "Credential" in type(error).__name__
+        or str(error).startswith("Forbidden: ")  # gcsfs, as an OSError
+    )
 
 
 def _lasts(error: Exception) -> bool:
-    return isinstance(error, _LASTING) or _refused(error)
+    return isinstance(error, _LASTING) or _missing(error) or _refused(error)

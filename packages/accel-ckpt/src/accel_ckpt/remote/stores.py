@@ -9,6 +9,8 @@ from accel_ckpt.remote.store import Store
 
 __all__ = ["open_store"]
 
+_IN_BUCKETS = ("gs", "gcs", "az", "abfs", "abfss")
+
 
 def open_store(root: Path) -> Store:
     """The objects below a URI.
@@ -21,4 +23,8 @@ def open_store(root: Path) -> Store:
         from accel_ckpt.remote.s3 import S3Store
 
         return S3Store(root)
+    if root.scheme in _IN_BUCKETS:
+        from accel_ckpt.remote.buckets import BucketStore
+
+        return BucketStore(root)
     return Store(root)
