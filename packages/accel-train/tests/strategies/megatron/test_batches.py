@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accel_train.strategies.megatron.batches import Batch, micro_batches, shifted, supplied
+from accel_train.strategies.megatron.batches import Batch, micro_batches, shifted, supplied, weighted_mean
 
 TOKENS = torch.tensor([[5, 6, 2, 7], [8, 9, 1, 1]])
 
@@ -44,3 +44,19 @@ def test_batches_that_are_none():
         micro_batches({"a": torch.ones(2), "b": torch.ones(3)}, 1)
     with pytest.raises(TypeError, match="custom_get_batch_function returned int"):
         supplied(lambda iterator, flag: 3, {})
+
+
+@pytest.mark.parametrize(
+    ("mask", "mean"),
+    [
+        ([1, 0, 1, 0], 3.0),
+        ([0.1, 0.0, 0.0, 0.3], 6.5),  # weights whose sum is below 1
+        ([0, 0, 0, 0], 0.0),
+        ([False, True, False, False], 4.0),
+    ],
+)
+def test_the_mean_of_what_counts(mask, mean):
+    losses = torch.tensor([2.0, 4.0, 4.0, 8.0], dtype=torch.bfloat16)
+    found = weighted_mean(losses, torch.tensor(mask))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, torch.tensor(mean))

@@ -13,7 +13,7 @@ from torch import Tensor
 from accel_train.errors import ArgumentTypeError, DataError
 from accel_train.strategies.megatron.context import ContextPart
 
-__all__ = ["Batch", "micro_batches", "shifted", "supplied"]
+__all__ = ["Batch", "micro_batches", "shifted", "supplied", "weighted_mean"]
 
 IGNORED = -100
 """The label of positions that do not count in the loss, as in transformers."""
@@ -72,6 +72,17 @@ class Batch:
             mask = context.cut(mask, -2)
         labels = None if self.labels is None else context.cut(self.labels)
         return Batch(context.cut(self.tokens), labels, self.loss_mask, mask, context.cut(self.positions))
+
+
+def weighted_mean(losses: Tensor, mask: Tensor) -> Tensor:
+    """The mean loss of the positions that count, in fp32; 0 if none does. A script's mask may hold weights.
+
+    Args:
+        losses: of each position.
+        mask: of the same shape; what each position counts.
+    """
+    weight = mask.float().sum()
+    return (losses.float() * mask.float()).sum() / torch.where(weight == 0, 1.0, weight)
 
 
 def supplied(

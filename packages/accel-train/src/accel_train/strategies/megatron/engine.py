@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accel_train.errors import AccumulationError, ArgumentTypeError, DataError, OptionError
 from accel_train.plugins import MegatronLMPlugin
-from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied
+from accel_train.strategies.megatron.batches import Batch, micro_batches, supplied, weighted_mean
 from accel_train.strategies.megatron.build import Built
 from accel_train.strategies.megatron.context import ContextPart
 from accel_train.strategies.megatron.runtime import Groups, draws
@@ -212,9 +212,9 @@ class MegatronEngine(nn.Module):
             return (found[0] if isinstance(found, tuple) else found), logits
         if batch.loss_mask is None:
             return losses.float().mean(), logits
-        mask = batch.loss_mask.float()
-        total = (losses.float() * mask).sum()
-        return total / (mask.sum().clamp(min=1) if tokens is None else tokens), logits
+        if tokens is None:
+            return weighted_mean(losses, batch.loss_mask), logits
+        return (losses.float() * batch.loss_mask.float()).sum() / tokens, logits
 
     def _joined(self, batch: Batch, output: Any) -> Any:
         """What was computed for all positions, from that for this rank's."""
