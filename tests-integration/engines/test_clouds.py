@@ -42,8 +42,9 @@ BUCKET = "checkpoints"
 KILLS = 25
 
 
-@pytest.fixture(scope="module", params=["gs", "az"])
+@pytest.fixture(params=["gs", "az"])
 def server(request):
+    """One for each test: the emulator of Google Cloud Storage never lets go of a bucket in which a save was killed."""
     with GcsServer() if request.param == "gs" else AzureServer(azurite_folder()) as found:
         yield found
 
@@ -56,7 +57,6 @@ def cloud(server, monkeypatch):
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     fsspec.get_filesystem_class(server.scheme).clear_instance_cache()
-    server.remove(BUCKET)
     server.make(BUCKET)
     return server
 
