@@ -13,7 +13,7 @@ def restored():
         yield
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, "True"), ("1", "1")])
+@pytest.mark.parametrize(("before", "after"), [(None, "true"), ("1", "1")])
 def test_enabling(before, after, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", before or "")
     if before is None:

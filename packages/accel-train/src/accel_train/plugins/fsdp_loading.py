@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from accel_state import environment
+from accel_state.config.launch import LaunchConfig
+from accel_state.config.sections.fsdp import FsdpSection
 
 __all__ = ["disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading"]
 
@@ -13,14 +15,20 @@ def enable_fsdp_ram_efficient_loading() -> None:
     Call it before `from_pretrained`, after the process group is made. transformers 4 then leaves the weights of other
     ranks on the meta device or empty; 5.24 still reads them on every rank, with the same result.
 
-    It sets ``ACCELERATE_USE_FSDP``, unless that is set, so an `Accelerator` that is constructed later divides models,
-    and ``FSDP_CPU_RAM_EFFICIENT_LOADING``, the default of `FullyShardedDataParallelPlugin.cpu_ram_efficient_loading`;
-    ``--fsdp_cpu_ram_efficient_loading true`` of `accel launch` does the same.
+    It sets the variables of ``--use_fsdp``, unless they are set, so an `Accelerator` that is constructed later divides
+    models, and that of ``--fsdp_cpu_ram_efficient_loading``, which is the default of
+    `FullyShardedDataParallelPlugin.cpu_ram_efficient_loading`.
     """
-    environment.provide(ACCELERATE_USE_FSDP="True")
-    environment.assign(FSDP_CPU_RAM_EFFICIENT_LOADING="True")
+    environment.provide(**environment.encode(LaunchConfig(distributed_type="FSDP")))
+    _say(True)
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
     """Tell transformers that `from_pretrained` reads weights on every rank, as for a model that is not divided."""
-    environment.assign(FSDP_CPU_RAM_EFFICIENT_LOADING="False")
+    _say(False)
+
+
+def _say(efficient: bool) -> None:
+    environment.assign(
+        **environment.encode(LaunchConfig(fsdp=FsdpSection(cpu_ram_efficient_loading=efficient)))
+    )
