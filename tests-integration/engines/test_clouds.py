@@ -5,35 +5,23 @@ Run with ``hatch run engines:clouds``.
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import random
 import time
-import warnings
 
 import pytest
-import torch
 
 from accel_ckpt import (
-    BackgroundSaver,
-    Checkpointer,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
     ObjectStorageError,
-    Part,
     complete_checkpoints,
-    load_checkpoint_in_model,
     open_training_state,
     prune_checkpoints,
-    save_model,
-    save_training_state,
 )
-from testkit import remote_states, worlds
+from testkit import remote_states
 from testkit.cloud_servers import KEY, AzureServer, GcsServer, azurite_folder
-from testkit.remote_states import LARGE, check, values
+from testkit.remote_states import check
 
 pytest.importorskip("gcsfs", reason="needs gcsfs and an emulator: hatch run engines:clouds")
 pytest.importorskip("adlfs", reason="needs adlfs and Azurite: hatch run engines:clouds")
@@ -67,30 +55,11 @@ def place(cloud):
 
 
 def test_round_trip(cloud, place):
-    remote_states.save(f"{place}/run/c", 3)
-    assert check(f"{place}/run/c") == 3
-    remote_states.save(f"{place}/run/c", 4)
-    open_training_state(f"{place}/run/c").verify()
-    assert check(f"{place}/run/c") == 4
-    assert len(cloud.objects(BUCKET)) == 6  # nothing of the first one
-    handle = BackgroundSaver().save(
-        f"{place}/run/d", models=[{"w": values(5)}], shared={"step": 5}, per_rank={}
-    )
-    assert str(handle.result(120)) == f"{place}/run/d"
+    remote_states.check_round_trip(place, lambda: cloud.objects(BUCKET))
 
 
 def test_checkpointer_and_weights(place):
-    model = torch.nn.Linear(8, 8)
-    checkpointer = Checkpointer(f"{place}/steps", keep=2)
-    for step in range(4):
-        checkpointer.save(step, {"model": model})
-    assert checkpointer.steps() == [2, 3]
-    checkpointer.verify()
-    assert checkpointer.load({"model": model}) == 3
-    save_model(model, f"{place}/weights", max_shard_size="100B")
-    other = torch.nn.Linear(8, 8)
-    load_checkpoint_in_model(other, f"{place}/weights")
-    assert torch.equal(other.weight, model.weight)
+    remote_states.check_checkpointer_and_weights(place)
 
 
 def test_pruning(cloud, place):
@@ -163,74 +132,14 @@ def test_wrong_credentials(cloud, place, monkeypatch):
     assert check(f"{place}/c") == 1
 
 
-def series(environment, place, pipe):
-    """New checkpoints with pruning, and one that is replaced again and again."""
-    os.environ.update(environment)
-    warnings.simplefilter("ignore")
-    step = max((int(path.name.split("_")[1]) for path in complete_checkpoints(f"{place}/run")), default=0)
-    while True:
-        step += 1
-        remote_states.save(f"{place}/run/checkpoint_{step}", step, 4_300_000)  # two parts
-        pipe.send(step)
-        prune_checkpoints(f"{place}/run", 2)
-        remote_states.save(f"{place}/run/checkpoint_0", step, 1000)
-        pipe.send(step)
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:a save that did not finish left objects")
 def test_kills(cloud, place):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*worlds._PRELOAD, "accel_ckpt"])
-    generator = random.Random(0)
-    reported, left = -1, 0
-    for number in range(KILLS):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=series, args=(cloud.environment, place, theirs))
-        process.start()
-        theirs.close()
-        began = time.monotonic()
-        if number % 4:  # else during the first save
-            reported = ours.recv()
-        time.sleep(generator.uniform(0, 1.5 * (time.monotonic() - began) if number % 4 else 4.0))
-        process.kill()
-        process.join()
-        with contextlib.suppress(EOFError):  # what it managed to report since
-            while True:
-                reported = ours.recv()
-        found = {path.name: check(path) for path in complete_checkpoints(f"{place}/run")}
-        assert max(found.values(), default=-1) >= reported  # what was reported as saved is there, bit for bit
-        assert all(name in ("checkpoint_0", f"checkpoint_{step}") for name, step in found.items())
-        left += any("/.accel-saving/" in name for name in cloud.objects(BUCKET))
-    print(f"{left} of {KILLS} kills left a mark")
-    assert left > KILLS // 10
-    for step in (100000, 100001, 100002):
-        remote_states.save(f"{place}/run/checkpoint_{step}", step, 1000)
-    complete = {path.name for path in complete_checkpoints(f"{place}/run")}
-    assert {name.split("/")[1] for name in cloud.objects(BUCKET)} == complete
-    assert len(cloud.objects(BUCKET)) == 6 * len(complete)  # nothing but what is listed
-
-
-def two_ranks(environment, place):
-    from accel_state import PartialState
-
-    os.environ.update(environment)
-    rank = PartialState().process_index
-    whole = torch.arange(2.0 * LARGE).reshape(2, LARGE)
-    mine = Part(whole[rank : rank + 1].clone(), offsets=(rank, 0), shape=(2, LARGE))
-    save_training_state(f"{place}/c", models=[{"w": mine}], shared={"n": 1}, per_rank={"r": rank})
-    other = Part(torch.empty(1, LARGE), offsets=(1 - rank, 0), shape=(2, LARGE))
-    checkpoint = open_training_state(f"{place}/c")
-    checkpoint.load_model(0, {"w": other})
-    assert torch.equal(other.tensor, whole[1 - rank : 2 - rank])
-    assert checkpoint.per_rank(rank)["r"] == rank
-    PartialState().wait_for_everyone()
+    remote_states.check_kills(cloud.environment, place, lambda: cloud.objects(BUCKET), kills=KILLS, first=4.0)
 
 
 def test_two_ranks(cloud, place):
-    worlds.run(two_ranks, 2, cloud.environment, place, timeout=200)
-    shards = ("model-shard-00000.safetensors", "model-shard-00001.safetensors")
-    assert sum(name.endswith(shards) for name in cloud.objects(BUCKET)) == 2
+    remote_states.check_two_ranks(cloud.environment, place, lambda: cloud.objects(BUCKET))
 
 
 @pytest.mark.timeout(600)

@@ -6,36 +6,27 @@ Run with ``hatch run engines:s3``.
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import subprocess
 import sys
 import time
-import warnings
 
 import pytest
-import torch
 
 import accel_ckpt.remote.s3
 from accel_ckpt import (
-    BackgroundSaver,
-    Checkpointer,
     CheckpointError,
     CheckpointNotFoundError,
     CheckpointSaveError,
     CorruptCheckpointError,
     ObjectStorageError,
-    Part,
     complete_checkpoints,
-    load_checkpoint_in_model,
     open_training_state,
-    prune_checkpoints,
-    save_model,
     save_training_state,
 )
 from testkit import remote_states, worlds
-from testkit.remote_states import LARGE, check, values
+from testkit.remote_states import LARGE, check
 from testkit.s3_server import S3Server
 
 pytest.importorskip("s3fs", reason="needs s3fs and moto: hatch run engines:s3")
@@ -46,6 +37,7 @@ import s3fs
 
 KILLS = 100
 BUCKET = "checkpoints"
+PLACE = f"s3://{BUCKET}"
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +83,12 @@ def save(name, step, elements=LARGE, **options):
 
 
 def test_round_trip(s3):
-    save("run/c", 3)
-    assert check(f"s3://{BUCKET}/run/c") == 3
-    save("run/c", 4)
-    open_training_state(f"s3://{BUCKET}/run/c").verify()
-    assert check(f"s3://{BUCKET}/run/c") == 4
-    assert len(objects(s3)) == 6  # nothing of the first one
+    remote_states.check_round_trip(PLACE, lambda: objects(s3))
     assert uploads(s3) == []
-    handle = BackgroundSaver().save(
-        f"s3://{BUCKET}/run/d", models=[{"w": values(5)}], shared={"step": 5}, per_rank={}
-    )
-    assert str(handle.result(120)) == f"s3://{BUCKET}/run/d"
 
 
 def test_checkpointer_and_weights(s3):
-    model = torch.nn.Linear(8, 8)
-    checkpointer = Checkpointer(f"s3://{BUCKET}/steps", keep=2)
-    for step in range(4):
-        checkpointer.save(step, {"model": model})
-    assert checkpointer.steps() == [2, 3]
-    checkpointer.verify()
-    assert checkpointer.load({"model": model}) == 3
-    save_model(model, f"s3://{BUCKET}/weights", max_shard_size="100B")
-    other = torch.nn.Linear(8, 8)
-    load_checkpoint_in_model(other, f"s3://{BUCKET}/weights")
-    assert torch.equal(other.weight, model.weight)
+    remote_states.check_checkpointer_and_weights(PLACE)
 
 
 @pytest.mark.parametrize(
@@ -276,90 +249,30 @@ saver.save("s3://{BUCKET}/c", models=[{{"w": torch.arange({LARGE}, dtype=torch.f
     assert check(f"s3://{BUCKET}/c") == 7
 
 
-def series(environment, pipe):
-    """New checkpoints with pruning, and one that is replaced again and again."""
-    os.environ.update(environment)
-    warnings.simplefilter("ignore")
-    step = max(
-        (int(path.name.split("_")[1]) for path in complete_checkpoints(f"s3://{BUCKET}/run")), default=0
-    )
-    while True:
-        step += 1
-        save(f"run/checkpoint_{step}", step, 4_300_000)  # two parts
-        pipe.send(step)
-        prune_checkpoints(f"s3://{BUCKET}/run", 2)
-        save("run/checkpoint_0", step, 1000)
-        pipe.send(step)
-
-
 @pytest.mark.timeout(3600)
 @pytest.mark.filterwarnings("ignore:a save that did not finish left objects")
 def test_kills(s3, server):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*worlds._PRELOAD, "s3fs", "accel_ckpt"])
-    generator = random.Random(0)
-    left = unfinished = 0
-    reported = -1
-    for number in range(KILLS):
-        server.faults(
+    unfinished = []
+    remote_states.check_kills(
+        server.environment,
+        PLACE,
+        lambda: objects(s3),
+        kills=KILLS,
+        first=2.0,
+        preload=["s3fs"],
+        disturb=lambda: server.faults(
             {"kind": "error", "times": 1000, "chance": 0.02}, {"kind": "reset", "times": 1000, "chance": 0.01}
-        )
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=series, args=(server.environment, theirs))
-        process.start()
-        theirs.close()
-        began = time.monotonic()
-        if number % 4:  # else during the first save
-            reported = ours.recv()
-        time.sleep(generator.uniform(0, 1.5 * (time.monotonic() - began) if number % 4 else 2.0))
-        process.kill()
-        process.join()
-        with contextlib.suppress(EOFError):  # what it managed to report since
-            while True:
-                reported = ours.recv()
-        server.faults()
-        found = {path.name: check(path) for path in complete_checkpoints(f"s3://{BUCKET}/run")}
-        assert max(found.values(), default=-1) >= reported  # what was reported as saved is there, bit for bit
-        assert all(name in ("checkpoint_0", f"checkpoint_{step}") for name, step in found.items())
-        keys = objects(s3)
-        left += any("/.accel-saving/" in key for key in keys)
-        unfinished += bool(uploads(s3))
-    print(f"{left} of {KILLS} kills left a mark, {unfinished} an unfinished upload")
-    assert left > KILLS // 10
-    assert unfinished > 0
-    for step in (100000, 100001, 100002):
-        save(f"run/checkpoint_{step}", step, 1000)
-    complete = {path.name for path in complete_checkpoints(f"s3://{BUCKET}/run")}
-    assert {key.split("/")[1] for key in objects(s3)} == complete
-    assert len(objects(s3)) == 6 * len(complete)  # nothing but what is listed
+        ),
+        calm=server.faults,
+        look=lambda: unfinished.append(bool(uploads(s3))),
+    )
+    print(f"{sum(unfinished)} left an unfinished upload")
+    assert sum(unfinished) > 0
     assert uploads(s3) == []
 
 
-def two_ranks(environment):
-    from accel_state import PartialState
-
-    os.environ.update(environment)
-    rank = PartialState().process_index
-    whole = torch.arange(2.0 * LARGE).reshape(2, LARGE)
-    mine = Part(whole[rank : rank + 1].clone(), offsets=(rank, 0), shape=(2, LARGE))
-    save_training_state(f"s3://{BUCKET}/c", models=[{"w": mine}], shared={"n": 1}, per_rank={"r": rank})
-    other = Part(torch.empty(1, LARGE), offsets=(1 - rank, 0), shape=(2, LARGE))
-    checkpoint = open_training_state(f"s3://{BUCKET}/c")
-    checkpoint.load_model(0, {"w": other})
-    assert torch.equal(other.tensor, whole[1 - rank : 2 - rank])
-    assert checkpoint.per_rank(rank)["r"] == rank
-    PartialState().wait_for_everyone()
-
-
 def test_two_ranks(s3, server):
-    worlds.run(two_ranks, 2, server.environment, timeout=200)
-    assert (
-        sum(
-            key.endswith(("model-shard-00000.safetensors", "model-shard-00001.safetensors"))
-            for key in objects(s3)
-        )
-        == 2
-    )
+    remote_states.check_two_ranks(server.environment, PLACE, lambda: objects(s3))
 
 
 def one_dies(environment, victim, delay):

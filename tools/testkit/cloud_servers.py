@@ -23,6 +23,7 @@ KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr
 class _Server:
     scheme: str
     environment: dict[str, str]
+    port: int
 
     def start(self, *command: str) -> None:
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -33,9 +34,6 @@ class _Server:
             )
             assert time.monotonic() < deadline, f"{command[0]} does not answer on port {self.port}"
             time.sleep(0.1)
-
-    def __enter__(self) -> Any:
-        raise NotImplementedError
 
     def __exit__(self, *_: object) -> None:
         self._process.kill()
@@ -49,8 +47,6 @@ class _Server:
         except OSError:
             return False
         return True
-
-    port: int
 
 
 class GcsServer(_Server):

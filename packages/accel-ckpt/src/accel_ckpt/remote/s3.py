@@ -49,18 +49,10 @@ class S3Store(Store):
             name,
         )
 
-    def children(self) -> list[str]:
-        """As of any store; but a bucket that is not there is an error, and no place without checkpoints."""
-        try:
-            found: list[str] = self.attempt(
-                lambda: self.ask(self.fs.ls, self.base, detail=False), "listing", ""
-            )
-        except CheckpointNotFoundError as error:
-            said = error.__cause__
-            if said is not None and said.__cause__ is not None:  # by the server
-                raise ObjectStorageError(str(error)) from error
-            return []
-        return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
+    def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
+        """As of any store: the server says that there is no bucket, and s3fs that there is nothing in it."""
+        said = error.__cause__
+        return str(error) if said is not None and said.__cause__ is not None else None
 
     def abandon_uploads(self, prefix: str, chosen: Callable[[str], bool] = lambda name: True) -> list[str]:
         """Abort multipart uploads, whose parts cost money until then."""

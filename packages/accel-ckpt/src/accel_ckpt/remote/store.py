@@ -109,14 +109,25 @@ class Store:
                 yield from self.below(name)
 
     def children(self) -> list[str]:
-        """Names one level below, of objects and of what would be folders; none if there are none."""
+        """Names one level below, of objects and of what would be folders; none if there are none.
+
+        Raises:
+            ObjectStorageError: the listing failed, or there is no such bucket: that is no place without checkpoints.
+        """
         try:
             found: Iterable[str] = self.attempt(
                 lambda: self.ask(self.fs.ls, self.base, detail=False), "listing", ""
             )
-        except CheckpointNotFoundError:
+        except CheckpointNotFoundError as error:
+            gone = self.missing_bucket(error)
+            if gone is not None:
+                raise ObjectStorageError(gone) from error
             return []
         return sorted({path.rstrip("/").rpartition("/")[2] for path in found})
+
+    def missing_bucket(self, error: CheckpointNotFoundError) -> str | None:
+        """What to say if a listing found nothing because there is no bucket; None: there may be nothing in it."""
+        return None
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
         """The bytes of an object, or of a range of it, which must be there.

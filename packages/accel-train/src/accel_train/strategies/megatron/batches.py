@@ -74,15 +74,19 @@ class Batch:
         return Batch(context.cut(self.tokens), labels, self.loss_mask, mask, context.cut(self.positions))
 
 
-def weighted_mean(losses: Tensor, mask: Tensor) -> Tensor:
+def weighted_mean(losses: Tensor, mask: Tensor, weight: Tensor | None = None) -> Tensor:
     """The mean loss of the positions that count, in fp32; 0 if none does. A script's mask may hold weights.
 
     Args:
         losses: of each position.
         mask: of the same shape; what each position counts.
+        weight: what the sum is divided by; None: by that of the mask.
     """
-    weight = mask.float().sum()
-    return (losses.float() * mask.float()).sum() / torch.where(weight == 0, 1.0, weight)
+    mask = mask.float()
+    if weight is None:
+        total = mask.sum()
+        weight = torch.where(total == 0, 1.0, total)
+    return (losses.float() * mask).sum() / weight
 
 
 def supplied(

@@ -212,9 +212,7 @@ class MegatronEngine(nn.Module):
             return (found[0] if isinstance(found, tuple) else found), logits
         if batch.loss_mask is None:
             return losses.float().mean(), logits
-        if tokens is None:
-            return weighted_mean(losses, batch.loss_mask), logits
-        return (losses.float() * batch.loss_mask.float()).sum() / tokens, logits
+        return weighted_mean(losses, batch.loss_mask, tokens), logits
 
     def _joined(self, batch: Batch, output: Any) -> Any:
         """What was computed for all positions, from that for this rank's."""
