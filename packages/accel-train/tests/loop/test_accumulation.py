@@ -447,3 +447,79 @@ def test_gradients_may_be_dropped_before_the_first_backward_and_after_the_last()
             found.append(may_drop())
         found.append(may_drop())
     assert found == [True, True, False, False, False, True, True]
+
+
+def cut_training(rows, size, micro, steps, epochs=1, **options):
+    """Updates of a weight that begins at 0, where the gradient of a sample is its value; SGD with a rate of 1."""
+    accelerator = Accelerator(gradient_accumulation_steps=steps, **options)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(torch.arange(1.0, rows + 1)[:, None], batch_size=size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    updates = []
+    for _ in range(epochs):
+        for batch in loader:
+            for part in batch.split(micro):
+                before = model.weight.item()
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(part).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                if accelerator.sync_gradients:
+                    updates.append(round(before - model.weight.item(), 5))
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "micro", "steps", "expected"),
+    [
+        (8, 4, 1, 4, [2.5, 6.5]),  # a window is a batch
+        (8, 4, 2, 2, [2.5, 6.5]),
+        (8, 4, 1, 8, [4.5]),  # … two batches
+        (8, 4, 1, 2, [1.5, 3.5, 5.5, 7.5]),  # … half a batch
+        (8, 4, 1, 3, [2.0, 5.0, 7.5]),  # the last one is shorter
+        (6, 4, 1, 4, [2.5, 5.5]),  # the last batch is smaller
+        (5, 4, 2, 2, [2.5, 5.0]),
+    ],
+)
+def test_a_batch_may_be_cut_into_micro_batches(rows, size, micro, steps, expected):
+    assert cut_training(rows, size, micro, steps) == expected
+    assert cut_training(rows, size, micro, steps, epochs=3) == expected * 3
+
+
+def test_a_single_batch_that_is_cut_is_warned_of_once():
+    with pytest.warns(UserWarning, match="was expected to be its last: that update") as caught:
+        updates = cut_training(4, 4, 1, 4, epochs=3)
+    assert len(caught) == 1
+    assert updates[-1] == 2.5, "later epochs are right"
+
+
+def test_a_run_that_continues_with_the_last_batch_knows_how_batches_are_cut(tmp_path):
+    def parts():
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        loader = DataLoader(torch.arange(1.0, 9.0)[:, None], batch_size=4)
+        return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+    def train(batch, accelerator, model, optimizer):
+        for part in batch.split(1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(part).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    accelerator, model, optimizer, loader = parts()
+    for batch in loader:
+        train(batch, accelerator, model, optimizer)
+        break
+    accelerator.save_state(tmp_path / "state")
+    accelerator, model, optimizer, loader = parts()
+    accelerator.load_state(tmp_path / "state")
+    from accel_train import skip_first_batches
+
+    for batch in skip_first_batches(loader, 1):
+        train(batch, accelerator, model, optimizer)
+    assert model.weight.item() == pytest.approx(-2.5 - 6.5)

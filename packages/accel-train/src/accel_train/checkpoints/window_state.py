@@ -117,6 +117,7 @@ def dump(accumulator: Accumulator, trained: Trained, strategy: Strategy) -> dict
         "last_owner": _owner_number(accumulator.last_owner, trained),
         "windows": [_dump_window(window, trained) for window in windows],
         "manual": _dump_window(accumulator.manual, trained),
+        "cut_batches": _dump_cuts(accumulator, trained),
         "gradients": {name: _pack(tensor) for name, tensor in gradients},
     }
 
@@ -161,6 +162,19 @@ def _dump_window(window: Window, trained: Trained) -> dict[str, Any]:
     }
 
 
+def _dump_cuts(accumulator: Accumulator, trained: Trained) -> list[dict[str, Any]]:
+    """How the script cuts batches into micro-batches, which a run that continues with the last batch cannot see."""
+    return [
+        {
+            "models": [trained.name_of(model) for model in window.models],
+            "parts": window.cut.part,
+            "rows": window.cut.rows,
+        }
+        for window in accumulator.windows()
+        if window.cut.part > 1
+    ]
+
+
 def _owner_number(owner: weakref.ref[Any] | None, trained: Trained) -> int | None:
     loader = None if owner is None else owner()
     return None if loader is None else trained.number_of(loader)
@@ -193,6 +207,9 @@ def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) ->
         models = tuple(trained.model_called(name) for name in saved["models"])
         _load_window(accumulator.window_of(models), saved, trained)
     _load_window(accumulator.manual, tree["manual"], trained)
+    for saved in tree.get("cut_batches", ()):
+        cut = accumulator.window_of(tuple(trained.model_called(name) for name in saved["models"])).cut
+        cut.part, cut.rows = int(saved["parts"]), saved["rows"]
     accumulator.last_owner = _owner(tree["last_owner"], trained)
     accumulator.sync_gradients = tree["sync_gradients"]
 

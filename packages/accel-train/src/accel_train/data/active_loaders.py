@@ -83,6 +83,11 @@ class ActiveLoaders:
         entry = self._entries.get(id(loader))
         return entry is not None and entry.loader() is loader
 
+    def last_yield(self, loader: object) -> int:
+        """The moment at which the live `loader` yielded last (a former value of `clock`); 0 if it has not."""
+        entry = self._entries.get(id(loader))
+        return entry.last_yield if entry is not None and entry.loader() is loader else 0
+
     def yielded_since(self, loader: object, tick: int) -> bool:
         """Whether the live `loader` has yielded after the moment `tick` (a former value of `clock`)."""
         entry = self._entries.get(id(loader))

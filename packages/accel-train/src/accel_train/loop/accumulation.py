@@ -18,7 +18,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -50,6 +50,8 @@ class _Loader(Protocol):
     def may_be_uneven(self) -> bool: ...
     @property
     def ends_on_any_rank(self) -> bool | None: ...
+    @property
+    def batch_rows(self) -> int | None: ...
 
 
 class ObservesSteps(Protocol):
@@ -60,6 +62,41 @@ class ObservesSteps(Protocol):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped; its gradients are still there."""
+
+
+@dataclass(slots=True)
+class CutBatch:
+    """How a script cuts the batches of its loader into micro-batches, with one `accumulate()` for each.
+
+    Nobody says how many of the last batch follow, so it is expected to be cut as the batch before.
+    """
+
+    moment: int = 0  # when the batch was yielded
+    part: int = 0  # micro-batches of it so far
+    parts: int = 1  # … expected
+    rows: int | None = None  # its rows; read once it is known to be cut
+    ended: bool = False  # the last micro-batch ended its window because it seemed to be the loader's last
+
+    def follow(self, loader: _Loader, moment: int) -> int:
+        """A micro-batch of the batch that `loader` yielded at `moment` begins; returns how many more are expected."""
+        if not moment:  # the loader is named, and not iterated
+            self.part = self.parts = 1
+        elif moment == self.moment and self.part:
+            self.part += 1
+            if self.part == 2:
+                self.rows = loader.batch_rows
+        else:
+            self._next_batch(loader, moment)
+        return max(self.parts - self.part, 0)
+
+    def _next_batch(self, loader: _Loader, moment: int) -> None:
+        before, self.part, self.moment, self.ended = self.part or 1, 1, moment, False
+        self.parts = before
+        if before > 1:
+            rows = loader.batch_rows
+            if rows is not None and self.rows:
+                self.parts = -(-rows * before // self.rows)  # the last batch may be smaller
+            self.rows = rows
 
 
 @dataclass(slots=True)
@@ -79,6 +116,7 @@ class Window:
         1.0  # what gradients of losses divided by `planned` must be multiplied with at the end
     )
     owner: weakref.ref[Any] | None = None
+    cut: CutBatch = field(default_factory=CutBatch)
 
     def reset(self) -> None:
         """Close: the next micro-batch opens a new window."""
@@ -154,6 +192,10 @@ class Accumulator:
             if window.micro_batches and not (window is self._current and window.synchronising)
         ]
 
+    def windows(self) -> list[Window]:
+        """The windows of all groups of models, open or not."""
+        return list(self._windows.values())
+
     def window_of(self, models: tuple[nn.Module, ...]) -> Window:
         """The window of a group of models, opened now if there is none."""
         return self._windows.setdefault(models, Window(models))
@@ -202,12 +244,16 @@ class Accumulator:
             )
         synchronise = True
         if self.num_steps > 1:
-            owner = self._owner(window, loader)
+            owner, cut = self._owner(window, loader), window.cut
+            more = 0 if owner is None else cut.follow(owner, self._ledger.last_yield(owner))
             if not window.micro_batches:
-                window.planned = self._planned(owner)
-            synchronise = window.micro_batches + 1 >= self.num_steps or (
-                self.sync_with_dataloader and owner is not None and self._ends(owner)
-            )
+                window.planned = self._planned(owner, cut.parts, more)
+            synchronise = window.micro_batches + 1 >= self.num_steps
+            if owner is not None and self.sync_with_dataloader and not more:
+                if cut.part > cut.parts:  # more than expected, so this need not be the last one either
+                    self._warn_of_cut_batch(owner, cut)
+                elif self._ends(owner):
+                    synchronise = cut.ended = True
         elif not window.micro_batches:
             window.planned = 1
         window.micro_batches += 1
@@ -226,16 +272,35 @@ class Accumulator:
             self._strategy.end_micro_batch(window.models or self._all_models, last=window.synchronising)
         if failed and not window.backwards_here:
             window.micro_batches -= 1  # it left nothing behind
+            window.cut.part = max(window.cut.part - 1, 0)
         if window.synchronising and not (failed and window.micro_batches):
             window.reset()
 
-    def _planned(self, owner: _Loader | None) -> int:
-        """How many micro-batches a window that opens now will hold; the same number on all ranks."""
+    def _warn_of_cut_batch(self, owner: _Loader, cut: CutBatch) -> None:
+        if not cut.ended:
+            return
+        cut.ended = False
+        warnings.warn(
+            f"accumulate() begins once more for the last batch of {_describe(owner)}. Its micro-batch number "
+            f"{cut.part - 1} was expected to be its last: that update was made from a part of a window. How many "
+            "follow is known from the batch before, and from the next epoch on. Cut all batches alike, or let windows "
+            "end by their length alone: GradientAccumulationPlugin(sync_with_dataloader=False).",
+            stacklevel=5,
+        )
+
+    def _planned(self, owner: _Loader | None, parts: int = 1, more: int = 0) -> int:
+        """How many micro-batches a window that opens now will hold; the same number on all ranks.
+
+        Args:
+            owner: the loader whose end ends the window.
+            parts: how many micro-batches a batch is cut into.
+            more: how many of them follow of this batch.
+        """
         if owner is None or not self.sync_with_dataloader:
             return self.num_steps
         left = None if owner.may_be_uneven else owner.batches_left
         if left is not None:
-            return min(self.num_steps, left + 1)
+            return min(self.num_steps, left * parts + more + 1)
         if self._strategy.capabilities.window == "planned":
             raise AccumulationError(
                 f"The strategy {self._strategy.name!r} must know how many micro-batches a window holds when it "
