@@ -20,9 +20,10 @@ ALONE = Ranks()
 PAIR = Ranks.of_world(2, 1)
 
 
-def begun(yielded, batch=2):
+def begun(yielded, batch=2, epoch=3):
     """An iteration over 10 samples in order, of which some batches were returned."""
     iteration = Iteration(Randomness([], False), {"torch": torch.tensor([1])})
+    iteration.epoch = epoch
     stream = ArithmeticStream(
         BatchLayout(10, batch, 1, 0), order_source(SequentialSampler(range(10))), Alone()
     )
@@ -31,7 +32,7 @@ def begun(yielded, batch=2):
 
 
 def saved(epoch=3, yielded=2, *, finished=False, ranks=ALONE):
-    return Epoch(epoch, running=begun(yielded)).dump(ranks, {"batch_size": 2}, finished)
+    return Epoch(epoch, running=begun(yielded, epoch=epoch)).dump(ranks, {"batch_size": 2}, finished)
 
 
 def test_inside_an_epoch():
@@ -56,6 +57,7 @@ def test_inside_an_epoch():
 def test_an_epoch_whose_last_batch_was_returned_is_over():
     state = saved(yielded=5, finished=True)
     assert (state["epoch"], state["finished"], state["position"]) == (4, True, {"samples": 10})
+    assert state["batches_yielded"] == 0, "of the next epoch no batch was returned"
     epoch = Epoch()
     epoch.load(state)
     assert epoch.iteration == 4
@@ -137,7 +139,7 @@ def test_a_running_iteration_does_not_travel():
     epoch = Epoch(3, running=begun(2))
     epoch.restored = read(saved(epoch=3))
     copy = pickle.loads(pickle.dumps(epoch))
-    assert (copy.iteration, copy.running) == (3, None)
+    assert (copy.iteration, copy.running) == (4, None), "the loop there is another one"
     assert copy.restored == epoch.restored
 
 
@@ -167,3 +169,53 @@ def test_what_is_no_state_is_refused():
         read({"a": 1})
     with pytest.raises(DataError, match=r"has version 2, this release reads up to 1\. Upgrade accel-train"):
         read({**saved(), "version": 2})
+
+
+def test_a_state_of_the_first_format_counts_the_batches_of_a_finished_epoch():
+    state = saved(yielded=5, finished=True)
+    state["batches_yielded"] = state.pop("batches_of_finished")
+    restored = read(state)
+    assert restored is not None
+    assert (restored.epoch, restored.batches) == (3, 5)
+
+
+def test_an_epoch_counts_once_a_batch_of_it_was_returned():
+    epoch = Epoch(3, running=begun(0))
+    epoch.begin(0)
+    assert epoch.iteration == 3
+    epoch.running = begun(1)
+    assert epoch.following() == 4
+    epoch.begin(0)
+    assert epoch.iteration == 4
+
+
+def test_the_rest_of_an_epoch_that_was_left_belongs_to_it():
+    epoch = Epoch(3, running=begun(2))
+    epoch.begin(2)
+    assert epoch.iteration == 3
+    epoch.begin(1)
+    assert epoch.iteration == 4
+
+
+def test_a_number_that_was_chosen_holds():
+    epoch = Epoch(3, running=begun(2))
+    epoch.choose(3)
+    epoch.begin(0)
+    assert epoch.iteration == 3, "the script repeats an epoch"
+    epoch.choose(0)
+    epoch.end(begun(5))
+    assert epoch.iteration == 0, "chosen during the last batch of epoch 3"
+
+
+def test_a_state_between_choosing_and_beginning_is_of_the_chosen_epoch():
+    epoch = Epoch(3, running=begun(2))
+    epoch.choose(4)
+    state = epoch.dump(ALONE, {}, False)
+    assert (state["epoch"], state["batches_yielded"], state["position"]) == (4, 0, {})
+
+
+def test_a_loop_within_a_loop_ends_no_epoch_twice():
+    epoch = Epoch(4)
+    epoch.end(begun(5, epoch=4))
+    epoch.end(begun(5, epoch=3))
+    assert epoch.iteration == 5

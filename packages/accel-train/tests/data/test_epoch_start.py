@@ -40,7 +40,8 @@ def test_beginning_an_epoch_moves_between_few_files(shuffle, ranks):
     )
     list(loader)
     found = moves(lambda: iter(loader))
-    assert len(found) <= 15, found
+    # Of several ranks, each begins random states of its own for reading.
+    assert len(found) <= (15 if ranks == 1 else 17), found
 
 
 def test_an_epoch_that_could_not_begin_is_not_live():

@@ -9,12 +9,12 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from accel_train.data.iteration import Iteration, is_plain
+from accel_train.data.reading_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import ArithmeticStream, SamplerReader, SingleStream
 from accel_train.data.sampling.layout import BatchLayout
 from accel_train.data.sampling.permutations import order_source
 from accel_train.data.sampling.shared_seed import Alone
-from accel_train.data.shared_reading import SharedReading
 
 
 def iteration(source=(), stream=None, *, everything=False):
@@ -140,7 +140,7 @@ def test_generators_are_noted_as_they_were_before_reading_ahead():
 
 def test_generators_for_reading_are_noted_from_inside():
     one = iteration((torch.rand(()).item() for _ in range(9)), everything=True)
-    one.notes_rng, one.reading = True, SharedReading(5)
+    one.notes_rng, one.reading = True, ReadingStates(5)
     expected = torch.rand(1, generator=torch.Generator().manual_seed(5)).item()
     torch.manual_seed(1)
     outside = torch.get_rng_state()
@@ -159,7 +159,7 @@ def test_asking_a_sampler_for_its_end_draws_as_reading_does():
 
     stream = SingleStream(SamplerReader(sampler(), ahead=[], pulled=None, keep=4))
     one = iteration((), stream)
-    one.reading = SharedReading(3)
+    one.reading = ReadingStates(3)
     expected = random.Random(3).random()
     random.seed(1)
     before = random.getstate()

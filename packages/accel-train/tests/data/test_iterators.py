@@ -64,7 +64,7 @@ def test_a_closed_iterator_yields_nothing_more(ranks):
 
 
 @pytest.mark.parametrize("leave", ["close", "drop"])
-def test_an_iteration_that_is_left_is_no_epoch(leave):
+def test_an_iteration_that_is_left_counts_as_an_epoch(leave):
     ledger = ActiveLoaders()
     loader = prepare(ledger=ledger)
     iterator = LoaderIterator(loader)
@@ -78,7 +78,7 @@ def test_an_iteration_that_is_left_is_no_epoch(leave):
         gc.collect()
         assert gone() is None
     assert ledger.live == []
-    assert loader.iteration == 0
+    assert loader.iteration == 1
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
 
 
@@ -90,7 +90,7 @@ def test_an_error_ends_the_iteration_and_not_the_loader():
     with pytest.raises(ValueError, match="sample 3"):
         next(iterator)
     assert ledger.live == []
-    assert loader.iteration == 0
+    assert loader.iteration == 1
     assert [batch.tolist() for batch in iterator] == [[4, 5]], "as a plain loader goes on"
     assert len(list(loader)) == 3
 
@@ -194,7 +194,7 @@ def test_one_batch_and_no_more_is_on_its_way():
     assert next(iterator).tolist() == [2, 3], "the error of the batch after it waits"
     with pytest.raises(ValueError, match="sample 5"):
         next(iterator)
-    assert loader.iteration == 0
+    assert loader.iteration == 1
     assert next(iterator).tolist() == [6, 7], "a script that goes on after an error loses no other batch"
     with pytest.raises(StopIteration):
         next(iterator)
@@ -257,4 +257,4 @@ def test_a_dataset_that_ends_early():
     assert next(iterator).tolist() == [0, 1]
     with pytest.raises(DataError, match=r"Reading batch 1 .*the sampler yields that batch"):
         next(iterator)
-    assert loader.iteration == 0
+    assert loader.iteration == 1

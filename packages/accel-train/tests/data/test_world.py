@@ -1,10 +1,15 @@
 """Loaders that read on every rank, in worlds of real ranks."""
 
+import itertools
+import random
+
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -12,6 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from accel_state.seeding import set_seed
 from accel_state.world.process import PartialState
 from accel_train.data import prepare_data_loader, skip_first_batches
 from testkit import worlds
@@ -230,3 +236,73 @@ def test_uneven_batches_on_request():
         ([[0, 1], [4, 5], [8]], 3, True, False),
         ([[2, 3], [6, 7]], 2, True, False),
     ]
+
+
+class Noise(Dataset):
+    """Augments with every generator."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        return torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+
+
+def noise_of_ranks(stateful):
+    """Per kind of loader: the noise of every sample of two epochs, and whether global generators stay alike."""
+    state = PartialState(cpu=True)
+    answers = {}
+    for workers, generator, seed in itertools.product(
+        (0, 2, "stay"), (False, True), ("same", "device", None)
+    ):
+        if seed is None:
+            torch.seed(), np.random.seed(), random.seed()
+        else:
+            set_seed(1, device_specific=seed == "device")
+        options = {} if workers == 0 else {"num_workers": 2, "persistent_workers": workers == "stay"}
+        if generator:
+            options["generator"] = torch.Generator().manual_seed(5)
+        loader = prepare_data_loader(
+            DataLoader(Noise(), batch_size=2, shuffle=True, **options), use_stateful_dataloader=stateful
+        )
+        rows = torch.cat([batch for _ in range(2) for batch in loader]).tolist()
+        answers[workers, generator, seed] = rows, (random.random(), np.random.rand(), torch.rand(()).item())
+    return state.process_index, answers
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+def test_augmentation_differs_between_ranks_that_read_different_samples(stateful):
+    (_, one), (_, other) = worlds.run(noise_of_ranks, 2, stateful)
+    for case in one:
+        for column in range(3):
+            numbers = [row[column] for row in one[case][0] + other[case][0]]
+            assert len(set(numbers)) == len(numbers), case
+        if case[2] == "same":  # what a script decides by them is the same on all ranks
+            assert one[case][1] == other[case][1], case
+
+
+def exact_noise():
+    """A run, and one that continues it after five batches."""
+    PartialState(cpu=True)
+    set_seed(1)
+
+    def make():
+        return prepare_data_loader(
+            DataLoader(Noise(), batch_size=2, shuffle=True), use_stateful_dataloader=True
+        )
+
+    loader, rows = make(), []
+    for number, batch in enumerate(loader):
+        rows.append(batch.tolist())
+        if number == 1:
+            state = loader.state_dict()
+    resumed = make()
+    set_seed(7)
+    resumed.load_state_dict(state)
+    return rows[2:], [batch.tolist() for batch in resumed]
+
+
+def test_augmentation_of_a_rank_continues_exactly():
+    for rest, resumed in worlds.run(exact_noise, 2):
+        assert rest == resumed
+        assert len(rest) == 2

@@ -62,23 +62,64 @@ class Restored:
 
 @dataclass(slots=True)
 class Epoch:
-    """The state that a loader shares with the loaders that `skip_first_batches` makes of it."""
+    """Which epoch a loader is in; shared with the loaders that `skip_first_batches` makes of it.
+
+    An epoch counts as soon as a batch of it was returned and another iteration begins, also if the loop was left
+    before its end. The script may choose the number: of the loader, of a sampler or of the dataset.
+    """
 
     iteration: int = 0
+    """The number of the iteration that began last, or one that was chosen or loaded since."""
     restored: Restored | None = None
     running: Iteration | None = field(default=None)
+    chosen: bool = False
+    """Whether `iteration` was chosen since an iteration began."""
+    told: list[tuple[Any, int]] = field(default_factory=list)
+    """What follows the epoch and shows it as its ``epoch``, with the value after it was told."""
 
     def __getstate__(self) -> tuple[int, Restored | None]:
-        return self.iteration, self.restored  # a running iteration does not travel
+        return self.following(), self.restored  # a running iteration does not travel
 
     def __setstate__(self, state: tuple[int, Restored | None]) -> None:
         self.iteration, self.restored = state
-        self.running = None
+        self.running, self.chosen, self.told = None, False, []
 
     def choose(self, epoch: int) -> None:
         """Make `epoch` the next one; a loaded state of another epoch is of no use then."""
-        self.iteration = epoch
+        self.iteration, self.chosen = epoch, True
         self.restored = self.waiting()
+
+    def following(self) -> int:
+        """The number of an iteration that would begin now."""
+        running = self.running
+        if running is None or not running.yielded or running.epoch != self.iteration or self.chosen:
+            return self.iteration
+        return self.iteration + 1
+
+    def begin(self, left_out: int) -> Restored | None:
+        """An iteration begins: find its number; returns the loaded state for it.
+
+        Args:
+            left_out: how many batches it skips. The rest of an epoch that was left after so many belongs to it.
+        """
+        running = self.running
+        begun = (
+            running is not None and running.yielded and running.epoch == self.iteration and not self.chosen
+        )
+        if begun and not (left_out and running is not None and running.place()[0] == left_out):
+            self.iteration += 1
+        for follower, epoch in self.told:
+            # A sampler may have given itself the next number at its end.
+            if follower.epoch not in (epoch, self.iteration) and not self.chosen:
+                self.choose(follower.epoch)
+        if self.restored is not None or (running is not None and running.restored is not None):
+            return self.take()
+        return None
+
+    def end(self, iteration: Iteration) -> None:
+        """The iteration returned its last batch; a number that was chosen meanwhile holds."""
+        if not self.chosen:
+            self.iteration = max(self.iteration, iteration.epoch + 1)
 
     def waiting(self) -> Restored | None:
         """The loaded state, if the next iteration is of its epoch."""
@@ -126,15 +167,14 @@ class Epoch:
         waiting, running = self.restored, self.running
         state = self.between(ranks) | {"options": options}
         if waiting is not None and waiting.epoch in (self.iteration, self.iteration - 1):
-            return state | {"finished": waiting.epoch < self.iteration} | waiting.tree()
-        if running is None or running.ended:
+            return state | _counted(waiting.tree(), waiting.epoch < self.iteration)
+        if running is None or running.ended or self.chosen or running.epoch != self.iteration:
             return state
         # An epoch whose last batch was returned is over, whether or not the loop has asked for more. Its position is
         # kept nevertheless, for a script that returns to it and skips all its batches.
         batches, position = running.place()
-        return state | {
+        parts = {
             "epoch": self.iteration + (1 if finished else 0),
-            "finished": finished,
             "batches_yielded": batches,
             "position": position,
             "draw": running.draw(finished),
@@ -142,14 +182,21 @@ class Epoch:
             "ahead": running.ahead(),
             "source": None if finished else running.position_of_source(),
             "workers": running.states_of_workers(),
-            "reading": None if running.reading is None else running.reading.tree(),
+            "reading": None if running.states is None else running.states.tree(),
         }
+        return state | _counted(parts, finished)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a state that `dump` made, and `read` has checked."""
-        self.iteration = int(state["epoch"])
-        self.running = None
-        self.restored = read(state)
+        self.iteration, self.chosen = int(state["epoch"]), False
+        self.running, self.restored = None, read(state)
+
+
+def _counted(parts: dict[str, Any], finished: bool) -> dict[str, Any]:
+    """Of an epoch that is over, the number of batches has another name: the next one begins with its first batch."""
+    if not finished:
+        return parts | {"finished": False}
+    return parts | {"finished": True, "batches_yielded": 0, "batches_of_finished": parts["batches_yielded"]}
 
 
 def read(state: dict[str, Any]) -> Restored | None:
@@ -170,15 +217,18 @@ def read(state: dict[str, Any]) -> Restored | None:
             f"The loader state has version {state['version']}, this release reads up to {_VERSION}. Upgrade "
             "accel-train, or start the epoch from its beginning."
         )
-    if state["finished"] and not state["batches_yielded"]:
-        return None
+    batches = int(state["batches_yielded"])
+    if state["finished"]:
+        batches = int(state.get("batches_of_finished") or batches)
+        if not batches:
+            return None
     index = state.get("index")
     return Restored(
         epoch=int(state["epoch"]) - (1 if state["finished"] else 0),
         draw=dict(state["draw"]),
         rng_at_start=state.get("rng_at_start"),
         position=dict(state["position"]),
-        batches=int(state["batches_yielded"]),
+        batches=batches,
         ranks=int(state["ranks"]),
         index=None if index is None else int(index),
         options=dict(state.get("options") or {}),

@@ -11,23 +11,31 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from accel_state.enums import RNGType
 from accel_state.seeding import synchronize_rng_states
 from accel_train.data.epoch import Restored
 from accel_train.data.iterable import IterableDatasetShard, TaggingCollate
 from accel_train.data.iteration import Iteration
 from accel_train.data.loader import Indexes, PreparedLoader
 from accel_train.data.position import batches_of_stream, check_fits
+from accel_train.data.reading_states import (
+    Fetcher,
+    ReadingSource,
+    begin_own_reading,
+    begin_shared_reading,
+    may_draw,
+)
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.batches import Opening, SamplerPlan, plan_of
 from accel_train.data.sampling.index_streams import ArithmeticStream
-from accel_train.data.sampling.samplers import announce_epoch
-from accel_train.data.shared_reading import ReadingSource, begin_shared_reading
 from accel_train.data.stateful import is_position, read_with_positions
 from accel_train.data.workers import (
     RecordRngState,
     RestoreWorkerRng,
+    ShowDataset,
     StripRngState,
     WorkerStates,
+    dataset_with_epoch,
     end_workers_with,
 )
 
@@ -59,7 +67,10 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         check_fits(loader, resume)
     if loader.rng_types:
         _synchronize(loader, restored)
-    samplers = announce_epoch(loader, loader.epoch_state.iteration)
+    epoch = loader.epoch_state
+    if loader.followers:
+        loader.tell_epoch(epoch.iteration)
+    samplers = loader.stateful_samplers
     plan = None if loader.indexes is None else plan_of(loader.indexes.sampler)
     randomness = Randomness(loader.own_generators, plan is None or plan.source is None)
     start = None if restored is None else restored.rng_at_start
@@ -73,7 +84,9 @@ def begin_epoch(loader: PreparedLoader, restored: Restored | None) -> Iteration:
         ran = loader.workers_ran if start is None else start.get("workers_run", False)
         loader.seedless, loader.workers_ran = ran and not running, False
         iteration = loader.make_iteration(randomness, rng)
-        loader.current = loader.epoch_state.running = iteration
+        iteration.epoch = epoch.iteration
+        loader.current = epoch.running = iteration
+        epoch.chosen = False
         loader.open_source(iteration, plan, restored)
     return iteration
 
@@ -90,7 +103,7 @@ def open_own_part(
 ) -> None:
     """Open what a rank reads that reads for itself."""
     if loader.ranks.repeats:
-        iteration.reading = begin_shared_reading(
+        iteration.reading = iteration.states = begin_shared_reading(
             iteration.randomness, loader.generator, loader.sharing, loader.ranks
         )
     if loader.indexes is None or plan is None:
@@ -101,8 +114,10 @@ def open_own_part(
     if reading is not None:
         assert iteration.source is not None
         iteration.source = ReadingSource(iteration.source, reading)
-        if there and restored is not None and restored.reading is not None and restored.is_of(loader.ranks):
-            reading.load(restored.reading)
+    states = iteration.states
+    continues = there and restored is not None and restored.is_of(loader.ranks)
+    if states is not None and continues and restored is not None and restored.reading is not None:
+        states.load(restored.reading)
 
 
 def _open_indexes(
@@ -224,7 +239,12 @@ def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, A
         assert isinstance(loader.dataset, IterableDatasetShard)
         loader.collate_fn = TaggingCollate(loader.dataset, collate)
     if iteration.reading is not None:
-        loader.generator = iteration.reading.worker_generator()
+        loader.generator = iteration.reading.worker_generator
+    elif loader.ranks.size > 1 and _draws_for_itself(loader):
+        states = begin_own_reading(torch.Generator() if loader.seedless else generator, loader.ranks)
+        loader.generator = states.worker_generator
+        if not loader.num_workers and may_draw(loader.dataset, loader.collate_fn):
+            iteration.states = states
     elif loader.seedless:
         loader.generator = torch.Generator()
     try:
@@ -233,18 +253,50 @@ def make_source(loader: PreparedLoader, iteration: Iteration, state: dict[str, A
         loader.collate_fn, loader.generator, loader.seedless = collate, generator, False
 
 
+def _draws_for_itself(loader: PreparedLoader) -> bool:
+    """Whether this rank draws other random numbers while it reads than the ranks that read other samples.
+
+    A stream is left alone: each rank may read all of it, or divide an order that it draws from equal generators.
+    Workers that stay continue with their generators, and torch draws nothing.
+    """
+    alike = any(kind == RNGType.TORCH for kind in loader.rng_types or ())
+    stays = loader.persistent_workers and loader.keeps_workers
+    return loader.reads_own_part and loader.indexes is not None and not alike and not stays
+
+
 def _torch_iterator(
     loader: PreparedLoader, iteration: Iteration, state: dict[str, Any] | None
 ) -> Iterator[Any]:
-    if loader.asks_dataset:
-        iterator, positions = read_with_positions(loader, state, loader.workers_turned)
-        iteration.source_state = positions.now
-        loader.workers_turned = state is not None and bool(state["turn"])
-    else:
-        iterator = DataLoader.__iter__(loader)
+    follows = loader.num_workers and loader.persistent_workers and hasattr(loader.dataset, "set_epoch")
+    with _epoch_in_workers(loader, iteration.epoch) if follows else _AS_IT_IS:
+        iterator: Any
+        states = iteration.states if iteration.reading is None else None  # else they are set around all of it
+        if loader.asks_dataset:
+            iterator, positions = read_with_positions(loader, state, loader.workers_turned, states)
+            iteration.source_state = positions.now
+            loader.workers_turned = state is not None and bool(state["turn"])
+        else:
+            iterator = DataLoader.__iter__(loader)
+            if states is not None:
+                iterator._dataset_fetcher = Fetcher(iterator._dataset_fetcher, states)
     if loader.persistent_workers:
         loader.ending = end_workers_with(loader, loader._iterator, loader.ending)
-    return iterator
+    result: Iterator[Any] = iterator
+    return result
+
+
+@contextlib.contextmanager
+def _epoch_in_workers(loader: PreparedLoader, epoch: int) -> Iterator[None]:
+    """Give workers that stay over several epochs a dataset that hears of each; a new worker gets it as it is."""
+    dataset, initialise = loader.dataset, loader.worker_init_fn
+    if loader.worker_epoch is None:
+        loader.worker_epoch = torch.tensor(epoch).share_memory_()  # type: ignore[no-untyped-call]
+    loader.__dict__["dataset"] = dataset_with_epoch(dataset, loader.worker_epoch)
+    loader.worker_init_fn = ShowDataset(initialise)
+    try:
+        yield
+    finally:
+        loader.__dict__["dataset"], loader.worker_init_fn = dataset, initialise
 
 
 def skip_batches(source: Iterator[Any], batches: int, first: list[Any] | None = None) -> int:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from accel_train.data.reading_states import ReadingStates
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.permutations import Record
-from accel_train.data.shared_reading import SharedReading
 from accel_train.data.workers import WorkerStates
 
 __all__ = ["NOT_COUNTED", "Iteration"]
@@ -33,6 +33,7 @@ class Iteration:
         "closed",
         "drew_along",
         "ended",
+        "epoch",
         "failure",
         "first_base",
         "first_batch",
@@ -51,6 +52,7 @@ class Iteration:
         "source",
         "source_before",
         "source_state",
+        "states",
         "stream",
         "stride",
         "total",
@@ -61,8 +63,12 @@ class Iteration:
     def __init__(self, randomness: Randomness, rng_at_start: dict[str, Any]) -> None:
         self.randomness = randomness
         self.rng_at_start = rng_at_start
-        self.reading: SharedReading | None = None
-        """Random states for reading, where several ranks read the same samples."""
+        self.epoch = 0
+        """The number of its epoch."""
+        self.reading: ReadingStates | None = None
+        """Random states for everything that reads, where several ranks read the same samples."""
+        self.states: ReadingStates | None = None
+        """Random states with which samples are fetched in this process; None: its own."""
         self.stream: IndexStream | None = None
         """The index batches of a map-style dataset."""
         self.source: Iterator[Any] | None = None

@@ -44,10 +44,7 @@ class LoaderIterator:
         self._iteration: Iteration | None = None
         self._ledger.begin(loader)
         self._live = True
-        epoch = loader.epoch_state
-        before = epoch.running
-        loaded = epoch.restored is not None or (before is not None and before.restored is not None)
-        restored = epoch.take() if loaded else None
+        restored = loader.epoch_state.begin(loader.left_out)
         self._iteration = iteration = begin_epoch(loader, restored)
         iteration.restored = restored
         assert iteration.source is not None, "an iteration begins with a source"
@@ -102,7 +99,7 @@ class LoaderIterator:
             return
         iteration.close(exhausted)
         if exhausted:
-            loader.epoch_state.iteration += 1
+            loader.epoch_state.end(iteration)
         around, self._around = self._around, None
         # A loop within a loop over one loader: the outer one goes on. One that has yielded nothing is no loop:
         # tqdm begins an iterator of its own, which it never uses.

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from accel_train.data.active_loaders import ActiveLoaders
@@ -25,7 +26,8 @@ from accel_train.data.sampling.batches import (
 )
 from accel_train.data.sampling.index_streams import IndexStream
 from accel_train.data.sampling.samplers import (
-    announce_epoch,
+    epoch_followers,
+    epochs_of,
     innermost_sampler,
     samplers_of,
     stateful_samplers,
@@ -137,7 +139,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         self.device = None if device is None else torch.device(device)
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
+        self.skip_batches = self.left_out = skip_batches  # one that skips in its sampler leaves out more
         self.use_stateful_dataloader = use_stateful_dataloader
         self.torch_device_mesh = torch_device_mesh
         self.ledger = ActiveLoaders() if ledger is None else ledger
@@ -160,6 +162,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         self.workers_turned = False
         self.seedless = self.workers_ran = False
         self.ending: Ending | None = None
+        self.worker_epoch: Tensor | None = None
+        """The number of the epoch in shared memory, for workers that stay over several."""
+        self._note_epochs()
 
     # Torch's hooks
 
@@ -308,17 +313,38 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
 
     @property
     def iteration(self) -> int:
-        """Number of the next epoch, or of the one being iterated."""
-        return self.epoch_state.iteration
+        """Number of the next epoch, or of the one being iterated.
+
+        A loop that was left early counts as well: the next one has another number, and so another order.
+        """
+        epoch, current = self.epoch_state, self.epoch_state.running
+        if current is not None and not current.closed and current.epoch == epoch.iteration:
+            return epoch.iteration
+        return epoch.following()
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        self.epoch_state.iteration = value
+        self.epoch_state.choose(value)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch, and call ``set_epoch`` of every sampler that has it, or else of the dataset."""
+        """Choose the next epoch, and call ``set_epoch`` of the samplers and the dataset that have it.
+
+        A number that a script gives to one of those instead is taken for the loader's when the next epoch begins.
+        """
         self.epoch_state.choose(epoch)
-        announce_epoch(self, epoch)
+        self.tell_epoch(epoch)
+
+    def tell_epoch(self, epoch: int) -> None:
+        """Tell all that follows the epoch, worker processes included."""
+        if self.worker_epoch is not None:
+            self.worker_epoch.fill_(epoch)
+        for follower in self.followers:
+            follower.set_epoch(epoch)
+        self._note_epochs()
+
+    def _note_epochs(self) -> None:
+        """What samplers and dataset say now is no choice of the script."""
+        self.epoch_state.told = epochs_of(self, self.followers)
 
     def get_sampler(self) -> Any:
         """The sampler that yields single indices, at the bottom of all batch samplers."""
@@ -339,6 +365,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
             if self.batch_sampler is None and self.indexes is not None:
                 self.indexes.sampler = sampler
         self._find_generators()
+        self._note_epochs()
 
     # State
 
@@ -357,7 +384,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
             state["sampler_seed"] = sampler.initial_seed
         state["generators"] = self._generators_after(running if finished else None)
         state["workers_run"] = (self.persistent_workers and self.keeps_workers) or self.workers_ran
-        state["samplers"] = [sampler.state_dict() for sampler in stateful_samplers(samplers_of(self))]
+        state["samplers"] = [sampler.state_dict() for sampler in self.stateful_samplers]
         return state
 
     def state_after(self, batches: int, ranks: int) -> dict[str, Any]:
@@ -432,9 +459,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
         if isinstance(sampler, SeedableRandomSampler) and "sampler_seed" in state_dict:
             sampler.initial_seed = int(state_dict["sampler_seed"])
         self.randomness().set_own(state_dict.get("generators", []))
-        samplers = stateful_samplers(samplers_of(self))
-        for stateful, saved in zip(samplers, state_dict.get("samplers", []), strict=False):
+        for stateful, saved in zip(self.stateful_samplers, state_dict.get("samplers", []), strict=False):
             stateful.load_state_dict(saved)
+        self._note_epochs()
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Whether a loader prepared like this one can continue where `state_dict` was saved; changes nothing.
@@ -480,7 +507,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoader[Any], ABC):
     # Random states, and what serves an iteration
 
     def _find_generators(self) -> None:
-        """Note the generators that belong to the loader: its own, its samplers' and its dataset's."""
+        """Note what follows the epoch, and the generators of the loader: its own, its samplers' and its dataset's."""
+        self.followers = epoch_followers(self)
+        self.stateful_samplers = stateful_samplers(samplers_of(self))
         chosen = [sampler for sampler in samplers_of(self) if not isinstance(sampler, SeedableRandomSampler)]
         datasets: list[Any] = []
         dataset: Any = self.dataset

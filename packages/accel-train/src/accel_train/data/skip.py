@@ -122,6 +122,7 @@ def _check_with_restored(loader: PreparedLoader, num_batches: int) -> None:
 
 def _skip_prepared(loader: PreparedLoader, num_batches: int) -> PreparedLoader:
     skipping = copy.copy(loader)
+    skipping.left_out += num_batches
     if loader.indexes is None or loader.skips_steps:
         skipping.skip_batches = loader.skip_batches + num_batches
         return skipping

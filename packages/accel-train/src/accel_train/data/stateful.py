@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 from torch.utils.data import DataLoader, get_worker_info
 
 from accel_train.data.iterable import IterableDatasetShard
+from accel_train.data.reading_states import Fetcher, ReadingStates
 from accel_train.data.rng_replay import Randomness, generators_of
 from accel_train.data.workers import RecordRngState, RestoreWorkerRng
 
@@ -150,7 +151,10 @@ class _Source:
 
 
 def read_with_positions(
-    loader: DataLoader[Any], state: Mapping[str, Any] | None, turned: bool
+    loader: DataLoader[Any],
+    state: Mapping[str, Any] | None,
+    turned: bool,
+    draws: ReadingStates | None = None,
 ) -> tuple[Iterator[Any], Positions]:
     """Torch's iterator over a dataset that keeps its own position, and what tells that position.
 
@@ -158,13 +162,17 @@ def read_with_positions(
         loader: the prepared loader.
         state: where to begin; None: at the beginning.
         turned: workers that run since an earlier epoch have taken the places of others.
+        draws: random states with which the dataset is read in this process.
     """
     count, dataset = loader.num_workers, cast(Any, loader.dataset)
     if not count:
         if state is not None:
             dataset.load_state_dict(copy.deepcopy(state["states"][0]["dataset"]))
         positions = Positions(dataset, 0, state)
-        return _Source(DataLoader.__iter__(loader), positions, False), positions
+        plain: Any = DataLoader.__iter__(loader)
+        if draws is not None:
+            plain._dataset_fetcher = Fetcher(plain._dataset_fetcher, draws)
+        return _Source(plain, positions, False), positions
     if (state is not None or turned) and loader._iterator is not None:
         loader._iterator._shutdown_workers()  # type: ignore[attr-defined]
         loader._iterator = None  # new workers begin where these cannot go

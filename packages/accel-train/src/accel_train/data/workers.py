@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_state.seeding import numpy_state, numpy_state_tree, python_state, python_state_tree
@@ -24,8 +24,10 @@ __all__ = [
     "Ending",
     "RecordRngState",
     "RestoreWorkerRng",
+    "ShowDataset",
     "StripRngState",
     "WorkerStates",
+    "dataset_with_epoch",
     "end_workers_with",
 ]
 
@@ -172,6 +174,81 @@ class RestoreWorkerRng:
             random.setstate(python_state(states["python"]))
             np.random.set_state(numpy_state(states["numpy"], np.random.get_state(legacy=False)))
             torch.set_rng_state(states["torch"])
+
+
+class _MapWithEpoch(Dataset[Any]):
+    """A dataset in a worker that stays over several epochs: it hears of each one before it is read.
+
+    Args:
+        dataset: it has ``set_epoch``, and was told the epoch in which the worker starts.
+        epoch: the number of the epoch, in shared memory.
+    """
+
+    def __init__(self, dataset: Any, epoch: torch.Tensor) -> None:
+        self.dataset = dataset
+        self._epoch = epoch
+        self._told = int(epoch)
+
+    def now(self) -> Any:
+        """The dataset, in the present epoch."""
+        epoch = int(self._epoch)
+        if epoch != self._told:
+            self.dataset.set_epoch(epoch)
+            self._told = epoch
+        return self.dataset
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.now()[index]
+
+    def __getitems__(self, indices: Any) -> Any:
+        dataset = self.now()
+        fetch = getattr(dataset, "__getitems__", None)
+        return fetch(indices) if fetch else [dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class _StreamWithEpoch(IterableDataset[Any]):
+    """The same for a stream, which begins again in every epoch."""
+
+    def __init__(self, dataset: Any, epoch: torch.Tensor) -> None:
+        self._map = _MapWithEpoch(dataset, epoch)
+
+    @property
+    def dataset(self) -> Any:
+        """The stream itself."""
+        return self._map.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._map.now())
+
+
+def dataset_with_epoch(dataset: Any, epoch: torch.Tensor) -> Dataset[Any]:
+    """A dataset for workers that stay over several epochs.
+
+    Args:
+        dataset: it has ``set_epoch``.
+        epoch: the number of the epoch: int64, one element, in shared memory.
+    """
+    kind = _StreamWithEpoch if isinstance(dataset, IterableDataset) else _MapWithEpoch
+    return kind(dataset, epoch)
+
+
+class ShowDataset:
+    """A worker's initialisation that shows it the dataset itself, in the place of one by `dataset_with_epoch`."""
+
+    def __init__(self, then: Any) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        """Initialise the worker."""
+        info: Any = get_worker_info()
+        torch_worker._worker_info = torch_worker.WorkerInfo(
+            id=info.id, num_workers=info.num_workers, seed=info.seed, dataset=info.dataset.dataset
+        )
+        if self._then is not None:
+            self._then(worker_id)
 
 
 def end_workers_with(loader: Any, iterator: Any, last: Ending | None) -> Ending | None:

@@ -9,7 +9,14 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from accel_train.data.sampling.batches import ShardedBatchSampler, SkipBatchSampler
 
-__all__ = ["announce_epoch", "innermost_sampler", "loader_options", "samplers_of", "stateful_samplers"]
+__all__ = [
+    "epoch_followers",
+    "epochs_of",
+    "innermost_sampler",
+    "loader_options",
+    "samplers_of",
+    "stateful_samplers",
+]
 
 _OPTIONS = (
     "num_workers",
@@ -38,17 +45,16 @@ def samplers_of(loader: DataLoader[Any]) -> Iterator[Any]:
         waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
 
 
-def announce_epoch(loader: DataLoader[Any], epoch: int) -> list[Any]:
-    """Call ``set_epoch`` of every sampler that has it, or else of the dataset; returns the stateful samplers."""
-    samplers = list(samplers_of(loader))
-    announced = False
-    for sampler in samplers:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-            announced = True
-    if not announced and hasattr(loader.dataset, "set_epoch"):
-        loader.dataset.set_epoch(epoch)
-    return stateful_samplers(samplers)
+def epoch_followers(loader: DataLoader[Any]) -> list[Any]:
+    """The samplers and the dataset of a loader that have ``set_epoch``."""
+    return [follower for follower in (*samplers_of(loader), loader.dataset) if hasattr(follower, "set_epoch")]
+
+
+def epochs_of(loader: DataLoader[Any], followers: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Which epoch they and the script's own dataset are in, of those that have an attribute ``epoch``."""
+    inner = getattr(loader.dataset, "dataset", None)  # inside of a shard
+    known = [(follower, getattr(follower, "epoch", None)) for follower in (*followers, inner)]
+    return [(follower, epoch) for follower, epoch in known if type(epoch) is int and epoch >= 0]
 
 
 def stateful_samplers(samplers: Iterable[Any]) -> list[Any]:

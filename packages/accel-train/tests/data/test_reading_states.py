@@ -5,10 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
+from accel_train.data.reading_states import ReadingSource, ReadingStates, begin_shared_reading, may_draw
 from accel_train.data.rng_replay import Randomness
 from accel_train.data.sampling.shared_seed import Alone
-from accel_train.data.shared_reading import ReadingSource, SharedReading, begin_shared_reading
 from accel_train.ranks import Ranks
 
 
@@ -28,7 +29,7 @@ def test_reading_draws_alike_and_the_model_for_itself():
         seed(model_seed)
         expected = [draws() for _ in range(3)]
         seed(model_seed)
-        reading = SharedReading(5)
+        reading = ReadingStates(5)
         source = ReadingSource((draws() for _ in range(2)), reading)
         mine = [draws()]
         read = [next(source)]
@@ -42,13 +43,13 @@ def test_reading_draws_alike_and_the_model_for_itself():
 
 
 def test_states_are_saved_and_loaded():
-    reading = SharedReading(5)
+    reading = ReadingStates(5)
     with reading:
         draws()
     tree = reading.tree()
     with reading:
         expected = draws()
-    other = SharedReading(6)
+    other = ReadingStates(6)
     other.load(tree)
     with other:
         assert draws() == expected
@@ -65,7 +66,7 @@ def test_a_failure_while_reading_leaves_the_model_its_states():
         yield
 
     with pytest.raises(LookupError, match="broken"):
-        next(ReadingSource(fail(), SharedReading(5)))
+        next(ReadingSource(fail(), ReadingStates(5)))
     assert draws() == expected
 
 
@@ -86,3 +87,31 @@ def test_the_seed_is_the_draw_that_torch_makes_there():
     expected = torch.Generator().manual_seed(9)
     torch.empty((), dtype=torch.int64).random_(generator=expected)
     assert torch.equal(generator.get_state(), expected.get_state())
+
+
+def test_reading_that_runs_torchs_code_alone_draws_nothing():
+    tensors = TensorDataset(torch.arange(4))
+    for dataset in (tensors, Subset(tensors, [1]), [1, 2], range(3)):
+        assert not may_draw(dataset, default_collate)
+        assert may_draw(dataset, list)
+    assert may_draw(Subset(Own(), [0]), default_collate)
+
+
+class Own(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
+def test_numpys_generator_of_the_script_is_put_back():
+    np.random.seed(3)
+    expected = np.random.rand(4).tolist()
+    np.random.seed(3)
+    with ReadingStates(5):
+        np.random.rand()
+    found = [np.random.rand()]
+    reading = ReadingStates(6)
+    for _ in range(3):
+        with reading:
+            np.random.rand(2)
+        found.append(np.random.rand())
+    assert found == expected
