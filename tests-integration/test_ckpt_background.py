@@ -108,7 +108,7 @@ def test_the_training_s_group_is_not_used_in_the_background(tmp_path):
 
 
 @pytest.mark.parametrize("bad_rank", [0, 1])
-@pytest.mark.parametrize("moment", ["staging", "write", "fsync"])
+@pytest.mark.parametrize("moment", ["begin", "write", "fsync"])
 def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment):
     def work(folder):
         from accel_ckpt.disk import LOCAL, Disk
@@ -126,7 +126,7 @@ def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment
                     raise OSError(5, "Input/output error")
                 super().fsync(descriptor)
 
-        def fail(self):
+        def fail(self, *_):
             raise OSError(5, "Input/output error")
 
         folder = pathlib.Path(folder)
@@ -136,9 +136,9 @@ def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment
         before = content(folder / "c")
         accelerator.wait_for_everyone()
         broken = accelerator.process_index == bad_rank
-        copy = staging.Staging.copy
-        if broken and moment == "staging":
-            staging.Staging.copy = fail
+        write = staging.Staging.write
+        if broken and moment == "begin":
+            staging.Staging.write = fail
         elif broken:
             accelerator._prepared.saver._disk = Broken()
         handle = accelerator.save_state(folder / "c", asynchronous=True)
@@ -158,7 +158,7 @@ def test_one_rank_s_failure_fails_the_save_everywhere(tmp_path, bad_rank, moment
         assert "Input/output error" in message
         assert broken or f"rank {bad_rank}: " in message or "on another rank" in message
         assert content(folder / "c") == before
-        staging.Staging.copy = copy
+        staging.Staging.write = write
         accelerator._prepared.saver._disk = LOCAL
         assert accelerator.save_state(folder / "c", asynchronous=True).result()
         assert content(folder / "c") != before

@@ -137,8 +137,7 @@ class Checkpointer:
                 into this one.
             state: see ``Checkpointer``.
             per_rank: a state of which every rank has its own.
-            asynchronous: write in the background. Optimizers wait before their next step until their part is
-                copied; before anything else changes modules in place, ask ``handle.staged()``.
+            asynchronous: copy the state, which may be changed by any means afterwards, and write in the background.
             when_busy: while an earlier save is running in the background, ``"wait"`` for it or ``"refuse"``.
 
         Returns:
@@ -164,7 +163,7 @@ class Checkpointer:
                 prune_checkpoints(self.directory, self.keep, _PREFIX)
 
         if asynchronous:
-            return self._saver.save_collected(target, collector, optimizers=collector.optimizers, after=prune)
+            return self._saver.save_collected(target, collector, after=prune)
         saved = save_collected(target, collector, ranks)
         prune()
         return saved
@@ -267,8 +266,6 @@ class _Collector:
         self._owner, self._step = owner, step
         self._state, self._per_rank = state, per_rank
         self._content: StateContent | None = None
-        self.optimizers: list[torch.optim.Optimizer] = []
-        """Of the state; known once it is collected."""
 
     def collect(self) -> None:
         """Take the state, if this step can be saved."""
@@ -283,7 +280,6 @@ class _Collector:
             raise UnsupportedValueError(
                 f"{', '.join(own.objects.modules)}: a module is no part of per_rank; its weights belong to the state"
             )
-        self.optimizers += leaves.objects.optimizers.values()
         replicas = [module for module in leaves.objects.modules.values() if averages_gradients(module)]
         self._content = StateContent(
             models=leaves.objects.weights(),

@@ -2,6 +2,7 @@
 
 import atexit
 import copy
+import ctypes
 import gc
 import os
 import pickle
@@ -12,20 +13,18 @@ import textwrap
 import threading
 import time
 import weakref
-from collections import OrderedDict
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from accel_ckpt import (
     BackgroundSaver,
     CheckpointSaveError,
-    Part,
     SaveInProgressError,
     UnsupportedValueError,
+    before_torch_steps,
     open_training_state,
     optimizer_state_by_name,
     save_training_state,
@@ -117,126 +116,89 @@ def test_training_that_saves_at_every_step_is_the_training_that_does_not(tmp_pat
     assert all(torch.equal(found[name], tensor) for name, tensor in seventh.items())
 
 
-def test_an_optimizer_waits_for_slow_copies_and_buffers_do_not(tmp_path, monkeypatch):
+def by_data(tensor):
+    tensor.data.mul_(0.5)
+
+
+def by_numpy(tensor):
+    array = tensor.detach().numpy()
+    array *= 0.5
+
+
+def by_address(tensor):
+    ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)
+
+
+def by_foreach(tensor):
+    torch._foreach_mul_([tensor.detach()], 0.5)
+
+
+def by_clamping(tensor):
+    with torch.no_grad():
+        tensor.clamp_(7, 8)
+
+
+def by_a_thread(tensor):
+    thread = threading.Thread(target=lambda: tensor.detach().zero_())
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    "change", [by_data, by_numpy, by_address, by_foreach, by_clamping, by_a_thread], ids=lambda way: way.__name__
+)
+def test_a_save_holds_the_values_of_the_call_however_they_are_changed_after(tmp_path, change):
+    """Weights, buffers, moments, and tensors of shared trees and of this rank's."""
     model, optimizer = build()
     step(model, optimizer)
-    expected = {name: t.clone() for name, t in model.state_dict().items()}
-    moments = optimizer.state[model[0].weight]["exp_avg"].clone()
-    gate = threading.Event()
-    real = np.copyto
-
-    def slow(target, source):
-        if threading.current_thread().name == "accel-save":
-            assert gate.wait(20)
-        real(target, source)
-
-    monkeypatch.setattr(np, "copyto", slow)
-    saver = BackgroundSaver()
-    handle = save(saver, tmp_path / "c", model, optimizer)
-    assert hooks(optimizer) == 1
-    optimizer.zero_grad()
-    model(torch.randn(6, 4) + 9).sum().backward()  # changes the buffers of BatchNorm
-    assert not handle.staged()
-    with pytest.raises(TimeoutError, match=r"not complete after 0\.01 s"):
-        handle.wait_staged(0.01)
+    content = parts(model, optimizer)
+    content["shared"]["average"] = {"weight": torch.randn(300, 300)}
+    content["per_rank"]["gradient"] = torch.randn(300, 300)
+    moments = {name: state["exp_avg"] for name, state in content["shared"]["optimizer_0"]["state"].items()}
+    live = {**content["models"][0], **{f"moment {name}": moment for name, moment in moments.items()}}
+    live |= {"average": content["shared"]["average"]["weight"], "gradient": content["per_rank"]["gradient"]}
+    live = {name: tensor for name, tensor in live.items() if tensor.is_floating_point()}
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+    gate = Gate()
+    handle = BackgroundSaver(gate).save(tmp_path / "c", **content)
+    assert handle.staged()
+    handle.wait_staged(0)
+    for tensor in live.values():
+        change(tensor)
+    assert not any(torch.equal(live[name], expected[name]) for name in live if expected[name].any())
     with pytest.raises(TimeoutError, match=r"still being saved after 0\.01 s"):
         handle.result(0.01)
-    threading.Timer(0.3, gate.set).start()
-    began = time.monotonic()
-    optimizer.step()
-    assert time.monotonic() - began > 0.2
-    assert handle.staged()
+    gate.opened.set()
+    handle.result()
+    checkpoint = open_training_state(tmp_path / "c")
+    checkpoint.verify()
+    saved = {**checkpoint.models[0], "average": checkpoint.shared["average"]["weight"]}
+    saved |= {f"moment {n}": s["exp_avg"] for n, s in checkpoint.shared["optimizer_0"]["state"].items()}
+    saved["gradient"] = checkpoint.per_rank(0)["gradient"]
+    assert all(torch.equal(saved[name], tensor) for name, tensor in expected.items())
+
+
+def test_plain_data_is_that_of_the_call(tmp_path):
+    counts, array = {"steps": [1, 2]}, np.arange(4)
+    gate = Gate()
+    handle = BackgroundSaver(gate).save(
+        tmp_path / "c", models=[], shared={"counts": counts}, per_rank={"array": array}
+    )
+    counts["steps"].append(3)
+    array[:] = 9
+    gate.opened.set()
+    handle.result()
+    checkpoint = open_training_state(tmp_path / "c")
+    assert checkpoint.shared["counts"] == {"steps": [1, 2]}
+    assert checkpoint.per_rank(0)["array"].tolist() == [0, 1, 2, 3]
+
+
+def test_what_asked_optimizers_to_wait_is_still_accepted(tmp_path):
+    model, optimizer = build()
+    save(BackgroundSaver(), tmp_path / "c", model, optimizer, before_step=before_torch_steps([optimizer])).result()
     assert hooks(optimizer) == 0
-    handle.result()
-    found = open_training_state(tmp_path / "c")
-    assert all(torch.equal(found.models[0][name], tensor) for name, tensor in expected.items())
-    state = found.shared["optimizer_0"]["state"]["model_0.0.weight"]
-    assert torch.equal(state["exp_avg"], moments)
-
-
-def test_other_hooks_of_an_optimizer_are_called_as_before(tmp_path):
-    model, optimizer = build()
-    called = []
-    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
-    saver = BackgroundSaver()
-    step(model, optimizer)
-    save(saver, tmp_path / "c", model, optimizer)
-    optimizer.register_step_pre_hook(lambda *_: called.append("after"))
-    step(model, optimizer)
-    assert called == ["before", "before", "after"]
-    assert hooks(optimizer) == 3  # not the last one, so it stays
-    saver.drain()
-    assert hooks(optimizer) == 2
-    step(model, optimizer)
-    assert called[-2:] == ["before", "after"]
-
-
-class Engine:
-    """Steps flat copies of parameters by itself, as ZeRO does, and has no hooks of torch."""
-
-    def __init__(self, model):
-        self.flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-        self.param_groups = [{"params": [self.flat]}]
-        self.state = {self.flat: {"momentum": self.flat * 2}}
-        self.before = OrderedDict()
-
-    def before_step(self, callback):
-        handle = RemovableHandle(self.before)
-        self.before[handle.id] = callback
-        return handle
-
-    def step(self):
-        for callback in [*self.before.values()]:
-            callback()
-        self.flat += 1
-        self.state[self.flat]["momentum"] += 1
-
-    def parts(self):
-        return {
-            "flat": Part.of_flat(self.flat, 0, self.flat.shape),
-            "momentum": self.state[self.flat]["momentum"],
-        }
-
-
-def test_an_engine_says_when_it_steps(tmp_path, monkeypatch):
-    engine = Engine(build()[0])
-    expected, momentum = engine.flat.clone(), engine.state[engine.flat]["momentum"].clone()
-    gate = threading.Event()
-    real = np.copyto
-
-    def slow(target, source):
-        if threading.current_thread().name == "accel-save":
-            assert gate.wait(20)
-        real(target, source)
-
-    monkeypatch.setattr(np, "copyto", slow)
-    saver = BackgroundSaver()
-    content = {"models": [], "shared": {"engine": engine.parts()}, "per_rank": {}}
-    handle = saver.save(tmp_path / "c", **content, optimizers=[engine], before_step=engine.before_step)
-    assert not handle.staged()
-    threading.Timer(0.3, gate.set).start()
-    began = time.monotonic()
-    engine.step()
-    assert time.monotonic() - began > 0.2
-    handle.result()
-    assert len(engine.before) == 1
-    saver.drain()
-    assert not engine.before
-    found = open_training_state(tmp_path / "c").shared["engine"]
-    assert torch.equal(found["flat"], expected)
-    assert torch.equal(found["momentum"], momentum)
-
-
-def test_a_registration_that_fails_leaves_nothing_behind(tmp_path):
-    def refuse(callback):
-        raise RuntimeError("no steps today")
-
-    saver = BackgroundSaver()
-    model, optimizer = build()
-    with pytest.raises(RuntimeError, match="no steps today"):
-        save(saver, tmp_path / "c", model, optimizer, before_step=refuse)
-    assert not list(tmp_path.iterdir())
-    save(saver, tmp_path / "c", model, optimizer).result()
+    before_torch_steps([optimizer])(print).remove()
+    assert hooks(optimizer) == 0
 
 
 def test_a_second_save_is_refused_or_waits(tmp_path):

@@ -870,9 +870,8 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
         Args:
             output_dir: the folder, or a URI of object storage (`s3://bucket/run/last`); unused with automatic naming.
             safe_serialization: weights as safetensors, or as files of `torch.save`.
-            asynchronous: return when what training may change is copied, and write in the background. Parameters and
-                optimizer states are copied in the background too, and prepared optimizers wait for it before their
-                next step. Change them otherwise only after `handle.wait_staged()`.
+            asynchronous: return when everything is copied, and write in the background. What is saved are the values
+                of the call, whatever the script changes afterwards, and by whatever means.
             when_busy: while an earlier asynchronous save goes on, "wait" for its end or "refuse".
             save_model_kwargs: none is known; anything raises.
 

@@ -465,14 +465,15 @@ class ScheduleFree(torch.optim.SGD):
 
 
 def test_optimizers_that_change_parameters_between_steps(tmp_path, monkeypatch):
-    real = np.copyto
-    monkeypatch.setattr(np, "copyto", lambda a, b: (threading.Event().wait(0.05), real(a, b)))
+    gate, write = threading.Event(), Disk.write
+    monkeypatch.setattr(Disk, "write", lambda *given: (gate.wait(20), write(*given))[1])
     accelerator = Accelerator()
     model = nn.Linear(4, 4)
     model, optimizer = accelerator.prepare(model, ScheduleFree(model.parameters(), lr=0.1))
     before = model.weight.detach().clone()
     handle = accelerator.save_state(tmp_path / "a", asynchronous=True)
     optimizer.eval()
+    gate.set()
     handle.result()
     accelerator.load_state(tmp_path / "a")
     assert torch.equal(model.weight, before)

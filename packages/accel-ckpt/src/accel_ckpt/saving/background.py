@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
-import torch
-
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, SaveInProgressError
@@ -21,7 +19,7 @@ from accel_ckpt.memory import HostBuffers
 from accel_ckpt.saving.commit import Contribution, Transaction
 from accel_ckpt.saving.draft import Tree
 from accel_ckpt.saving.save_state import StateCollector, StateContent, begin_save
-from accel_ckpt.saving.staging import Staging, Stepping
+from accel_ckpt.saving.staging import Staging
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.world.process import PartialState
 
@@ -38,7 +36,7 @@ class Removable(Protocol):
 
 
 BeforeStep: TypeAlias = Callable[[Callable[[], None]], Removable]
-"""Registers a function that is called before every step of the optimizers, until the registration is taken back."""
+"""Registers a function to be called before every step of the optimizers. No save needs one: see ``save``."""
 
 
 class SaveHandle:
@@ -91,17 +89,11 @@ class SaveHandle:
         return self.directory
 
     def staged(self) -> bool:
-        """Whether everything is copied, so that tensors may be changed in place outside of optimizers' steps."""
-        return self._staging.done()
+        """Whether everything is copied, so that tensors may be changed in place: true from the beginning."""
+        return True
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until everything is copied.
-
-        Raises:
-            TimeoutError: it is not after ``timeout`` seconds.
-        """
-        if not self._staging.wait(timeout):
-            raise TimeoutError(f"the copies for {self.directory} are not complete after {timeout:g} s")
+        """Return at once: everything was copied in the call."""
 
     def wait(self) -> None:
         """Wait for the end of the save, whatever it is; a failure is raised where it is asked for later."""
@@ -155,14 +147,13 @@ class SaveHandle:
             self._finished.set()
 
     def _write(self, folder: Path) -> Contribution:
-        self._staging.copy()
         return self._staging.write(folder, _Stoppable(self._transaction.disk, self._why_stopped))
 
 
 class BackgroundSaver:
     """Saves training states one after the other, each while training continues.
 
-    What a save writes is copied to host memory first; a thread then writes the copies and makes the checkpoint
+    What a save writes is copied to host memory in the call; a thread then writes the copies and makes the checkpoint
     complete. The memory is kept for the next save. The methods that are collective must be called on all ranks.
 
     The ranks are those of the process group. Their threads agree through connections of their own to the world's
@@ -180,7 +171,6 @@ class BackgroundSaver:
         self._waits_early = False
         self._buffers = HostBuffers()
         self._current: SaveHandle | None = None
-        self._held_back: Removable | None = None
         self._process = os.getpid()
 
     def save(
@@ -190,7 +180,7 @@ class BackgroundSaver:
         models: Sequence[Mapping[str, Any]],
         shared: Mapping[str, Tree],
         per_rank: Mapping[str, Tree],
-        optimizers: Sequence[Stepping] = (),
+        optimizers: Sequence[Any] = (),
         before_step: BeforeStep | None = None,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
@@ -198,15 +188,16 @@ class BackgroundSaver:
     ) -> SaveHandle:
         """Begin to save a training state. Collective.
 
+        What is saved are the values of the call: everything is copied before this method returns, and may be changed
+        then by any means.
+
         Args:
             directory: as in :func:`accel_ckpt.save_training_state`, and so are the next three.
             models: full state dicts.
             shared: name → tree.
             per_rank: name → tree.
-            optimizers: what they step, and their states, is copied while training continues, and they wait before
-                their step until it is. Everything else is copied before this method returns.
-            before_step: registers the function in which they wait. By default :func:`before_torch_steps`, which is
-                for optimizers of torch; an engine that steps by itself calls the function before each step.
+            optimizers: not used: they need not wait, because everything is copied in the call.
+            before_step: not used, for the same reason.
             when_busy: what to do while an earlier save is running: ``"wait"`` for its end, or ``"refuse"``.
             after: called on every rank, in the background, once the checkpoint is complete.
             options: further ones of :func:`accel_ckpt.save_training_state`.
@@ -217,22 +208,13 @@ class BackgroundSaver:
             UnsupportedValueError: a tree holds something that cannot be saved exactly.
         """
         content = StateContent(models=models, shared=shared, per_rank=per_rank, **options)
-        return self.save_collected(
-            directory,
-            content,
-            optimizers=optimizers,
-            before_step=before_step,
-            when_busy=when_busy,
-            after=after,
-        )
+        return self.save_collected(directory, content, when_busy=when_busy, after=after)
 
     def save_collected(
         self,
         directory: str | os.PathLike[str],
         content: StateContent | StateCollector,
         *,
-        optimizers: Sequence[Stepping] = (),
-        before_step: BeforeStep | None = None,
         when_busy: WhenBusy = "wait",
         after: Callable[[], object] | None = None,
     ) -> SaveHandle:
@@ -240,24 +222,21 @@ class BackgroundSaver:
         self.make_room(when_busy)
         ranks = default_coordinator()
         transaction, plan = begin_save(directory, content, ranks, self._disk)
-        register = before_torch_steps(optimizers) if before_step is None else before_step
-        staged: list[tuple[SaveHandle, Removable]] = []
+        staged: list[SaveHandle] = []
 
         def stage() -> None:
             plan.check()
-            staging = Staging(plan, optimizers, self._buffers)
-            save = SaveHandle(transaction, staging, after)
-            staged.append((save, register(staging.hold_back)))
+            save = SaveHandle(transaction, Staging(plan, self._buffers), after)
+            staged.append(save)
             transaction.coordinator = _in_background(ranks, transaction.token, save._why_stopped)
 
         try:
             transaction.together(stage)
         except BaseException:
-            for save, held_back in staged:  # another rank could not
-                held_back.remove()
+            for save in staged:  # another rank could not
                 save._staging.release()
             raise
-        save, self._held_back = staged[0]
+        [save] = staged
         self._current = save
         atexit.register(save._at_exit)
         if isinstance(save.directory, RemotePath) and not self._waits_early:
@@ -312,9 +291,6 @@ class BackgroundSaver:
         if save is None:
             return
         self._current = None
-        if self._held_back is not None:
-            self._held_back.remove()
-            self._held_back = None
         try:
             save._settle()
         finally:
@@ -347,41 +323,13 @@ def _busy(save: SaveHandle, ranks: str) -> SaveInProgressError:
 
 
 def before_torch_steps(optimizers: Sequence[Any]) -> BeforeStep:
-    """For ``BackgroundSaver.save``: what is called before the steps of torch's optimizers, by their step hooks."""
-
-    def register(callback: Callable[[], None]) -> Removable:
-        return _StepHooks([_StepHook(optimizer, callback) for optimizer in optimizers])
-
-    return register
+    """For ``BackgroundSaver.save``, which needs it no more: registers nothing, because no optimizer has to wait."""
+    return lambda callback: _NotRegistered()
 
 
-class _StepHooks:
-    def __init__(self, hooks: Sequence[_StepHook]) -> None:
-        self._hooks = hooks
-
+class _NotRegistered:
     def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-
-class _StepHook:
-    """Calls a function before the next step of an optimizer; once."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, callback: Callable[[], None]) -> None:
-        self._callback = callback
-        self._handle = optimizer.register_step_pre_hook(self)
-
-    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._callback()
-        # The optimizer is going through its hooks: while it does, only the last one can be taken out. Otherwise this
-        # one stays, and does next to nothing, until the next save.
-        hooks = self._handle.hooks_dict_ref()
-        if hooks and next(reversed(hooks)) == self._handle.id:
-            self._handle.remove()
-
-    def remove(self) -> None:
-        """Let the optimizer go, from outside of its step."""
-        self._handle.remove()
+        """Nothing to take back."""
 
 
 class _Stoppable(Disk):

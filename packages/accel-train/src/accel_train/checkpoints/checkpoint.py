@@ -227,12 +227,7 @@ def _save_state(
     }
     saved: Path | SaveHandle
     if asynchronous:
-        optimizers = here.inner_optimizers
-        saved = saver.save(directory, **parts, optimizers=optimizers, after=prune)
-        if here.plan.strategy.optimizers_differ(optimizers) or any(
-            hasattr(item, "eval") for item in optimizers
-        ):
-            saved.wait_staged()  # LocalSGD and schedule-free optimizers change parameters between steps, too
+        saved = saver.save(directory, **parts, after=prune)
     else:
         saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
         prune()
