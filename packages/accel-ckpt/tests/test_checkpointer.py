@@ -19,6 +19,7 @@ from accel_ckpt import (
     UnsupportedValueError,
     open_training_state,
 )
+from accel_ckpt.disk import Disk
 
 
 def training(seed=0):
@@ -252,3 +253,45 @@ def test_a_failure_in_the_background_is_told_by_the_next_call(tmp_path, monkeypa
     monkeypatch.undo()
     assert checkpointer.steps() == []
     checkpointer.save(2, {"n": torch.ones(100)})
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_cannot_be_removed_does_not_fail_the_saves_after_it(
+    tmp_path, monkeypatch, asynchronous
+):
+    real = Disk.remove_tree
+
+    def refuse(disk, path):
+        if "step_1." in path.name:
+            raise OSError(16, "Device or resource busy", str(path))
+        real(disk, path)
+
+    monkeypatch.setattr(Disk, "remove_tree", refuse)
+    checkpointer = Checkpointer(tmp_path, keep=1)
+    with pytest.warns(UserWarning, match=r"step_1\..*could not be removed.*resource busy"):
+        for step in (1, 2, 3):
+            saved = checkpointer.save(step, {"x": torch.ones(3)}, asynchronous=asynchronous)
+        checkpointer.wait()
+    assert checkpointer.steps() == [3]
+    assert not asynchronous or saved.result().name == "step_3"
+
+
+def test_an_asynchronous_save_holds_the_values_of_the_call(tmp_path):
+    state, own = training(), {"random": RandomState(), "gradient": torch.ones(300, 300)}
+    train(state, 2)
+    weight = state["model"][0].weight
+    moment = state["optimizer"].state[weight]["exp_avg"]
+    expected = weight.detach().clone(), moment.clone()
+    handle = Checkpointer(tmp_path).save(2, state, per_rank=own, asynchronous=True)
+    drawn = torch.rand(3)
+    for changed in (weight.data, moment, own["gradient"]):
+        changed.zero_()
+    state["progress"]["step"] = 99
+    train(state, 1)
+    handle.result()
+    assert Checkpointer(tmp_path).load(state, per_rank=own) == 2
+    assert torch.equal(weight, expected[0])
+    assert torch.equal(state["optimizer"].state[weight]["exp_avg"], expected[1])
+    assert state["progress"]["step"] == 2
+    assert own["gradient"].all()
+    assert torch.equal(torch.rand(3), drawn)

@@ -19,6 +19,7 @@ from accel_ckpt import (
     prune_checkpoints,
     save_training_state,
 )
+from accel_ckpt.remote import folders
 from accel_ckpt.remote.store import PART
 from accel_ckpt.saving.writer import BLOCK_HASHED
 from testkit.object_storage import Objects, objects
@@ -312,6 +313,32 @@ def test_pruning_that_fails_is_a_warning(bucket):
             raise PermissionError("Access Denied")
 
     Objects.watch = refuse
-    with pytest.warns(UserWarning, match="could not be removed: removing .* was refused"):
+    with pytest.warns(UserWarning, match="checkpoint_1 could not be removed, and stays.*removing .* was refused"):
         assert prune_checkpoints(bucket, 1) == []
     assert check(f"{bucket}/checkpoint_2") == 2
+    with pytest.warns(UserWarning):
+        save_training_state(f"{bucket}/checkpoint_3", **content(3))  # still refused: what is older stays
+    assert check(f"{bucket}/checkpoint_3") == 3
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_others_nor_stop_saves(bucket):
+    for step in (1, 2, 3):
+        save_training_state(f"{bucket}/checkpoint_{step}", **content(step))
+
+    def refuse(kind, path):
+        if kind == "delete" and "/checkpoint_1/files-" in path:
+            raise PermissionError("Access Denied")
+
+    Objects.watch = refuse
+    with pytest.warns(UserWarning, match="checkpoint_1 could not be removed"):
+        assert [path.name for path in prune_checkpoints(bucket, 1)] == ["checkpoint_2"]
+    with pytest.warns(UserWarning, match="left in .*checkpoint_1 stays"):
+        save_from_another_process(bucket)
+    assert check(f"{bucket}/checkpoint_4") == 4
+
+
+def save_from_another_process(bucket):
+    """As after a restart: whoever began the removal has ended."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folders, "has_ended", lambda owner: True)
+        save_training_state(f"{bucket}/checkpoint_4", **content(4))

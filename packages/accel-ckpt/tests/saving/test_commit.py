@@ -310,8 +310,8 @@ def test_a_removal_that_stops_midway_leaves_no_half_checkpoint(tmp_path):
             (path / "model.safetensors").unlink()
             raise OSError("stopped")
 
-    with pytest.raises(OSError, match="stopped"):
-        prune_checkpoints(tmp_path, 1, disk=Stops())
+    with pytest.warns(UserWarning, match="could not be removed: stopped"):
+        assert prune_checkpoints(tmp_path, 1, disk=Stops()) == []
     assert [path.name for path in complete_checkpoints(tmp_path)] == ["checkpoint_1"]
     with pytest.warns(UserWarning, match="it is removed"):
         save(tmp_path / "checkpoint_2", 2)
@@ -385,3 +385,82 @@ def test_a_temporary_folder_is_no_checkpoint(tmp_path):
             1,
             before_write=lambda folder: open_training_state(folder),
         )
+
+
+class Stubborn(Disk):
+    """Cannot remove, or not even rename, folders of one checkpoint."""
+
+    def __init__(self, name, operation):
+        self.name, self.operation = name, operation
+
+    def _refuse(self, operation, path):
+        if self.operation == operation and f"{self.name}." in f"{path.name}.":
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    def remove_tree(self, path):
+        self._refuse("remove", path)
+        super().remove_tree(path)
+
+    def rename(self, source, target):
+        self._refuse("rename", source)
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize(("operation", "stays"), [("remove", r"\.checkpoint_0\.saving-"), ("rename", "checkpoint_0 ")])
+def test_what_cannot_be_removed_stops_neither_other_removals_nor_saves(tmp_path, operation, stays):
+    disk = Stubborn("checkpoint_0", operation)
+    for number in range(3):
+        save(tmp_path / f"checkpoint_{number}", number)
+    with pytest.warns(UserWarning, match=f"{stays}.*could not be removed.*Operation not permitted"):
+        assert [path.name for path in prune_checkpoints(tmp_path, 1, disk=disk)] == ["checkpoint_1"]
+    for number in (3, 4):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            save(tmp_path / f"checkpoint_{number}", number, disk)
+            prune_checkpoints(tmp_path, 1, disk=disk)
+        assert all("could not be removed" in str(warning.message) for warning in said)
+        assert step_of(tmp_path / f"checkpoint_{number}") == number
+    assert len(os.listdir(tmp_path)) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(tmp_path / "checkpoint_5", 5)  # the trouble is over
+        prune_checkpoints(tmp_path, 1)
+    assert os.listdir(tmp_path) == ["checkpoint_5"]
+
+
+def test_what_cannot_be_removed_is_said_once(tmp_path):
+    disk = Stubborn("checkpoint_0", "remove")
+    for number in range(2):
+        save(tmp_path / f"checkpoint_{number}", number)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        prune_checkpoints(tmp_path, 1, disk=disk)
+        for number in range(2, 5):
+            save(tmp_path / f"checkpoint_{number}", number, disk)
+    assert len(said) == 1
+
+
+def test_checkpoints_of_another_user_do_not_stop_removals_with_an_error(tmp_path, monkeypatch):
+    for number in range(3):
+        save(tmp_path / f"checkpoint_{number}", number)
+    real = Path.read_bytes
+
+    def read(path):
+        if path.parent.name == "checkpoint_1":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    with pytest.warns(UserWarning, match="no older checkpoint .* was removed.*Permission denied.*checkpoint_1"):
+        assert prune_checkpoints(tmp_path, 1) == []
+
+
+def test_an_old_folder_that_stays_after_a_swap_does_not_stop_the_next_save(tmp_path):
+    disk = Stubborn("c", "remove")
+    for number in range(3):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            save(tmp_path / "c", number, disk)
+        assert ["could not be removed" in str(warning.message) for warning in said] == [True] * len(said)
+        assert step_of(tmp_path / "c") == number

@@ -11,7 +11,13 @@ import pytest
 
 from accel_ckpt.disk import Disk
 from accel_ckpt.saving import leftovers
-from accel_ckpt.saving.leftovers import TemporaryFolder, clean_leftovers, host_token, temporary_name
+from accel_ckpt.saving.leftovers import (
+    TemporaryFolder,
+    clean_leftovers,
+    host_token,
+    restore_interrupted_swaps,
+    temporary_name,
+)
 
 TOKEN = "0123456789ab"
 
@@ -182,3 +188,28 @@ def test_whether_anybody_holds_a_folder(tmp_path):
     assert not leftovers.is_abandoned(tmp_path / "held")
     held.release()
     assert leftovers.is_abandoned(tmp_path / "held")
+
+
+def test_a_previous_checkpoint_that_cannot_be_put_back_is_named_and_stays(tmp_path):
+    path = leftover(tmp_path, kind="previous")
+
+    class ReadOnly(Disk):
+        def rename(self, source, target):
+            raise OSError(30, "Read-only file system")
+
+    with pytest.warns(UserWarning, match=f"could not be put back.*Read-only file system.*complete in {path}"):
+        restore_interrupted_swaps(tmp_path, ReadOnly())
+    assert path.is_dir()
+
+
+def test_a_folder_that_may_not_be_opened_is_left_alone(tmp_path, monkeypatch):
+    path = leftover(tmp_path)
+    real = os.open
+
+    def refuse(name, *rest):
+        if str(name) == str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(name, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert clean_leftovers(tmp_path, time.time()) == []

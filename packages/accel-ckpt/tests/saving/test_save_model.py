@@ -335,3 +335,26 @@ def test_a_bin_holds_no_subclass_that_could_not_be_read(tmp_path):
 def test_a_bin_of_sparse_tensors(tmp_path):
     save_model({"w": torch.eye(2).to_sparse()}, tmp_path, safe_serialization=False)
     assert torch.equal(load_state_dict(tmp_path / "pytorch_model.bin")["w"].to_dense(), torch.eye(2))
+
+
+class Keeps(Disk):
+    """Cannot remove files."""
+
+    def unlink(self, path):
+        raise PermissionError(1, "Operation not permitted", str(path))
+
+
+def test_an_old_file_that_cannot_be_removed_is_named_and_stays(tmp_path):
+    model = net()
+    save_model(model, tmp_path, safe_serialization=False)
+    with pytest.warns(UserWarning, match="pytorch_model.bin is of an earlier save and could not be removed"):
+        assert save_model(model, tmp_path, disk=Keeps()) == ("model.safetensors",)
+    assert (tmp_path / "pytorch_model.bin").is_file()
+
+
+def test_an_old_file_that_readers_would_prefer_is_an_error(tmp_path):
+    model = net()
+    save_model(model, tmp_path)
+    with pytest.raises(CheckpointSaveError, match=r"readers prefer the old model\.safetensors"):
+        save_model(model, tmp_path, safe_serialization=False, disk=Keeps())
+    assert (tmp_path / "pytorch_model.bin").is_file()

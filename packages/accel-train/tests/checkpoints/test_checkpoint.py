@@ -486,3 +486,55 @@ def test_an_accelerator_is_pickled_without_its_saves(tmp_path):
     assert other._prepared.saver._current is None
     handle.result()
     assert other.save_state(tmp_path / "b", asynchronous=True).result()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_that_cannot_be_removed_stops_neither_this_run_nor_the_next(
+    tmp_path, monkeypatch, asynchronous
+):
+    real = Disk.remove_tree
+    trouble = True
+
+    def refuse(disk, path):
+        if trouble and "checkpoint_0." in path.name:
+            raise PermissionError(1, "Operation not permitted", str(path / "state.json"))
+        real(disk, path)
+
+    def begin():
+        config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+        accelerator = Accelerator(project_config=config)
+        build(accelerator)
+        return accelerator
+
+    def saves(accelerator):
+        saved = [accelerator.save_state(asynchronous=asynchronous) for _ in range(3)]
+        return [(each.result() if asynchronous else each).name for each in saved]
+
+    monkeypatch.setattr(Disk, "remove_tree", refuse)
+    with pytest.warns(UserWarning, match=r"checkpoint_0\..*could not be removed.*Operation not permitted"):
+        assert saves(begin()) == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+    again = begin()
+    with pytest.warns(UserWarning, match=r"checkpoint_0\..*could not be removed"):
+        assert again.load_state().name == "checkpoint_2"
+        assert saves(again) == ["checkpoint_3", "checkpoint_4", "checkpoint_5"]
+    trouble = False
+    with pytest.warns(UserWarning, match="it is removed"):
+        again.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_6"]
+
+
+def test_the_number_counts_even_if_removing_older_checkpoints_is_interrupted(tmp_path, monkeypatch):
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(project_config=config)
+    build(accelerator)
+    accelerator.save_state()
+
+    def interrupt(disk, path):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Disk, "remove_tree", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state()
+    with pytest.warns(UserWarning, match="it is removed"):
+        assert accelerator.save_state().name == "checkpoint_2"

@@ -202,19 +202,31 @@ def prune_checkpoints(base: RemotePath, keep: int, prefix: str) -> list[Path]:
     One rank does it, and the others do not wait for it: so what cannot be removed is a warning, and the next save
     tries again.
     """
-    removed: list[Path] = []
     try:
-        for path in complete_checkpoints(base, prefix)[:-keep]:
-            assert isinstance(path, RemotePath), "below a URI"
-            mark = Mark(path, new_token())
-            mark.write()
-            open_store(path).delete([MANIFEST_NAME])
-            remove_unlisted(path, set())
-            mark.remove()
-            removed.append(path)
+        doomed = complete_checkpoints(base, prefix)[:-keep]
     except CheckpointError as error:
-        warnings.warn(f"older checkpoints in {base} could not be removed: {error}", stacklevel=3)
-    return removed
+        warnings.warn(f"whether there are older checkpoints to remove in {base} is not known: {error}", stacklevel=3)
+        return []
+    return [path for path in doomed if _prune(path)]
+
+
+def _prune(path: Path) -> bool:
+    assert isinstance(path, RemotePath), "below a URI"
+    mark = Mark(path, new_token())
+    try:
+        mark.write()
+        open_store(path).delete([MANIFEST_NAME])
+        remove_unlisted(path, set())
+        mark.remove()
+    except CheckpointError as error:
+        # From one place and with one text for each checkpoint, so that Python says it once.
+        warnings.warn(
+            f"the older checkpoint {path} could not be removed, and stays, whole or in part: {error}. Every save tries "
+            "again",
+            stacklevel=1,
+        )
+        return False
+    return True
 
 
 def remove_unlisted(directory: RemotePath, alive: set[str]) -> list[str]:
@@ -287,8 +299,8 @@ def clean_leftovers(directory: RemotePath) -> list[RemotePath]:
                 f"a save that did not finish left objects in {target}; they are removed", stacklevel=2
             )
             cleaned.append(target)
-        except CorruptCheckpointError as error:
-            warnings.warn(f"what a dead save left in {target} stays: {error}", stacklevel=2)
+        except CheckpointError as error:
+            warnings.warn(f"what a dead save or a removal left in {target} stays: {error}", stacklevel=1)
     return cleaned
 
 

@@ -36,6 +36,7 @@ from accel_ckpt.saving.leftovers import (
     host_token,
     locked,
     previous_name,
+    remove_or_warn,
     restore_interrupted_swaps,
     temporary_name,
 )
@@ -472,7 +473,8 @@ def prune_checkpoints(
 ) -> list[Path]:
     """Remove the oldest complete checkpoints until ``keep`` are left. Call it on one rank, after a commit.
 
-    Each is renamed before its files go, so that a checkpoint half removed is never taken for one.
+    Each is renamed before its files go, so that a checkpoint half removed is never taken for one. What cannot be
+    removed is a warning that names it; it stays, and the next call, or the next save, tries again.
 
     Returns:
         What was removed.
@@ -487,10 +489,23 @@ def prune_checkpoints(
         from accel_ckpt.remote import folders
 
         return folders.prune_checkpoints(base, keep, prefix)
-    doomed = complete_checkpoints(base, prefix)[:-keep]
-    for path in doomed:
-        trash = temporary_name(path, host_token(secrets.token_hex(6)))
+    try:
+        doomed = complete_checkpoints(base, prefix)[:-keep]
+    except OSError as error:  # such as a manifest of another user
+        warnings.warn(f"no older checkpoint in {base} was removed: {error}. Every save tries again", stacklevel=1)
+        return []
+    return [path for path in doomed if _prune(path, disk)]
+
+
+def _prune(path: Path, disk: Disk) -> bool:
+    trash = temporary_name(path, host_token(secrets.token_hex(6)))
+    try:
         with locked(path):  # so that no save treats it as a dead one's
             disk.rename(path, trash)
-            disk.remove_tree(trash)
-    return doomed
+            return remove_or_warn(trash, disk)
+    except OSError as error:
+        # From one place and with one text for each checkpoint, so that Python says it once.
+        warnings.warn(
+            f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again", stacklevel=1
+        )
+        return False

@@ -21,6 +21,7 @@ __all__ = [
     "is_abandoned",
     "locked",
     "previous_name",
+    "remove_or_warn",
     "restore_interrupted_swaps",
     "temporary_name",
 ]
@@ -111,7 +112,7 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
         disk: where.
 
     Returns:
-        What was removed.
+        What was removed. What cannot be removed stays, with a warning, until a later save can.
     """
     removed = []
     for path, name, kind, token in _leftovers(parent):
@@ -120,13 +121,44 @@ def clean_leftovers(parent: Path, now: float, disk: Disk = LOCAL) -> list[Path]:
         with _claimed(path, token, now) as dead:
             if not dead:
                 continue
-            with contextlib.suppress(FileNotFoundError):  # a save of another machine is removing it, too
-                # An empty one may be a living save's, made this moment and not yet locked.
-                if any(path.iterdir()):
-                    warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
-                disk.remove_tree(path)
+            holds_something = not _is_empty(path)
+            if not remove_or_warn(path, disk):
+                continue
+            # An empty one may be a living save's, made this moment and not yet locked.
+            if holds_something:
+                warnings.warn(f"a save that did not finish left {path}; it is removed", stacklevel=2)
             removed.append(path)
     return removed
+
+
+def remove_or_warn(path: Path, disk: Disk = LOCAL) -> bool:
+    """Remove a folder that nobody needs any more. If that fails, a warning names it, and later saves try again.
+
+    A save does not fail for what is older than it: a file of another user, or one that is open on NFS.
+
+    Returns:
+        Whether it is gone.
+    """
+    try:
+        disk.remove_tree(path)
+    except FileNotFoundError:  # another machine is removing it, too
+        return True
+    except OSError as error:
+        # From one place and with one text for each folder, so that Python says it once.
+        warnings.warn(
+            f"{path} is no longer needed and could not be removed: {error}. Every save tries again; the checkpoints "
+            "beside it are complete",
+            stacklevel=1,
+        )
+        return False
+    return True
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return not any(path.iterdir())
+    except OSError:  # gone, or of another user: then removing it tells
+        return False
 
 
 def _leftovers(parent: Path) -> list[tuple[Path, str, str, str]]:
@@ -149,7 +181,8 @@ def _claimed(path: Path, token: str, now: float) -> Iterator[bool]:
         return
     try:
         descriptor = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:  # its own save has just finished
+    except OSError as error:  # its own save has just finished, or it is another user's
+        logger.info("whether the save of %s is alive is not known: %s", path, error)
         yield False
         return
     try:
@@ -215,9 +248,21 @@ def restore_interrupted_swaps(parent: Path, disk: Disk = LOCAL) -> None:
             continue
         with _claimed(path, token, float("inf")) as dead:
             if dead and not target.exists():
-                warnings.warn(
-                    f"a save was interrupted while it replaced {target}; the previous one is put back",
-                    stacklevel=2,
-                )
-                with contextlib.suppress(FileNotFoundError):  # another rank was faster
-                    disk.rename(path, target)
+                _put_back(path, target, disk)
+
+
+def _put_back(path: Path, target: Path, disk: Disk) -> None:
+    try:
+        disk.rename(path, target)
+    except FileNotFoundError:  # another rank was faster
+        return
+    except OSError as error:  # a file system that is read only, or a folder of another user
+        warnings.warn(
+            f"a save was interrupted while it replaced {target}, and the previous one could not be put back: {error}. "
+            f"It is complete in {path}",
+            stacklevel=1,
+        )
+        return
+    warnings.warn(
+        f"a save was interrupted while it replaced {target}; the previous one is put back", stacklevel=3
+    )

@@ -7,6 +7,7 @@ import importlib
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,9 +209,26 @@ def publish_weights(
     for path in directory.iterdir():
         is_stale = is_weight_file(path.name) and path.name not in written
         if (is_stale or _is_dead_part(path, now)) and path.is_file():
-            disk.unlink(path)
+            _remove_old(path, misleads=is_stale and not safe_serialization, disk=disk)
     disk.sync_directory(directory)
     return tuple(written)
+
+
+def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
+    """Remove a file that an earlier save left.
+
+    Raises:
+        CheckpointSaveError: it stays, and readers could take it for the weights: they prefer safetensors.
+    """
+    try:
+        disk.unlink(path)
+    except OSError as error:
+        if misleads and path.name.endswith(".safetensors"):
+            raise CheckpointSaveError(
+                f"the new weights are in {path.parent}, but readers prefer the old {path.name}, which could not be "
+                f"removed: {error}. Remove it, or save to another folder"
+            ) from error
+        warnings.warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1)
 
 
 def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:

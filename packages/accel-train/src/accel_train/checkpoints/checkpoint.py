@@ -225,13 +225,13 @@ def _save_state(
         "each_node": config.save_on_each_node,
         "before_write": run_hooks,
     }
-    saved: Path | SaveHandle
     if asynchronous:
-        saved = saver.save(directory, **parts, after=prune)
-    else:
-        saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
-        prune()
-    config.iteration += 1
+        handle = saver.save(directory, **parts, after=prune)
+        config.iteration += 1
+        return handle
+    saved = accel_ckpt.save_training_state(directory, **parts, coordinator=ranks)
+    config.iteration += 1  # before anything else can fail: the name is taken
+    prune()
     return saved
 
 
