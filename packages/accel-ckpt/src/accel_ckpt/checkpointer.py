@@ -25,6 +25,7 @@ from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.parts import is_divided, shape_of
 from accel_ckpt.saving.background import BackgroundSaver, SaveHandle, WhenBusy
 from accel_ckpt.saving.commit import checkpoints_from, complete_checkpoints, prune_checkpoints
+from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.saving.save_state import StateContent, save_collected
 from accel_ckpt.training_objects import (
     Restore,
@@ -247,6 +248,11 @@ class Checkpointer:
             )
         return steps[-1]
 
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank's modules and shared parts are the ones that are saved."""
+        return self._ranks().rank == 0
+
     def _ranks(self) -> Coordinator:
         return self._coordinator or default_coordinator()
 
@@ -266,9 +272,10 @@ class _Collector:
         self._owner, self._step = owner, step
         self._state, self._per_rank = state, per_rank
         self._content: StateContent | None = None
+        self._replicas: dict[str, nn.Module] = {}
 
-    def collect(self) -> None:
-        """Take the state, if this step can be saved."""
+    def collect(self) -> dict[str, str]:
+        """Take the state, if this step can be saved; returns what tells replicas of modules from each other."""
         taken = checkpoints_from(self._owner.directory, self._step, _PREFIX)
         if taken:
             raise CheckpointSaveError(
@@ -280,19 +287,27 @@ class _Collector:
             raise UnsupportedValueError(
                 f"{', '.join(own.objects.modules)}: a module is no part of per_rank; its weights belong to the state"
             )
-        replicas = [module for module in leaves.objects.modules.values() if averages_gradients(module)]
+        modules = leaves.objects.modules.items()
+        self._replicas = {path: module for path, module in modules if averages_gradients(module)}
         self._content = StateContent(
             models=leaves.objects.weights(),
             shared=leaves.dump(),
             per_rank=own.dump(),
-            replicated=replicated_optimizers(leaves.objects.optimizers, replicas),
+            replicated=replicated_optimizers(leaves.objects.optimizers, [*self._replicas.values()]),
             max_shard_size=self._owner.max_shard_size,
             canonical=True,
         )
+        return {path: replica_marks([*module.parameters()]) for path, module in self._replicas.items()}
 
     def content(self, collected: Sequence[Any]) -> StateContent:
         """What was taken."""
         assert self._content is not None, "collected before"
+        if self._owner.is_leader:
+            for path, module in self._replicas.items():
+                names = [name for name, _ in module.named_parameters()]
+                warn_of_drift(
+                    f"{path} ({type(module).__name__})", names, [marks.get(path, "") for marks in collected]
+                )
         return self._content
 
 

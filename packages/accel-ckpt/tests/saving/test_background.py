@@ -145,7 +145,9 @@ def by_a_thread(tensor):
 
 
 @pytest.mark.parametrize(
-    "change", [by_data, by_numpy, by_address, by_foreach, by_clamping, by_a_thread], ids=lambda way: way.__name__
+    "change",
+    [by_data, by_numpy, by_address, by_foreach, by_clamping, by_a_thread],
+    ids=lambda way: way.__name__,
 )
 def test_a_save_holds_the_values_of_the_call_however_they_are_changed_after(tmp_path, change):
     """Weights, buffers, moments, and tensors of shared trees and of this rank's."""
@@ -195,7 +197,9 @@ def test_plain_data_is_that_of_the_call(tmp_path):
 
 def test_what_asked_optimizers_to_wait_is_still_accepted(tmp_path):
     model, optimizer = build()
-    save(BackgroundSaver(), tmp_path / "c", model, optimizer, before_step=before_torch_steps([optimizer])).result()
+    save(
+        BackgroundSaver(), tmp_path / "c", model, optimizer, before_step=before_torch_steps([optimizer])
+    ).result()
     assert hooks(optimizer) == 0
     before_torch_steps([optimizer])(print).remove()
     assert hooks(optimizer) == 0

@@ -406,7 +406,9 @@ class Stubborn(Disk):
         super().rename(source, target)
 
 
-@pytest.mark.parametrize(("operation", "stays"), [("remove", r"\.checkpoint_0\.saving-"), ("rename", "checkpoint_0 ")])
+@pytest.mark.parametrize(
+    ("operation", "stays"), [("remove", r"\.checkpoint_0\.saving-"), ("rename", "checkpoint_0 ")]
+)
 def test_what_cannot_be_removed_stops_neither_other_removals_nor_saves(tmp_path, operation, stays):
     disk = Stubborn("checkpoint_0", operation)
     for number in range(3):
@@ -452,7 +454,9 @@ def test_checkpoints_of_another_user_do_not_stop_removals_with_an_error(tmp_path
         return real(path)
 
     monkeypatch.setattr(Path, "read_bytes", read)
-    with pytest.warns(UserWarning, match="no older checkpoint .* was removed.*Permission denied.*checkpoint_1"):
+    with pytest.warns(
+        UserWarning, match="no older checkpoint .* was removed.*Permission denied.*checkpoint_1"
+    ):
         assert prune_checkpoints(tmp_path, 1) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast, overload
@@ -895,11 +895,13 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
         *,
         allow_missing_rng: bool = False,
         trust_custom_objects: bool = False,
+        only: Collection[str] | None = None,
         **kwargs: Any,
     ) -> Path:
         """Restore what `save_state` saved; without a folder, from the newest complete automatic checkpoint.
 
-        Everything is read and verified, on all ranks, before anything is changed on any.
+        Everything is read and verified, on all ranks, before anything is changed on any. Where only models and loaders
+        are prepared, as for an evaluation, a training's weights are restored and a warning names the rest.
 
         Args:
             input_dir: the folder, or a URI of object storage.
@@ -908,6 +910,9 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
                 rank that is new in a larger world needs no permission: it derives a state from a saved one.)
             trust_custom_objects: unpickle objects that were registered as `trusted` and saved as pickles. Only for
                 checkpoints of people you trust: a pickle can run any code.
+            only: the parts to restore, some of "models", "optimizers" (with the loss scale), "schedulers",
+                "registered", "loaders" and "random"; the rest stays as it is here, whether it fits or not, and so do
+                `step`, unfinished accumulation windows and the number of the next automatic checkpoint. By default all.
             kwargs: `strict=False` loads models as `load_state_dict(strict=False)` does.
 
         Returns:
@@ -917,9 +922,10 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
             CheckpointNotFoundError: there is no such complete checkpoint, or none of this rank's state in it.
             CorruptCheckpointError: a file is not what was written.
             StateMismatchError: other objects are prepared or registered than were saved.
+            OptionError: `only` names no part of a state.
         """
         return checkpoint.load_state(
-            self._prepared, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, **kwargs
+            self._prepared, input_dir, load_kwargs, allow_missing_rng, trust_custom_objects, only, **kwargs
         )
 
     # The object itself

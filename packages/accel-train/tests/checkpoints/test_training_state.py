@@ -1,6 +1,7 @@
 """What a training state holds besides weights: collected, read and checked, put back."""
 
 import os
+import warnings
 from dataclasses import replace
 from fractions import Fraction
 
@@ -304,3 +305,37 @@ def test_the_models_that_a_load_hook_left_are_paired_by_identity(tmp_path):
     assert weights is saved.models[1]
     pairs = training_state.fit(here, saved, [second, first], strict=True)
     assert [model for model, _ in pairs] == [first, second], "in the order of preparation"
+
+
+def test_replicas_that_drift_apart_are_named_when_they_are_saved(tmp_path):
+    def work(folder, through_wrapper):
+        torch.manual_seed(0)
+        accelerator = Accelerator()
+        plain = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
+        model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters()))
+        inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(accelerator.process_index))
+        trained = model if through_wrapper else accelerator.unwrap_model(model)
+        for _ in range(2):
+            accelerator.backward(trained(inputs).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        said = []
+        for asynchronous in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                handle = accelerator.save_state(folder, asynchronous=asynchronous)
+                if asynchronous:
+                    handle.result()
+            said.append([str(warning.message) for warning in caught])
+        return said
+
+    assert worlds.run(work, 2, str(tmp_path / "same"), True) == [[[], []]] * 2
+    for said, silent in zip(*worlds.run(work, 2, str(tmp_path / "other"), False), strict=True):
+        weights, moments = said
+        assert (
+            "the replicas of model 0 (Sequential) have drifted apart: 0.weight (the first of 4 tensors)"
+            in weights
+        )
+        assert "on rank 1 than on rank 0" in weights
+        assert "optimizer_0.state.model_0.0.weight.exp_avg" in moments
+        assert silent == []

@@ -205,7 +205,9 @@ def prune_checkpoints(base: RemotePath, keep: int, prefix: str) -> list[Path]:
     try:
         doomed = complete_checkpoints(base, prefix)[:-keep]
     except CheckpointError as error:
-        warnings.warn(f"whether there are older checkpoints to remove in {base} is not known: {error}", stacklevel=3)
+        warnings.warn(
+            f"whether there are older checkpoints to remove in {base} is not known: {error}", stacklevel=3
+        )
         return []
     return [path for path in doomed if _prune(path)]
 

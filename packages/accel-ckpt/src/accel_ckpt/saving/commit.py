@@ -492,7 +492,9 @@ def prune_checkpoints(
     try:
         doomed = complete_checkpoints(base, prefix)[:-keep]
     except OSError as error:  # such as a manifest of another user
-        warnings.warn(f"no older checkpoint in {base} was removed: {error}. Every save tries again", stacklevel=1)
+        warnings.warn(
+            f"no older checkpoint in {base} was removed: {error}. Every save tries again", stacklevel=1
+        )
         return []
     return [path for path in doomed if _prune(path, disk)]
 
@@ -506,6 +508,7 @@ def _prune(path: Path, disk: Disk) -> bool:
     except OSError as error:
         # From one place and with one text for each checkpoint, so that Python says it once.
         warnings.warn(
-            f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again", stacklevel=1
+            f"the older checkpoint {path} could not be removed, and stays: {error}. Every save tries again",
+            stacklevel=1,
         )
         return False

@@ -72,6 +72,8 @@ class StatePlan:
     """Per model, the files of its tensors; on leading ranks."""
     problem: str | None = None
     """Why this cannot be written, where only this rank can tell."""
+    drifted: str | None = None
+    """Which tensors ranks should hold alike and do not; on leading ranks."""
 
     def check(self) -> None:
         """Refuse what cannot be written.
@@ -217,7 +219,10 @@ class StateDraft:
             files.append(_state_file(stem, {name: self.shared[name] for name in names}))
         if self.own:
             files.append(_state_file(rank_stem(self.rank), self.own))
-        return StatePlan(texts, tuple(files), tuple(homes), self._problem(offers) if self.leads else None)
+        problem, drifted = (
+            (self._problem(offers), _drifted(offers, self.rank)) if self.leads else (None, None)
+        )
+        return StatePlan(texts, tuple(files), tuple(homes), problem, drifted)
 
     def _part_files(
         self, stem: str, keys: Collection[PartKey], aliases: Mapping[str, str]
@@ -278,6 +283,20 @@ class StateDraft:
             return self.shared
         stems = {model_stem(index, True): model for index, model in enumerate(self.models)}
         return {name for file in stems[stem].files for name in file.tensors} if stem in stems else None
+
+
+def _drifted(offers: Sequence[Offer], leader: int) -> str | None:
+    """The tensors that all ranks say to hold alike, and whose samples differ."""
+    first = offers[0]["alike"]
+    differ = {
+        name: [leader + at for at, offer in enumerate(offers) if offer["alike"].get(name, mark) != mark]
+        for name, mark in first.items()
+    }
+    names = [name for name, ranks in differ.items() if ranks]
+    if not names:
+        return None
+    ranks = ", ".join(map(str, differ[names[0]]))
+    return f"{names[0]} (the first of {len(names)} tensors) has other values on rank {ranks} than on rank {leader}"
 
 
 def _divided_and_whole(

@@ -228,7 +228,9 @@ def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
                 f"the new weights are in {path.parent}, but readers prefer the old {path.name}, which could not be "
                 f"removed: {error}. Remove it, or save to another folder"
             ) from error
-        warnings.warn(f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1)
+        warnings.warn(
+            f"{path} is of an earlier save and could not be removed, so it stays: {error}", stacklevel=1
+        )
 
 
 def _on(disk: Disk, write: Callable[[Path, Disk], FileRecord]) -> Callable[[Path], FileRecord]:

@@ -7,6 +7,7 @@ names that give their path in the tree, everything else to tagged JSON (``accel_
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,12 @@ def begin_save(
     except UnsupportedValueError:  # on all ranks alike
         transaction.abort()
         raise
+    if plan.drifted is not None:
+        warnings.warn(
+            f"{transaction.directory}: what all ranks are to hold alike has drifted apart: {plan.drifted}. The "
+            "checkpoint holds that of the first, and a run that loads it continues with it on all ranks",
+            stacklevel=2,
+        )
     return transaction, plan
 
 

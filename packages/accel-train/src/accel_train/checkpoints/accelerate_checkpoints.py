@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 import accel_ckpt
+from accel_train.checkpoints.chosen_parts import ALL, Parts
 from accel_train.data.sampling.seedable import SeedableRandomSampler
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared
@@ -20,7 +21,7 @@ from accel_train.prepared import Prepared
 if TYPE_CHECKING:  # read by few scripts, so imported through the lazy names of accel_ckpt
     from accel_ckpt.convert.accelerate import AccelerateCheckpoint, RankFile
 
-__all__ = ["all_checkpoints", "number_of", "read"]
+__all__ = ["all_checkpoints", "number_of", "read", "trees"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def number_of(directory: Path) -> int:
 
 
 def read(
-    here: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False
+    here: Prepared, directory: Path, allow_missing_rng: bool, trusted: bool = False, parts: Parts = ALL
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any] | None]:
     """Read everything that Accelerate saved for this rank; nothing is changed yet.
 
@@ -51,6 +52,7 @@ def read(
         directory: the folder.
         allow_missing_rng: go on without random states that are missing, unreadable or of another kind of device.
         trusted: unpickle custom objects and schedulers, which can run code.
+        parts: what is read; `here` has only what it is for.
 
     Returns:
         State dicts of the models, the shared parts by the names that states of ours give them (loaders only
@@ -64,7 +66,7 @@ def read(
     """
     opt_in = "load_state(…, trust_custom_objects=True) runs it"
     checkpoint = accel_ckpt.AccelerateCheckpoint(directory, trusted=trusted, opt_in=opt_in)
-    _check_parts(here, checkpoint)
+    _check_parts(here, checkpoint, parts)
     shared: dict[str, Any] = {}
     for index, optimizer in enumerate(here.optimizers):
         shared[f"optimizer_{index}"] = checkpoint.optimizer(
@@ -72,7 +74,7 @@ def read(
         )
     for index in range(len(here.schedulers)):
         shared[f"scheduler_{index}"] = checkpoint.scheduler(index)
-    if here.plan.precision.scaler is not None:
+    if here.plan.precision.scaler is not None and "optimizers" in parts:
         shared["scaler"] = checkpoint.scaler()
     for index in range(len(here.registered)):
         shared[f"custom_{index}"] = checkpoint.custom(index)
@@ -82,11 +84,12 @@ def read(
             state, note = _loader_state(checkpoint.loader(index), loader, len(checkpoint.ranks))
             shared[f"loader_{index}"] = state
             notes += [f"loader {index}: {note}"] if note else []
-    own = _rank_file(here, checkpoint, allow_missing_rng, notes)
+    own = _rank_file(here, checkpoint, allow_missing_rng, notes) if "random" in parts else None
     shared["step"] = 0 if own is None or own.step is None else own.step
     # Models that hooks saved themselves have no files; hooks take them out before models are loaded.
+    read_models = "models" in parts and checkpoint.parts()["models"]
     models = [
-        _with_ties(here, model, checkpoint.model(index)) if checkpoint.parts()["models"] else {}
+        _with_ties(here, model, checkpoint.model(index)) if read_models else {}
         for index, model in enumerate(here.models)
     ]
     if here.process.is_main_process:
@@ -105,7 +108,20 @@ def _say(checkpoint: AccelerateCheckpoint, notes: list[str]) -> None:
     )
 
 
-def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint) -> None:
+def trees(directory: Path) -> list[str]:
+    """What ranks share in a checkpoint, beside weights, by the names that states of ours give it."""
+    checkpoint = accel_ckpt.AccelerateCheckpoint(directory)
+    counts = checkpoint.parts()
+    kinds = {name: kind for kind, name in _NAMES.items()}
+    found = [f"{kinds[name]}_{i}" for name in kinds if name in counts for i in range(counts[name])]
+    return [*found, *(["scaler"] if counts["scalers"] else [])]
+
+
+_NAMES = {"optimizer": "optimizers", "scheduler": "schedulers", "custom": "custom objects"}
+
+
+def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint, parts: Parts) -> None:
+    part_names = {"scalers": "optimizers", "custom objects": "registered"}
     counts = {
         "models": len(here.models),
         "optimizers": len(here.optimizers),
@@ -117,13 +133,15 @@ def _check_parts(here: Prepared, checkpoint: AccelerateCheckpoint) -> None:
     if here.hooks.load and not there["models"]:
         del counts["models"]
     problems = [
-        f"{there[name]} {name}, and here are {counts[name]}" for name in counts if counts[name] != there[name]
+        f"{there[name]} {name}, and here are {counts[name]}"
+        for name in counts
+        if counts[name] != there[name] and part_names.get(name, name) in parts
     ]
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{checkpoint.directory}, written by Accelerate ({checkpoint.kind}), does not fit this script: it holds "
             f"{'; '.join(problems)}. Prepare and register the same objects, in the same order, as the script that "
-            "saved it."
+            "saved it; or say which parts to restore: load_state(…, only=('models',)) restores the weights alone."
         )
 
 

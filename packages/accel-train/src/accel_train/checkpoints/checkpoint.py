@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
@@ -15,6 +15,7 @@ from accel_ckpt.coordination import MainProcess, do_together
 from accel_ckpt.optimizers import steps_only
 from accel_ckpt.parts import is_divided, is_leaf
 from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_train.checkpoints.chosen_parts import ALL, choose
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, named_models, read
 from accel_train.errors import OptionError
 from accel_train.plugins import ProjectConfiguration
@@ -408,9 +409,11 @@ def load_state(
     load_kwargs: dict[str, Any] | None,
     allow_missing_rng: bool,
     trust_custom_objects: bool,
+    only: Collection[str] | None,
     **kwargs: Any,
 ) -> Path:
     """See `Accelerator.load_state`."""
+    parts = choose(only)
     strict = bool(kwargs.pop("strict", True))
     kwargs.pop("map_location", None)  # tensors are loaded to where their owners are
     if kwargs or load_kwargs:
@@ -424,15 +427,15 @@ def load_state(
 
     def work() -> None:
         directory = _source(here, input_dir)
-        found.append(read(here, directory, allow_missing_rng, trust_custom_objects))
-        if here.hooks.load:
+        found.append(read(here, directory, allow_missing_rng, trust_custom_objects, parts))
+        if here.hooks.load and "models" in found[0].parts:
             found[0].local_folder()  # from object storage it can fail
 
     # Ranks agree that everything could be read before anything is changed on any of them.
     accel_ckpt.run_together(work, accel_ckpt.default_coordinator(), doing="reading the training state")
     [saved] = found
     models = list(here.models)
-    if here.hooks.load:
+    if here.hooks.load and "models" in saved.parts:
         folder = str(saved.local_folder())
         for hook in here.hooks.load.values():
             hook(models, folder)
@@ -443,7 +446,13 @@ def load_state(
         doing="comparing the training state with this script",
     )
     apply(here, saved, pairs, strict)
-    if here.project.automatic_checkpoint_naming:
+    if saved.left_out and here.process.is_main_process:
+        warnings.warn(
+            f"load_state() restored {', '.join(sorted(saved.parts))} of {saved.directory}. This stays as it is here: "
+            f"{', '.join(saved.left_out)}",
+            stacklevel=3,
+        )
+    if here.project.automatic_checkpoint_naming and saved.parts == ALL:
         base = automatic_folder(here.project)
         ranks = accel_ckpt.default_coordinator()
         taken = _in_agreement(lambda: accel_ckpt.checkpoints_from(base, 0), ranks, base)

@@ -20,10 +20,12 @@ import accel_ckpt
 from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
 from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.tensor_storage import as_bytes
 from accel_state.log import get_logger
 from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
 from accel_train.checkpoints import accelerate_checkpoints, window_state
+from accel_train.checkpoints.chosen_parts import ALL, MODELS, Parts, left_out, limit, part_of, trains
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
 from accel_train.errors import OptionError
 from accel_train.prepared import Prepared, Registered
@@ -55,6 +57,10 @@ class Saved:
     """What this rank's guard of steps has noted in them; None where none is saved."""
     local_folder: Callable[[], Path]
     """Gives the folder of the files on this machine, for hooks; fetches those of object storage."""
+    parts: Parts = ALL
+    """What is restored; the rest stays as it is."""
+    left_out: Sequence[str] = ()
+    """What is not, in words."""
 
 
 # Collecting. Nothing here may change what the training does next.
@@ -76,22 +82,27 @@ def collect(
     """
     named = named_models(here) if named is None else named
     found: list[tuple[dict[str, Any], dict[str, Any], dict[str, torch.Tensor], dict[str, str]]] = []
+    replicas = _replicated_parameters(here)
 
-    def work() -> dict[str, str]:
+    def work() -> tuple[dict[str, str], list[str]]:
         _check_averaged(here)
         shared, own = _shared_trees(here, named), _rank_trees(here, named)
         buffers = _replicated_buffers(here, named)
         marks = {name: _fingerprint(buffer) for name, buffer in buffers.items()}
         found.append((shared, own, buffers, marks))
-        return marks
+        return marks, [replica_marks([*parameters.values()]) for _, parameters in replicas]
 
-    first, *_ = accel_ckpt.run_together(
+    answers = accel_ckpt.run_together(
         work,
         ranks or accel_ckpt.default_coordinator(),
         doing="collecting the training state",
         error=accel_ckpt.CheckpointSaveError,
     )
     [(shared, own, buffers, marks)] = found
+    first = answers[0][0]
+    if here.process.is_main_process:
+        for number, (what, parameters) in enumerate(replicas):
+            warn_of_drift(what, [*parameters], [marks[number] for _, marks in answers])
     shared["progress"]["main_process_alone"] = isinstance(ranks, MainProcess)
     # The weights that are saved are rank 0's. Inside a window, and where they are not broadcast, buffers differ.
     own["buffers"] = {name: buffer for name, buffer in buffers.items() if marks[name] != first[name]}
@@ -125,6 +136,22 @@ def _replicated_buffers(here: Prepared, named: Sequence[NamedModel]) -> dict[str
                 if name in saved:
                     found[f"model_{index}.{name}"] = buffer
     return found
+
+
+def _replicated_parameters(here: Prepared) -> list[tuple[str, dict[str, nn.Parameter]]]:
+    """The parameters of models of which every rank has a copy: the model's number and class, and its tensors."""
+    if here.process.num_processes == 1:
+        return []
+    strategy = here.plan.strategy
+    plain = {
+        index: strategy.plain(model)
+        for index, model in enumerate(here.prepared_models)
+        if strategy.keeps_replicas(model)
+    }
+    return [
+        (f"model {index} ({type(model).__name__})", dict(model.named_parameters()))
+        for index, model in plain.items()
+    ]
 
 
 def _fingerprint(tensor: torch.Tensor) -> str:
@@ -207,8 +234,16 @@ def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.T
 # Reading. Whatever can fail, fails here, before anything is changed.
 
 
-def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool) -> Saved:
-    """Read everything, and check that it fits.
+def read(
+    here: Prepared,
+    directory: Path,
+    allow_missing_rng: bool,
+    trust_custom_objects: bool,
+    parts: Parts = ALL,
+) -> Saved:
+    """Read everything, or some parts, and check that it fits.
+
+    A script that has prepared nothing but models and loaders, as evaluation does, gets the weights of a training.
 
     Raises:
         CheckpointNotFoundError: there is no complete checkpoint, or none of this rank's state in it.
@@ -217,8 +252,12 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
         OptionError: an object was pickled, and it is not said here that it is trusted.
     """
     if accel_ckpt.is_accelerate_checkpoint(directory):
-        return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects)
+        return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects, parts)
     checkpoint = accel_ckpt.open_training_state(directory)
+    if parts == ALL and not trains(here) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
+        parts = MODELS
+    if parts != ALL:
+        return _read_parts(limit(here, parts), checkpoint, allow_missing_rng, trust_custom_objects, parts)
     optimizers = [f"optimizer_{index}" for index in range(len(here.optimizers))]
     # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
     lazy = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
@@ -235,9 +274,7 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     for index, loader in enumerate(here.loaders):
         loader.check_state_dict(loaders[index])
     windows = _read_windows(here, checkpoint, own, known, saved_by)
-    for index in range(len(here.registered)):
-        if f"pickled_{index}" in shared:
-            shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
+    _unpickle_trusted(here, shared)
     guard = _read_guard(here, checkpoint, shared, own)
     models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
     if not lazy:
@@ -257,12 +294,80 @@ def read(here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_
     return Saved(directory, models, shared, rng, loaders, replicas, optimizers_own, windows, guard, folder)
 
 
+class _AnyOptimizer(frozenset[str]):
+    """The names of the trees of optimizers, however many there are."""
+
+    def __contains__(self, name: object) -> bool:
+        return str(name).startswith("optimizer_")
+
+
+_OPTIMIZERS = _AnyOptimizer()
+
+
+def _read_parts(
+    here: Prepared,
+    checkpoint: accel_ckpt.TrainingCheckpoint,
+    allow_missing_rng: bool,
+    trust_custom_objects: bool,
+    parts: Parts,
+) -> Saved:
+    """Some parts of a checkpoint of ours; `here` has only what they are for."""
+    directory = checkpoint.directory
+    divided = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
+    lazy = divided or "optimizers" not in parts
+    trees = checkpoint.lazy_shared(_OPTIMIZERS) if lazy else checkpoint.mapped_shared(_OPTIMIZERS)
+    saved_by = 1 if trees["progress"].get("main_process_alone") else checkpoint.manifest.world_size
+    own, known = None, {}
+    if parts & {"optimizers", "loaders", "random"}:  # of which ranks may have their own
+        optional = allow_missing_rng or "random" not in parts
+        own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=optional)
+        known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
+    names = {*trees, *(name for name in known if name.startswith("loader_"))}
+    shared = {name: trees[name] for name in trees if part_of(name) in {*parts, None}}
+    _check_parts(here, {name for name in names if part_of(name) in parts}, directory, parts)
+    if "models" in parts and not here.hooks.load:
+        _check_models(len(here.models), len(checkpoint.models), directory)
+    _check_trust(here, shared, trust_custom_objects, directory)
+    loaders = {index: known[f"loader_{index}"] for index in range(len(here.loaders))}
+    for index, loader in enumerate(here.loaders):
+        loader.check_state_dict(loaders[index])
+    _unpickle_trusted(here, shared)
+    models = [CheckpointModel(checkpoint, index) for index in range(len(checkpoint.models))]
+    if "models" in parts and not divided:
+        for saved in models:
+            saved.whole()  # checks the files
+    same = own is not None and here.process.num_processes == checkpoint.manifest.world_size
+    return Saved(
+        directory,
+        models,
+        shared,
+        _read_rng(here, checkpoint, own, saved_by) if "random" in parts else None,
+        loaders,
+        replicas={},
+        optimizers=known.get("optimizers") if same and "optimizers" in parts else None,
+        windows=None,
+        guard=None,
+        local_folder=checkpoint.local_folder,
+        parts=parts,
+        left_out=left_out(parts, trees),
+    )
+
+
+def _unpickle_trusted(here: Prepared, shared: dict[str, Any]) -> None:
+    for index in range(len(here.registered)):
+        if f"pickled_{index}" in shared:
+            shared[f"custom_{index}"] = pickle.loads(shared.pop(f"pickled_{index}"))
+
+
 def _read_foreign(
-    here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool
+    here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool, parts: Parts
 ) -> Saved:
     """What Accelerate saved: no accumulation windows, and loaders only where they were stateful."""
+    if parts == ALL and not trains(here) and accel_ckpt.AccelerateCheckpoint(directory).parts()["optimizers"]:
+        parts = MODELS
+    here = limit(here, parts)
     models, shared, rng = accelerate_checkpoints.read(
-        here, directory, allow_missing_rng, trust_custom_objects
+        here, directory, allow_missing_rng, trust_custom_objects, parts
     )
     numbers = range(len(here.loaders))
     loaders = {index: shared.pop(f"loader_{index}") for index in numbers if f"loader_{index}" in shared}
@@ -277,6 +382,8 @@ def _read_foreign(
         windows=None,
         guard=None,
         local_folder=lambda: directory,
+        parts=parts,
+        left_out=left_out(parts, accelerate_checkpoints.trees(directory)),
     )
 
 
@@ -370,10 +477,10 @@ def _expected(here: Prepared) -> Iterator[str]:
         yield "scaler"
 
 
-def _check_parts(here: Prepared, parts: set[str], directory: Path) -> None:
+def _check_parts(here: Prepared, trees: set[str], directory: Path, parts: Parts = ALL) -> None:
     """Say what does not match, before anything is changed."""
-    prepared = set(_expected(here))
-    saved = {part.replace("pickled_", "custom_") for part in parts} - {"step", "progress"}
+    prepared = {tree for tree in _expected(here) if part_of(tree) in parts}
+    saved = {tree.replace("pickled_", "custom_") for tree in trees} - {"step", "progress"}
     problems = []
     if prepared - saved:
         problems.append(f"it lacks {', '.join(sorted(prepared - saved))}")
@@ -382,7 +489,8 @@ def _check_parts(here: Prepared, parts: set[str], directory: Path) -> None:
     if problems:
         raise accel_ckpt.StateMismatchError(
             f"{directory} does not fit this script: {'; '.join(problems)}. Prepare and register the same objects, in "
-            "the same order, as the script that saved it."
+            "the same order, as the script that saved it; or say which parts to restore: load_state(…, "
+            "only=('models',)) restores the weights alone."
         )
 
 
@@ -438,8 +546,11 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
     Raises:
         StateMismatchError: names or shapes are others than were saved.
     """
+    here = limit(here, saved.parts)
     kept = [model for model in here.models if any(model is other for other in models)]
-    if len(saved.models) == len(here.models):
+    if "models" not in saved.parts:
+        pairs: Pairs = []
+    elif len(saved.models) == len(here.models):
         paired = zip(here.models, saved.models, strict=True)
         pairs = [(model, weights) for model, weights in paired if any(model is other for other in kept)]
     else:  # a save hook dropped the weights of models that the load hook has loaded
@@ -460,11 +571,14 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
 
 
 def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
-    """Put everything back."""
+    """Put everything back that is restored."""
     for model, weights in pairs:
         here.plan.strategy.load_model_state(model, weights, strict)
     _restore_replicas(here, saved.replicas)
-    here.plan.strategy.state_loaded(optimizers_differ=saved.optimizers is not None)
+    if "models" in saved.parts:
+        kept = "optimizers" not in saved.parts and here.plan.strategy.optimizers_differ(here.inner_optimizers)
+        here.plan.strategy.state_loaded(optimizers_differ=kept or saved.optimizers is not None)
+    here = limit(here, saved.parts)
     shared = saved.shared
     progress = shared.get("progress", {})
     for index, optimizer in enumerate(here.optimizers):
@@ -485,12 +599,14 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     guard = here.accumulator.guard
     if guard is not None and saved.guard is not None:
         guard.load_state_dict(progress["guard"], saved.guard, here.optimizers)
-    here.step = shared["step"]
-    if "save_iteration" in progress:
-        here.project.iteration = progress["save_iteration"]
+    if saved.parts == ALL:
+        here.step = shared["step"]
+        if "save_iteration" in progress:
+            here.project.iteration = progress["save_iteration"]
     if saved.rng is not None:
         set_rng_state(saved.rng)
-    share_draws(here.plan.strategy.draws)  # another mesh may have saved them
+    if "random" in saved.parts:
+        share_draws(here.plan.strategy.draws)  # another mesh may have saved them
 
 
 def _optimizer_tree(saved: Saved, index: int) -> Any:

@@ -1,0 +1,60 @@
+"""Replicas that have drifted apart: found when a state is saved, of which one rank's values are written."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from accel_ckpt.saving.draft import fingerprints
+
+__all__ = ["replica_marks", "warn_of_drift"]
+
+_DIGITS = 8  # per tensor: ranks exchange the marks at every save
+
+
+def replica_marks(tensors: Sequence[torch.Tensor]) -> str:
+    """What tells the tensors of one replica from another's: 8 digits each, of a hash of samples.
+
+    Tensors of other classes than torch's, and what has no memory, are not compared.
+    """
+    samples = {index: tensor.detach() for index, tensor in enumerate(tensors) if _is_plain(tensor)}
+    dense = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in samples.values()]
+    found = dict(zip(samples, fingerprints(dense), strict=True))
+    return "".join(xxhash.xxh32_hexdigest(found.get(index, "").encode()) for index in range(len(tensors)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != "meta"
+
+
+def warn_of_drift(what: str, names: Sequence[str], marks: Sequence[str]) -> None:
+    """Warn if the tensors of replicas differ.
+
+    Args:
+        what: of what they are replicas, for the message.
+        names: of the tensors, in the order of the marks.
+        marks: what `replica_marks` gave on each rank.
+    """
+    others = {rank: found for rank, found in enumerate(marks) if found != marks[0]}
+    if not others:
+        return
+    ranks = ", ".join(map(str, others))
+    if any(len(found) != len(marks[0]) for found in others.values()):
+        problem = f"ranks {ranks} do not hold the same tensors of it as rank 0"
+    else:
+        places = [slice(at, at + _DIGITS) for at in range(0, len(marks[0]), _DIGITS)]
+        differ = [
+            name
+            for name, place in zip(names, places, strict=True)
+            if any(found[place] != marks[0][place] for found in others.values())
+        ]
+        problem = f"{differ[0]} (the first of {len(differ)} tensors) has other values on rank {ranks} than on rank 0"
+    warnings.warn(
+        f"the replicas of {what} have drifted apart: {problem}. The checkpoint holds those of rank 0, and a run that "
+        "loads it continues with them on all ranks. Replicas stay equal where every rank calls the wrapped model, "
+        "whose backward averages gradients, and changes weights alike",
+        stacklevel=2,
+    )

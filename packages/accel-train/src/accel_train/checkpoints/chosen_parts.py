@@ -1,0 +1,83 @@
+"""Which parts of a training state `load_state` restores: all, or those that the script names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import TypeAlias
+
+from accel_train.errors import OptionError
+from accel_train.prepared import Prepared
+
+__all__ = ["ALL", "MODELS", "Parts", "choose", "left_out", "limit", "part_of", "trains"]
+
+Parts: TypeAlias = frozenset[str]
+
+_TREES = {
+    "optimizer": "optimizers",
+    "scaler": "optimizers",
+    "scheduler": "schedulers",
+    "custom": "registered",
+    "pickled": "registered",
+    "loader": "loaders",
+}
+
+MODELS: Parts = frozenset({"models"})
+ALL: Parts = MODELS | {*_TREES.values()} | {"random"}
+
+
+def choose(only: Collection[str] | str | None) -> Parts:
+    """The parts that a script names.
+
+    Raises:
+        OptionError: there is no part of that name, or none is named.
+    """
+    if only is None:
+        return ALL
+    named = frozenset([only] if isinstance(only, str) else only)
+    unknown = sorted(map(repr, named - ALL))
+    if unknown or not named:
+        raise OptionError(
+            f"load_state(only=…) got {', '.join(unknown) or 'nothing'}; the parts of a training state are "
+            f"{', '.join(sorted(ALL))}."
+        )
+    return named
+
+
+def part_of(tree: str) -> str | None:
+    """The part that a saved tree belongs to; None for what only a whole state restores."""
+    return _TREES.get(tree.partition("_")[0])
+
+
+def limit(here: Prepared, parts: Parts) -> Prepared:
+    """What was prepared, with nothing of the parts that stay as they are; models always belong to it."""
+    if parts == ALL:
+        return here
+    return replace(
+        here,
+        optimizers=here.optimizers if "optimizers" in parts else [],
+        schedulers=here.schedulers if "schedulers" in parts else [],
+        registered=here.registered if "registered" in parts else [],
+        loaders=here.loaders if "loaders" in parts else [],
+    )
+
+
+def trains(here: Prepared) -> bool:
+    """Whether more is prepared than an evaluation needs: something that only training has."""
+    return bool(here.optimizers or here.schedulers or here.registered)
+
+
+def left_out(parts: Parts, saved: Iterable[str]) -> list[str]:
+    """What of a checkpoint stays unread, in words.
+
+    Args:
+        parts: those that are restored.
+        saved: the names of its shared trees.
+    """
+    if parts == ALL:
+        return []
+    others = [] if "models" in parts else ["weights"]
+    others += sorted(tree for tree in saved if part_of(tree) not in {*parts, None})
+    others += [] if "loaders" in parts else ["places of loaders"]
+    others += [] if "random" in parts else ["random states"]
+    return [*others, "unfinished accumulation windows", "accelerator.step"]
