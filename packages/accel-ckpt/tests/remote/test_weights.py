@@ -125,3 +125,26 @@ def test_single_objects(bucket, tmp_path):
     assert objects(tmp_path) == ["o.pt"]
     save({"a": torch.ones(2)}, f"{bucket}/o.safetensors", safe_serialization=True)
     assert load_state_dict(f"{bucket}/o.safetensors")["a"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_old_weights_that_cannot_be_removed_stay_unless_they_would_be_read(bucket, model, safe):
+    save_model(model, f"{bucket}/m", safe_serialization=not safe)
+    old = model.state_dict()
+    changed = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+
+    def refuse(kind, path):
+        if kind == "delete":
+            raise PermissionError("Access Denied")
+
+    Objects.watch = refuse
+    if safe:
+        with pytest.warns(
+            UserWarning, match=r"pytorch_model\.bin of an earlier save .* could not all be removed"
+        ):
+            save_model(changed, f"{bucket}/m")
+        assert same(loaded(f"{bucket}/m"), changed.state_dict())
+    else:
+        with pytest.raises(CheckpointSaveError, match=r"readers choose model\.safetensors"):
+            save_model(changed, f"{bucket}/m", safe_serialization=False)
+        assert same(loaded(f"{bucket}/m"), old)

@@ -355,6 +355,6 @@ def test_an_old_file_that_cannot_be_removed_is_named_and_stays(tmp_path):
 def test_an_old_file_that_readers_would_prefer_is_an_error(tmp_path):
     model = net()
     save_model(model, tmp_path)
-    with pytest.raises(CheckpointSaveError, match=r"readers prefer the old model\.safetensors"):
+    with pytest.raises(CheckpointSaveError, match=r"readers choose the old model\.safetensors"):
         save_model(model, tmp_path, safe_serialization=False, disk=Keeps())
     assert (tmp_path / "pytorch_model.bin").is_file()

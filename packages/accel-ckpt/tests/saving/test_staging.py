@@ -137,3 +137,20 @@ def test_copies_from_a_gpu(tmp_path):
         assert all((t == step).all() for t in found.values())
         area.release()
     assert all(pinned for _, pinned in buffers._free)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_copies_by_several_threads_are_the_same(tmp_path, threads):
+    before = torch.get_num_threads()
+    tensors = {f"t{number}": torch.randn(number * 37 % 5000 + 1) for number in range(200)}
+    tensors |= {"turned": torch.randn(70, 90).t(), "large": torch.randn(1 << 18)}
+    torch.set_num_threads(threads)
+    try:
+        area = staged(tensors)
+    finally:
+        torch.set_num_threads(before)
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.zero_()
+    found = written(area, tmp_path)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from accel_ckpt.disk import Disk
@@ -67,12 +68,32 @@ def publish_weights(
         if index is not None:
             store.put(index[0], index[1].encode())
             written.append(index[0])
-        store.delete(name for name in there if name not in written and not name.endswith(".json"))
     except CheckpointSaveError:
         raise
     except CheckpointError as error:
         raise CheckpointSaveError(f"saving weights to {directory} failed: {error}") from error
+    _remove_old(
+        store, [name for name in there if name not in written and not name.endswith(".json")], written
+    )
     return tuple(written)
+
+
+def _remove_old(store: Store, names: Sequence[str], written: Sequence[str]) -> None:
+    """Remove what an earlier save left.
+
+    Raises:
+        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
+    """
+    try:
+        store.delete(names)
+    except CheckpointError as error:
+        left = f"{', '.join(names)} of an earlier save in {store.uri()} could not all be removed: {error}"
+        misleads = [name for name in names if name.endswith(".safetensors")]
+        if misleads and not any(name.endswith(".safetensors") for name in written):
+            raise CheckpointSaveError(
+                f"the new weights are saved, but readers choose {misleads[0]}. {left}. Remove them, or save elsewhere"
+            ) from error
+        warnings.warn(left, stacklevel=1)
 
 
 def write_object(place: RemotePath, write: Callable[[Path, Disk], FileRecord]) -> None:

@@ -218,14 +218,14 @@ def _remove_old(path: Path, misleads: bool, disk: Disk) -> None:
     """Remove a file that an earlier save left.
 
     Raises:
-        CheckpointSaveError: it stays, and readers could take it for the weights: they prefer safetensors.
+        CheckpointSaveError: it stays, and readers would load it: they prefer safetensors.
     """
     try:
         disk.unlink(path)
     except OSError as error:
         if misleads and path.name.endswith(".safetensors"):
             raise CheckpointSaveError(
-                f"the new weights are in {path.parent}, but readers prefer the old {path.name}, which could not be "
+                f"the new weights are in {path.parent}, but readers choose the old {path.name}, which could not be "
                 f"removed: {error}. Remove it, or save to another folder"
             ) from error
         warnings.warn(

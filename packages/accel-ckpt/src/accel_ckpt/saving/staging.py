@@ -7,9 +7,14 @@ script may change any tensor by ways that nobody can observe (``.data``, NumPy v
 from __future__ import annotations
 
 import io
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from accel_ckpt.disk import Disk
@@ -45,9 +50,11 @@ class Staging:
         self._images: dict[str, tuple[FileImage, FileLayout]] = {}
         self._pickled: dict[str, io.BytesIO] = {}
         self._copying: dict[torch.device, list[torch.Tensor]] = {}  # kept alive while a device copies them
+        self._on_host: deque[tuple[Any, Any]] = deque()  # arrays: where to, and from
         for file in plan.files:
             self._stage(file)
         buffers.clear()
+        self._copy_on_host()
         while self._copying:
             device, _ = self._copying.popitem()
             torch.accelerator.current_stream(device).synchronize()
@@ -74,21 +81,62 @@ class Staging:
         self._images[file.name] = image, layout
         image.fill(0, layout.header)
         for name, tensor in file.tensors.items():
-            alone = _copies_alone(tensor.device)
-            source = flat_bytes(plain_on(tensor, tensor.device if alone else "cpu"))
-            if alone:
-                self._copying.setdefault(tensor.device, []).append(source)
-            begin = layout.begin(name)
-            # By torch and its threads: training has no use for them meanwhile, and one core alone takes twice as long.
-            for span in image.spans(begin, begin + source.numel()):
-                span.copy_(source[: span.numel()], non_blocking=alone)
-                source = source[span.numel() :]
+            self._copy(tensor, image, layout.begin(name))
+
+    def _copy(self, tensor: torch.Tensor, image: FileImage, begin: int) -> None:
+        alone = _copies_alone(tensor.device)
+        source = flat_bytes(plain_on(tensor, tensor.device if alone else "cpu"))
+        spans = image.spans(begin, begin + source.numel())
+        if alone:
+            self._copying.setdefault(tensor.device, []).append(source)
+            for span, part in _paired(spans, source):
+                span.copy_(part, non_blocking=True)
+            return
+        pairs = ((span.numpy(), part.numpy()) for span, part in _paired(spans, source))
+        if source.data_ptr() == tensor.data_ptr():
+            self._on_host += pairs
+        else:  # a temporary copy, which goes before the next is made
+            for target, part in pairs:
+                np.copyto(target, part)
+
+    def _copy_on_host(self) -> None:
+        """Make the copies, by as many threads as torch has here: one core alone takes twice as long as two.
+
+        By NumPy, because threads that share a list of pieces end together also where other work keeps cores busy;
+        torch divides every single piece and waits for the slowest thread each time.
+        """
+        helpers = min(torch.get_num_threads(), len(self._on_host)) - 1
+        if helpers < 1:
+            self._copy_pieces()
+            return
+        with ThreadPoolExecutor(helpers, "accel-copy") as pool:
+            others = [pool.submit(self._copy_pieces) for _ in range(helpers)]
+            self._copy_pieces()
+        for other in others:
+            other.result()
+
+    def _copy_pieces(self) -> None:
+        while True:
+            try:
+                target, source = self._on_host.popleft()
+            except IndexError:
+                return
+            np.copyto(target, source)
 
     def _write_file(self, file: PlannedFile, path: Path, disk: Disk) -> FileRecord:
         if file.name in self._pickled:
             return write_bytes(path, self._pickled[file.name].getbuffer(), disk)
         image, layout = self._images[file.name]
         return replace(write_image(path, image, disk), tensors=layout.entries)
+
+
+def _paired(
+    spans: Iterator[torch.Tensor], source: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece of an image, and what belongs there."""
+    for span in spans:
+        yield span, source[: span.numel()]
+        source = source[span.numel() :]
 
 
 def _copies_alone(device: torch.device) -> bool:
