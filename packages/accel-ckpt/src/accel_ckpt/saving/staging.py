@@ -96,8 +96,8 @@ class Staging:
         if source.data_ptr() == tensor.data_ptr():
             self._on_host += pairs
         else:  # a temporary copy, which goes before the next is made
-            for target, part in pairs:
-                np.copyto(target, part)
+            for pair in pairs:
+                np.copyto(*pair)
 
     def _copy_on_host(self) -> None:
         """Make the copies, by as many threads as torch has here: one core alone takes twice as long as two.

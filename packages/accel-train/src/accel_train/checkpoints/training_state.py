@@ -265,8 +265,8 @@ def read(
     saved_by = 1 if shared["progress"].get("main_process_alone") else checkpoint.manifest.world_size
     own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
-    parts = {*shared, *(name for name in known if name.startswith("loader_"))}
-    _check_parts(here, parts, directory)
+    trees = {*shared, *(name for name in known if name.startswith("loader_"))}
+    _check_parts(here, trees, directory)
     if not here.hooks.load:  # which may load models themselves
         _check_models(len(here.models), len(checkpoint.models), directory)
     _check_trust(here, shared, trust_custom_objects, directory)
@@ -317,7 +317,8 @@ def _read_parts(
     lazy = divided or "optimizers" not in parts
     trees = checkpoint.lazy_shared(_OPTIMIZERS) if lazy else checkpoint.mapped_shared(_OPTIMIZERS)
     saved_by = 1 if trees["progress"].get("main_process_alone") else checkpoint.manifest.world_size
-    own, known = None, {}
+    own: Mapping[str, Any] | None = None
+    known: Mapping[str, Any] = {}
     if parts & {"optimizers", "loaders", "random"}:  # of which ranks may have their own
         optional = allow_missing_rng or "random" not in parts
         own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=optional)
