@@ -136,9 +136,9 @@ def test_other_objects_than_were_saved_are_named(tmp_path):
     accelerator.save_state(tmp_path / "state")
     other = Accelerator()
     model = nn.Linear(4, 1)
-    other.prepare(model)
+    other.prepare(model, torch.optim.AdamW(model.parameters()))  # a model alone would get the weights
     with pytest.raises(
-        StateMismatchError, match="nothing was prepared or registered for its loader_0, optimizer_0"
+        StateMismatchError, match="nothing was prepared or registered for its loader_0, scheduler_0"
     ):
         other.load_state(tmp_path / "state")
     with pytest.raises(CheckpointNotFoundError, match="nowhere"):
