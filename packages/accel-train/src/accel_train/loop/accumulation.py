@@ -421,7 +421,20 @@ class Accumulator:
     def _averages(self, kwargs: dict[str, Any]) -> bool:
         return not kwargs or self._strategy.averages(kwargs)
 
-    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer, *, first: bool, closure: bool) -> None:
+        """Check that ranks are about to take the same step.
+
+        Args:
+            optimizer: about to step.
+            first: for the first time.
+            closure: gradients are computed inside the step.
+        """
+        if first:
+            self._check_averaged(optimizer)
+        if self._strategy.loss.size > 1 and self.rehearsal is None and self._may_count and not closure:
+            self._strategy.check_step(optimizer, self._all_models)
+
+    def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of parameters that every rank would train with its own samples, before their first step."""
         found = self._strategy.not_averaged(optimizer, self._all_models)
         if found and self._strategy.loss.rank == 0:
@@ -432,7 +445,7 @@ class Accumulator:
                 f"{tuple(parameter.shape)} (group {number}). {self._strategy.name} does not average their gradients, "
                 f"so each of {self._strategy.loss.size} ranks trains values of its own, unless the script "
                 "averages them. Give the module that holds them to prepare().",
-                stacklevel=3,
+                stacklevel=5,
             )
 
     def _average(self, window: Window, loss: Tensor) -> tuple[Tensor, float | Tensor | None]:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["AcceleratedOptimizer", "move_to_device"]
 
 
+_FIRST_STEPS = 4
+_LONGEST_UNCHECKED = 1024
+
+
 class _AlwaysSync:
     """Stands in for an accumulator when the wrapper is built by hand."""
 
@@ -36,7 +40,7 @@ class _AlwaysSync:
     def may_drop_gradients(self) -> bool:
         return True
 
-    def check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer, *, first: bool, closure: bool) -> None:
         pass
 
 
@@ -68,7 +72,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._strategy = strategy or _alone()
         self._is_accelerate_prepared = False
         self._skipped = False
-        self._stepped_before = False
+        self._check_again()
         self._spent = False  # stepped, and its gradients not yet dropped
         self._mark: tuple[int, int] | None = None  # what tells whether they are still the same
         self._fused = is_lomo(optimizer)
@@ -82,7 +86,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer = optimizer
         self._accumulator = accumulator
         self._strategy = strategy
-        self._stepped_before = False
+        self._check_again()
+
+    def _check_again(self) -> None:
+        """Count steps anew, so that the next ones are checked."""
+        self._steps = 0
+        self._next_check = 1
 
     # The wrapped optimizer's own
 
@@ -116,7 +125,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
-        self._stepped_before = False  # perhaps parameters of no prepared model
+        self._check_again()  # perhaps parameters of no prepared model
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state dict."""
@@ -142,9 +151,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
             return None
-        if not self._stepped_before:
-            self._accumulator.check_averaged(self.optimizer)
-            self._stepped_before = True
+        self._steps += 1
+        if self._steps >= self._next_check:
+            self._check(closure is not None)
         rehearsal = self._accumulator.rehearsal
         if rehearsal is not None:
             rehearsal.before_step(self)
@@ -173,6 +182,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if guard is not None:
             guard.check(self)
         return result
+
+    def _check(self, closure: bool) -> None:
+        """The first steps are checked, and then every doubling of their number, or after so many."""
+        steps = self._steps
+        self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
+        self._accumulator.check_step(self.optimizer, first=steps == 1, closure=closure)
 
     def _guarded_step(self, guard: StepGuard, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Step if the guard lets the optimizer; whether it stepped."""

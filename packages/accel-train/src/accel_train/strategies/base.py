@@ -422,6 +422,20 @@ class Strategy:
             if parameter.grad is not None and id(parameter) not in averaged and not is_sharded(parameter)
         ]
 
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Check that ranks are about to take the same step; a collective of strategies whose ranks hold replicas.
+
+        Called at the first steps of an optimizer, and then ever more rarely.
+
+        Args:
+            optimizer: about to step.
+            models: all prepared ones.
+
+        Raises:
+            AccumulationError: replicas would drift apart.
+            PrepareError: likewise, because a model has changed since it was prepared.
+        """
+
     def averages(self, kwargs: dict[str, Any]) -> bool:
         """Whether the gradients of backward passes with these arguments are averaged over a window's micro-batches.
 

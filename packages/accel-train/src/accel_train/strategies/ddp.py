@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_state.communication.collectives import reduce
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.ranks import Ranks
-from accel_train.strategies.base import Capabilities, ModelSteps, Strategy, StrategyOptions
+from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.local_training import LocalCopies
 from accel_train.strategies.power_sgd import PowerSGD
+from accel_train.strategies.replicas import Replicas, differing_rates
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -39,10 +41,18 @@ class DDPStrategy(Strategy):
         super().__init__(options)
         self._unchecked: list[DistributedDataParallel] = []  # no complete backward was seen yet
         self._local = LocalCopies()
+        self._replicas = Replicas(self.loss)
+        self._shared: set[int] = set()  # parameters of several models of one prepare() call
         self._power_sgd: WeakKeyDictionary[DistributedDataParallel, PowerSGD] = WeakKeyDictionary()
         self._joins = 0  # depth of join() contexts
 
     # Preparing
+
+    def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
+        """Wrap each model; gradients that several reduce are no views of the buckets of one."""
+        times = Counter(id(parameter) for model in parts.models for parameter in self.plain(model).parameters())
+        self._shared = {number for number, count in times.items() if count > 1}
+        return super().prepare(parts, steps)
 
     def prepare_model(self, model: nn.Module, steps: ModelSteps) -> nn.Module:
         """Wrap a model that has something to train; a frozen one needs no reduction and stays itself."""
@@ -77,12 +87,14 @@ class DDPStrategy(Strategy):
         device_ids = [device.index] if device.type != "cpu" and device.index is not None else None
         handler = self.options.config
         # Only what differs from torch's defaults: naming a default may already be deprecated there.
-        kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": handler.gradient_as_bucket_view}
+        views = handler.gradient_as_bucket_view and not any(id(p) in self._shared for p in trainable)
+        kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": views}
         with _bytes_to_send(frozen.values()):
             wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
         self._register_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
+        self._replicas.add(wrapped)
         if not wrapped.find_unused_parameters and not wrapped.static_graph:
             self._unchecked.append(wrapped)
         return wrapped
@@ -111,13 +123,17 @@ class DDPStrategy(Strategy):
         return _ddp(model) is not None
 
     def is_outdated(self, model: nn.Module) -> bool:
-        """Whether a parameter that was frozen when the model was wrapped is trained now."""
-        return any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model)))
+        """Whether other parameters are trained now than when the model was wrapped."""
+        if any(guard.first_unfrozen() is not None for guard in _guards_of(inside_compiled(model))):
+            return True
+        inner = _ddp(model)
+        return inner is not None and self._replicas.is_outdated(inner)
 
     def release(self) -> None:
         """Forget wrappers that were not used yet, and copies that ranks train for themselves."""
         self._unchecked.clear()
         self._local.clear()
+        self._replicas.clear()
 
     # One micro-batch
 
@@ -136,6 +152,14 @@ class DDPStrategy(Strategy):
             inner = _ddp(model)
             if inner is not None and _can_hold_back(inner) and not self._local.holds(inner):
                 inner.require_backward_grad_sync = enabled
+
+    def backward(
+        self, models: Sequence[nn.Module], loss: Tensor, *, pending: bool, kwargs: dict[str, Any]
+    ) -> None:
+        """DDP reduces in backward; what it was not told of is found at the first ones, and averaged afterwards."""
+        super().backward(models, loss, pending=pending, kwargs=kwargs)
+        if self._replicas.compares and not self._joins:
+            self._replicas.after_backward()
 
     def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:
         """This rank alone while it trains a copy of its own."""
@@ -267,9 +291,30 @@ class DDPStrategy(Strategy):
         """Step an optimizer; before the first step of its model, check that all parameters took part."""
         if self._unchecked:
             self._check_used(optimizer)
+        if not self._joins:
+            self._replicas.check_finished()
         if self._local:
             self._local.before_step(optimizer, self.loss)
         return self.precision.step(optimizer, closure)
+
+    def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
+        """Check that ranks have the same learning rates and gradients, unless they train copies of their own."""
+        if self._joins or self._local:
+            return
+        if self._unchecked:
+            self._check_used(optimizer)
+        self._replicas.check_finished()
+        self._check_rates(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._replicas.check_equal(parameters, [self.plain(model) for model in models])
+
+    def _check_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        for found in differing_rates(optimizer, self.loss):
+            raise AccumulationError(
+                f"The learning rate of group {found.place} of {type(optimizer).__name__} is {found.lowest:g} on one "
+                f"rank and {found.highest:g} on another, so their copies of the model would drift apart. Give every "
+                "rank the same: a prepared scheduler does, if it is stepped on all of them."
+            )
 
     def _check_used(self, optimizer: torch.optim.Optimizer) -> None:
         """Name parameters without a gradient, which DDP waits for: its next forward would fail without names."""

@@ -1,0 +1,306 @@
+"""Proof that the copies of a model that ddp trains stay equal: ranks have the same gradients of it, and the same rates.
+
+DDP averages a gradient only where its reducer took part: a backward pass of a forward through its wrapper. What comes
+another way stays on this rank, without a word. An average of gradients that are averaged already, or are of one rank,
+is the average of all of them, so it can be made up for until something else than a sum was done with them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_ckpt.parts import is_sharded
+from accel_state.communication.collectives import reduce
+from accel_train.errors import AccumulationError, PrepareError
+from accel_train.ranks import Ranks
+from accel_train.strategies.gradients import average
+
+__all__ = ["Difference", "Replicas", "differing", "differing_rates"]
+
+#: Backward passes for each model after which gradients are compared.
+_FIRST_BACKWARDS = 4
+_NONE = -1.0  # the norm of no gradient
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A value that ranks do not have alike: its place in a list, and the lowest and the highest of any rank."""
+
+    place: int
+    lowest: float
+    highest: float
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A wrapper, and what it averages."""
+
+    wrapped: DistributedDataParallel
+    names: list[str]
+    parameters: list[nn.Parameter]
+    dtype: torch.dtype  # of the first
+    late: bool = False  # gradients came past the reducer once, and are averaged after every backward
+
+    @property
+    def owner(self) -> str:
+        return type(self.wrapped.module).__name__
+
+
+class Replicas:
+    """The models that ddp trains.
+
+    Args:
+        ranks: those that hold a copy.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._watched: list[_Watched] = []
+        self._to_compare = 0  # backward passes
+
+    def add(self, wrapped: DistributedDataParallel) -> None:
+        """A model was wrapped, perhaps again."""
+        named = list(_reduced(wrapped))
+        self._watched = [item for item in self._watched if item.wrapped.module is not wrapped.module]
+        self._watched.append(
+            _Watched(wrapped, [name for name, _ in named], [p for _, p in named], named[0][1].dtype)
+        )
+        self._to_compare = _FIRST_BACKWARDS * len(self._watched)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._watched.clear()
+        self._to_compare = 0
+
+    def is_outdated(self, wrapped: DistributedDataParallel) -> bool:
+        """Whether it averages other parameters than are trained now."""
+        known = next((item for item in self._watched if item.wrapped is wrapped), None)
+        return known is not None and {id(p) for p in known.parameters} != {
+            id(p) for _, p in _reduced(wrapped)
+        }
+
+    # After backward
+
+    @property
+    def compares(self) -> bool:
+        """Whether `after_backward` has something to do."""
+        return self._to_compare > 0 or any(item.late for item in self._watched)
+
+    def after_backward(self, local: Iterable[DistributedDataParallel] = ()) -> None:
+        """Average what came past the reducers of models that are to be reduced now; a collective.
+
+        Args:
+            local: models that each rank trains for itself.
+        """
+        alone = set(map(id, local))
+        due = [w for w in self._watched if w.wrapped.require_backward_grad_sync and id(w.wrapped) not in alone]
+        for item in due:
+            if item.late:
+                average(item.parameters, self._ranks)
+        unproven = [item for item in due if not item.late]
+        if self._to_compare <= 0 or not unproven:
+            return
+        self._to_compare -= 1
+        found = {
+            difference.place: difference
+            for difference in differing([p.grad for item in unproven for p in item.parameters], self._ranks)
+        }
+        start = 0
+        for item in unproven:
+            places = [place for place in found if start <= place < start + len(item.parameters)]
+            if places:
+                self._average_late(item, found[places[0]], places[0] - start, len(places))
+            start += len(item.parameters)
+
+    def _average_late(self, item: _Watched, first: Difference, place: int, count: int) -> None:
+        what = (
+            f"ddp did not average {count} of {len(item.parameters)} gradients of {item.owner} in backward, the first "
+            f"of {item.names[place]!r} ({_described(first)}). {_cause(item.wrapped)}"
+        )
+        if any(getattr(module, "sparse", False) for module in item.wrapped.module.modules()):
+            raise AccumulationError(f"{what} Sparse gradients cannot be averaged afterwards.")
+        item.late = True
+        average(item.parameters, self._ranks)
+        if self._ranks.index == 0:
+            warnings.warn(
+                f"{what} They are averaged now, and after every backward from here on: results are right, and each "
+                "backward reduces twice.",
+                stacklevel=8,
+            )
+
+    # Before a step
+
+    def check_finished(self) -> None:
+        """Check that every reduction that has begun is finished; costs less than a microsecond for each model.
+
+        Raises:
+            PrepareError: parameters were frozen or cast since the model was prepared, or took no part in the loss.
+        """
+        for item in self._watched:
+            if item.parameters[0].dtype is not item.dtype and not item.late:
+                raise PrepareError(
+                    f"{item.owner} was cast from {item.dtype} to {item.parameters[0].dtype} after prepare(), by which "
+                    "ddp lost its parameters: their gradients are not averaged. Cast it before prepare(), or prepare "
+                    "it again."
+                )
+            try:
+                item.wrapped.reducer._check_reducer_finalized()
+            except RuntimeError as error:
+                _unfinished(item, str(error), error)
+
+    def check_equal(self, parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
+        """Check before a step that ranks have the same gradients; a collective.
+
+        Args:
+            parameters: of the optimizer.
+            models: the prepared modules, without wrappers; others are the script's business.
+
+        Raises:
+            AccumulationError: they differ.
+            PrepareError: they differ, of parameters that ddp does not know.
+        """
+        named = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
+        ignored = {
+            id(p)
+            for item in self._watched
+            for name, p in item.wrapped.module.named_parameters()
+            if name in item.wrapped.parameters_to_ignore
+        }
+        known = [
+            p for p in parameters if id(p) in named and id(p) not in ignored and not is_sharded(p)
+        ]
+        if not known:
+            return
+        found = differing([p.grad for p in known], self._ranks)
+        if not found:
+            return
+        name, model = named[id(known[found[0].place])]
+        where = f"{name!r} of {type(model).__name__} ({_described(found[0])})"
+        if not any(p is known[found[0].place] for item in self._watched for p in item.parameters):
+            raise PrepareError(
+                f"Ranks are about to step with different gradients of {where}, which ddp does not average: it was "
+                "added or unfrozen after prepare(), or the model was prepared for evaluation. Prepare the model "
+                "again, which also gives all ranks the same values: `model = accelerator.prepare(model)`."
+            )
+        wrapped = next(item.wrapped for item in self._watched if item.wrapped.module is model)
+        raise AccumulationError(
+            f"Ranks are about to step with different gradients of {len(found)} of {len(known)} parameters, the first "
+            f"{where}, so their copies would drift apart. {_cause(wrapped)} Or gradients were changed after "
+            "accelerator.backward(), or the loss went to loss.backward()."
+        )
+
+
+def _reduced(wrapped: DistributedDataParallel) -> Iterable[tuple[str, nn.Parameter]]:
+    """The parameters that a wrapper made now would average."""
+    return (
+        (name, parameter)
+        for name, parameter in wrapped.module.named_parameters()
+        if parameter.requires_grad and name not in wrapped.parameters_to_ignore
+    )
+
+
+def _cause(wrapped: DistributedDataParallel) -> str:
+    if not getattr(wrapped, "_lazy_init_ran", True):
+        return (
+            "What prepare() returned was never called: the loss was computed with the original model, with "
+            "unwrap_model(model), or with a part or a method of it. Call what prepare() returned, and put methods "
+            "that compute a loss into its forward()."
+        )
+    return (
+        "A backward pass ran of which ddp did not know: a second one of one forward, the second of two after two "
+        "forwards, one of a forward under no_sync(), or one through a part or a method of the unwrapped model. Add "
+        "the losses up and call backward() once; compute all of them in forward() of what prepare() returned."
+    )
+
+
+def _unfinished(item: _Watched, text: str, error: RuntimeError) -> NoReturn:
+    """Say why a reduction that has begun waits for ever."""
+    pairs = list(zip(item.names, item.parameters, strict=True))
+    frozen = [name for name, parameter in pairs if not parameter.requires_grad]
+    if frozen:
+        raise PrepareError(
+            f"Parameter {frozen[0]!r} of {item.owner} (of {len(frozen)}) was trained when the model was prepared and is "
+            "frozen now, and ddp waits for its gradient: those of other parameters are not averaged. Prepare the model "
+            "again after freezing: `model = accelerator.prepare(model)`; or let ddp look for unused parameters: "
+            "DistributedDataParallelKwargs(find_unused_parameters=True)."
+        ) from error
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    unused = [item.names[int(n)] for n in numbers[1].split() if int(n) < len(pairs)] if numbers else []
+    raise PrepareError(
+        f"{len(unused) or 'Some'} of {len(pairs)} parameters of {item.owner} took no part in the last backward of this "
+        f"step{': ' + ', '.join(unused[:5]) if unused else ''}{', …' if len(unused) > 5 else ''}. ddp waits for the "
+        "gradient of each, and those of other parameters are not averaged. If a branch may leave them out, pass "
+        "Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]); if the dtype or "
+        "the storage of parameters was changed after prepare(), prepare the model again."
+    ) from error
+
+
+def _described(difference: Difference) -> str:
+    if difference.lowest == _NONE:
+        return "not every rank has one"
+    return f"its norm is {difference.lowest:.6g} on one rank and {difference.highest:.6g} on another"
+
+
+@torch.no_grad()
+def differing(gradients: Sequence[Tensor | None], ranks: Ranks) -> list[Difference]:
+    """The gradients that ranks do not have alike, with their norms; one small collective.
+
+    Norms and sums are compared, but for what the order of a summation may change.
+
+    Args:
+        gradients: in the same order on all ranks; None where there is none.
+        ranks: those that compare.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    device = present[0].device if present else torch.device("cpu")
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    norms = torch.full((len(gradients),), _NONE, dtype=dtype, device=device)
+    sums = torch.zeros_like(norms)
+    for place, gradient in enumerate(gradients):
+        if gradient is not None:
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            values = torch.view_as_real(values) if values.is_complex() else values
+            norms[place] = torch.linalg.vector_norm(values, dtype=dtype)
+            sums[place] = values.sum(dtype=dtype)
+    wide = max((_slack(g) for g in present), default=0.0)
+    roots = torch.tensor([1.0 if g is None else math.sqrt(g.numel()) for g in gradients], dtype=dtype)
+    highest, lowest = _extremes(torch.stack([norms, sums]), ranks)
+    allowed = wide * highest[0].clamp(min=0)
+    apart = (highest[0] - lowest[0] > allowed) | (highest[1] - lowest[1] > allowed * roots)
+    return [
+        Difference(place, lowest[0, place].item(), highest[0, place].item())
+        for place in apart.nonzero().flatten().tolist()
+    ]
+
+
+def differing_rates(optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[Difference]:
+    """The groups of an optimizer whose learning rates differ between ranks; one small collective."""
+    rates = [float(group.get("lr", 0.0)) for group in optimizer.param_groups]
+    highest, lowest = _extremes(torch.tensor(rates, dtype=torch.float64), ranks)
+    return [
+        Difference(place, low, high)
+        for place, (low, high) in enumerate(zip(lowest.tolist(), highest.tolist(), strict=True))
+        if low != high
+    ]
+
+
+def _slack(gradient: Tensor) -> float:
+    return 1e-12 if gradient.dtype in (torch.float64, torch.complex128) else 1e-6
+
+
+def _extremes(values: Tensor, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """The highest and the lowest value of any rank, on the host; what is not finite compares as one large number."""
+    largest = torch.finfo(values.dtype).max / 4
+    finite = torch.where(values.isfinite(), values, torch.full_like(values, largest))
+    together: Tensor = reduce(torch.stack([finite, -finite]), "max", group=ranks.group)
+    highest, lowest = together.cpu()
+    return highest, -lowest
