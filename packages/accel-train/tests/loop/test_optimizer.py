@@ -68,7 +68,7 @@ class Windows:
         self.rehearsal = None
         self.checked = 0
 
-    def check_averaged(self, optimizer):
+    def check_step(self, optimizer, *, first, closure):
         self.checked += 1
 
     def may_drop_gradients(self):

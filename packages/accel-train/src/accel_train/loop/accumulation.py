@@ -25,12 +25,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from accel_state.communication.collectives import reduce
+from accel_state.communication.collectives import gather, reduce
 from accel_state.launching.watching.answers import training_heartbeat
 from accel_state.launching.watching.heartbeat import BACKWARD, OTHER
 from accel_state.world.stop_consensus import Boundaries
 from accel_train.data.active_loaders import ActiveLoaders
 from accel_train.errors import AccumulationError, AmbiguousLoaderError, ArgumentTypeError
+from accel_train.loop.first_windows import FirstWindows, check_trains
 from accel_train.loop.garbage import GarbageCollector
 from accel_train.loop.guard import StepGuard
 from accel_train.ranks import Ranks
@@ -165,6 +166,7 @@ class Accumulator:
         self._ledger = ledger
         self._all_models = all_models
         self._all_optimizers = all_optimizers
+        self._first: FirstWindows | None = FirstWindows(strategy, ledger, all_models, all_optimizers)
         self._windows: dict[tuple[nn.Module, ...], Window] = {}
         self._current: Window | None = None
         self.last_owner: weakref.ref[Any] | None = None
@@ -260,6 +262,8 @@ class Accumulator:
         window.backwards_here = 0
         window.synchronising = self.sync_gradients = synchronise
         self._current = window
+        if self._first is not None:
+            self._first.entered(window.models, opens=window.micro_batches == 1)
         if self._tells_begin:
             self._strategy.begin_micro_batch(
                 window.models or self._all_models, last=synchronise, loss_factor=1 / window.planned
@@ -367,6 +371,8 @@ class Accumulator:
         """See `Accelerator.backward`."""
         if self.guard is not None:
             self.guard.saw_loss(loss, num_items)
+        if self._first is not None:
+            self._look_at(loss)
         pulse = self.pulse
         if pulse is None:
             self._backward(loss, num_items, kwargs)
@@ -374,6 +380,14 @@ class Accumulator:
         pulse.enter(BACKWARD)
         self._backward(loss, num_items, kwargs)
         pulse.enter(OTHER)
+
+    def _look_at(self, loss: Tensor) -> None:
+        """One of the first backward passes begins."""
+        last = not self._held_back if self._current is None else self._current.synchronising
+        if last and self._may_count and self.rehearsal is None and self._first is not None:
+            self._first.saw_loss(loss)
+        if self._first is not None and self._first.over:
+            self._first = None
 
     def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         window = self._current
@@ -431,8 +445,47 @@ class Accumulator:
         """
         if first:
             self._check_averaged(optimizer)
+            if not closure and not self._strategy.capabilities.prepares_together:
+                plain = [self._strategy.plain(model) for model in self._all_models]
+                check_trains(optimizer, plain, self._all_optimizers)
         if self._strategy.loss.size > 1 and self.rehearsal is None and self._may_count and not closure:
             self._strategy.check_step(optimizer, self._all_models)
+
+    def check_waiting(self, *, gradients: bool, closure: bool) -> None:
+        """Check an optimizer that waits for the end of a window.
+
+        Args:
+            gradients: it holds gradients that it did not step with.
+            closure: it was given one.
+
+        Raises:
+            AccumulationError: the gradients did not come from `Accelerator.backward`, or would only come now.
+        """
+        window = self._current
+        if window is None or self._strategy.capabilities.prepares_together:
+            return
+        if closure and not window.backwards_here:
+            raise AccumulationError(
+                "optimizer.step(closure) was called inside accumulate() before the window's last micro-batch: the "
+                "closure would not run, and its gradients would be missing. Call accelerator.backward(loss) in every "
+                "micro-batch and step without a closure, or accumulate inside the closure, outside of accumulate()."
+            )
+        if gradients and not window.backwards:
+            raise AccumulationError(
+                "The optimizer holds gradients of this accumulation window, and accelerator.backward() was not called "
+                "in it: the loss went to loss.backward(), which does not divide it by the number of micro-batches. "
+                "Call accelerator.backward(loss) instead."
+            )
+
+    def agreed(self, metric: Any) -> Any:
+        """One metric for all ranks: the mean of what each has measured, as a number; a collective.
+
+        A metric that is equal on all ranks comes back as it is.
+        """
+        if self._strategy.loss.world_size == 1 or self.rehearsal is not None or not self._may_count:
+            return metric
+        values: list[float] = gather(torch.tensor([float(metric)], dtype=torch.float64)).tolist()
+        return metric if len(set(values)) == 1 else sum(values) / len(values)
 
     def _check_averaged(self, optimizer: torch.optim.Optimizer) -> None:
         """Warn of parameters that every rank would train with its own samples, before their first step."""

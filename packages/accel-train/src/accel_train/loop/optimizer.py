@@ -43,6 +43,9 @@ class _AlwaysSync:
     def check_step(self, optimizer: torch.optim.Optimizer, *, first: bool, closure: bool) -> None:
         pass
 
+    def check_waiting(self, *, gradients: bool, closure: bool) -> None:
+        pass
+
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps only when gradients are complete, and through the gradient scaler when there is one.
@@ -150,6 +153,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, unless gradients are still being accumulated; the precision may skip a step with bad gradients."""
         if not self._accumulator.sync_gradients:
+            if closure is not None or self._steps < _FIRST_STEPS:
+                self._check_waiting(closure is not None)
             return None
         self._steps += 1
         if self._steps >= self._next_check:
@@ -188,6 +193,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         steps = self._steps
         self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
         self._accumulator.check_step(self.optimizer, first=steps == 1, closure=closure)
+
+    def _check_waiting(self, closure: bool) -> None:
+        mark = _mark_of(self.optimizer)
+        unused = mark is not None and not (self._spent and mark == self._mark)
+        self._accumulator.check_waiting(gradients=unused, closure=closure)
 
     def _guarded_step(self, guard: StepGuard, closure: Callable[[], Any] | None) -> tuple[bool, Any]:
         """Step if the guard lets the optimizer; whether it stepped."""

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 if TYPE_CHECKING:
     from accel_train.loop.accumulation import Accumulator
@@ -58,11 +58,12 @@ class AcceleratedScheduler(LRScheduler):
         """Advance as the optimizer did.
 
         With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
-        are: a metric passed twice would count as two evaluations. Past the end of a schedule of fixed length
+        are: a metric passed twice would count as two evaluations. `ReduceLROnPlateau` gets the mean of the metrics of all
+        ranks, so that their rates stay equal: call it on all of them. Past the end of a schedule of fixed length
         (`OneCycleLR`) nothing happens.
         """
         if not self.step_with_optimizer:
-            self.scheduler.step(*args, **kwargs)
+            self._pass_on(args, kwargs)
             return
         accumulator = self._accumulator
         if accumulator is not None and not accumulator.sync_gradients:
@@ -76,9 +77,18 @@ class AcceleratedScheduler(LRScheduler):
             if optimizer.step_was_skipped:
                 return
         if args or kwargs or (self._steps_per_call == 1 and not self._fixed_length):
-            self.scheduler.step(*args, **kwargs)
+            self._pass_on(args, kwargs)
         else:
             self._advance()
+
+    def _pass_on(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Step with the script's arguments; a metric by which rates are chosen is the mean over ranks."""
+        if self._accumulator is not None and isinstance(self.scheduler, ReduceLROnPlateau):
+            if args:
+                args = (self._accumulator.agreed(args[0]), *args[1:])
+            elif "metrics" in kwargs:
+                kwargs = {**kwargs, "metrics": self._accumulator.agreed(kwargs["metrics"])}
+        self.scheduler.step(*args, **kwargs)
 
     def _advance(self) -> None:
         scheduler = self.scheduler

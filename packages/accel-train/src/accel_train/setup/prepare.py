@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accel_ckpt.parts import is_sharded
 from accel_train.data import DataLoaderDispatcher, PreparedLoader
+from accel_train.data.lengths import check_lengths
 from accel_train.data.prepare import prepare_for_ranks
 from accel_train.errors import PrepareError
 from accel_train.loop.lomo import check_guarded, check_lomo, is_lomo
@@ -89,6 +90,7 @@ class _Objects:
     def loaders(self) -> None:
         for place in self._of_kind(DataLoader):
             self.results[place] = prepare_loader(self._here, self.results[place], self._placed[place])
+        check_lengths(self._here.plan.strategy.batch, [self.results[place] for place in self._of_kind(DataLoader)])
 
     def models_and_optimizers(self) -> None:
         here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh

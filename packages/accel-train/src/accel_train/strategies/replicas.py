@@ -95,14 +95,12 @@ class Replicas:
         """Whether `after_backward` has something to do."""
         return self._to_compare > 0 or any(item.late for item in self._watched)
 
-    def after_backward(self, local: Iterable[DistributedDataParallel] = ()) -> None:
+    def after_backward(self) -> None:
         """Average what came past the reducers of models that are to be reduced now; a collective.
 
-        Args:
-            local: models that each rank trains for itself.
+        A reduction that has begun and not ended is left alone: another backward, or a check before the step, ends it.
         """
-        alone = set(map(id, local))
-        due = [w for w in self._watched if w.wrapped.require_backward_grad_sync and id(w.wrapped) not in alone]
+        due = [w for w in self._watched if w.wrapped.require_backward_grad_sync and _unended(w.wrapped) is None]
         for item in due:
             if item.late:
                 average(item.parameters, self._ranks)
@@ -134,7 +132,7 @@ class Replicas:
             warnings.warn(
                 f"{what} They are averaged now, and after every backward from here on: results are right, and each "
                 "backward reduces twice.",
-                stacklevel=8,
+                stacklevel=7,
             )
 
     # Before a step
@@ -152,10 +150,9 @@ class Replicas:
                     "ddp lost its parameters: their gradients are not averaged. Cast it before prepare(), or prepare "
                     "it again."
                 )
-            try:
-                item.wrapped.reducer._check_reducer_finalized()
-            except RuntimeError as error:
-                _unfinished(item, str(error), error)
+            error = _unended(item.wrapped)
+            if error is not None:
+                _unfinished(item, error)
 
     def check_equal(self, parameters: Sequence[Tensor], models: Sequence[nn.Module]) -> None:
         """Check before a step that ranks have the same gradients; a collective.
@@ -222,7 +219,16 @@ def _cause(wrapped: DistributedDataParallel) -> str:
     )
 
 
-def _unfinished(item: _Watched, text: str, error: RuntimeError) -> NoReturn:
+def _unended(wrapped: DistributedDataParallel) -> RuntimeError | None:
+    """What torch's next forward would raise because a reduction waits for gradients."""
+    try:
+        wrapped.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def _unfinished(item: _Watched, error: RuntimeError) -> NoReturn:
     """Say why a reduction that has begun waits for ever."""
     pairs = list(zip(item.names, item.parameters, strict=True))
     frozen = [name for name, parameter in pairs if not parameter.requires_grad]
@@ -233,7 +239,7 @@ def _unfinished(item: _Watched, text: str, error: RuntimeError) -> NoReturn:
             "again after freezing: `model = accelerator.prepare(model)`; or let ddp look for unused parameters: "
             "DistributedDataParallelKwargs(find_unused_parameters=True)."
         ) from error
-    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", text)
+    numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
     unused = [item.names[int(n)] for n in numbers[1].split() if int(n) < len(pairs)] if numbers else []
     raise PrepareError(
         f"{len(unused) or 'Some'} of {len(pairs)} parameters of {item.owner} took no part in the last backward of this "

@@ -1,0 +1,135 @@
+"""The usual mistakes of a new training loop, looked for in its first windows and not again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_state.communication.collectives import reduce
+from accel_train.data.active_loaders import ActiveLoaders
+from accel_train.errors import AccumulationError, PrepareError
+from accel_train.strategies.base import Strategy
+
+__all__ = ["FirstWindows", "check_trains"]
+
+_MICRO_BATCHES = 16
+_EQUAL_LOSSES = 2
+
+
+class FirstWindows:
+    """Watches the first micro-batches.
+
+    Args:
+        strategy: says which ranks read different samples.
+        ledger: which loaders were iterated.
+        models: the prepared models.
+        optimizers: the prepared optimizers.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        ledger: ActiveLoaders,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[torch.optim.Optimizer],
+    ) -> None:
+        self._strategy = strategy
+        self._ledger = ledger
+        self._models = models
+        self._optimizers = optimizers
+        self._values: dict[tuple[nn.Module, ...], list[tuple[nn.Parameter, int]]] = {}
+        self._seen = 0
+        self._equal = 0
+        self._compares = strategy.batch.size > 1
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is looked for any more."""
+        return self._seen >= _MICRO_BATCHES
+
+    def entered(self, models: tuple[nn.Module, ...], opens: bool) -> None:
+        """A micro-batch begins; `opens`: the first of its window.
+
+        Raises:
+            AccumulationError: parameters of no prepared optimizer changed in an open window.
+        """
+        self._seen += 1
+        if self._strategy.capabilities.prepares_together:
+            return  # engines step for themselves
+        if opens:
+            trained = (p for model in models or self._models for p in model.parameters() if p.requires_grad)
+            self._values[models] = [(parameter, parameter._version) for parameter in trained]
+            return
+        held = _ids(self._optimizers)
+        changed = [p for p, version in self._values.get(models, ()) if p._version != version]
+        if any(id(parameter) not in held for parameter in changed):
+            raise AccumulationError(
+                f"{len(changed)} parameters changed inside an accumulation window, before its gradients were complete, "
+                "and no prepared optimizer has them: an optimizer that was not prepared steps in every micro-batch. "
+                "Pass it to prepare() and use what that returns: `optimizer = accelerator.prepare(optimizer)`."
+            )
+
+    def saw_loss(self, loss: Any) -> None:
+        """The last backward of a window begins; a collective until a prepared loader is iterated or losses differ.
+
+        Warns if ranks that read for themselves compute the same losses.
+        """
+        self._seen += 1
+        if not self._compares or self._ledger.clock or not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        value = loss.detach().reshape(()).to("cpu", torch.float64)
+        low, high = (-reduce(torch.stack([-value, value]), "max", group=self._strategy.batch.group)).tolist()
+        self._compares = low == -high
+        self._equal += self._compares
+        if self._equal == _EQUAL_LOSSES:
+            self._compares = False
+            if self._strategy.batch.rank == 0:
+                warnings.warn(
+                    f"{self._strategy.batch.size} ranks computed equal losses in each of their first {_EQUAL_LOSSES} "
+                    "steps, and no data loader is prepared: they seem to train on the same samples. Pass the loader "
+                    "to prepare(), which gives each rank its part: `loader = accelerator.prepare(loader)`.",
+                    stacklevel=5,
+                )
+
+
+def check_trains(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+    """Refuse an optimizer of which nothing is trained, while gradients of a prepared model wait for one.
+
+    Args:
+        optimizer: about to step for the first time.
+        models: the prepared ones, without wrappers.
+        optimizers: the prepared ones.
+
+    Raises:
+        PrepareError: it is of another model: of a copy, say.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not held or any(parameter.grad is not None for parameter in held):
+        return
+    trained = {id(p): (name, model) for model in models for name, p in model.named_parameters()}
+    if any(id(parameter) in trained for parameter in held):
+        return
+    known = _ids(optimizers)
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and id(parameter) not in known:
+                raise PrepareError(
+                    f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
+                    f"{tuple(held[0].shape)}, and none of them is of a prepared model or has a gradient, while "
+                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps would train "
+                    "nothing. Build it from the parameters() of the model that is prepared (not of a copy of it)."
+                )
+
+
+def _ids(optimizers: Iterable[Any]) -> set[int]:
+    """The parameters of optimizers, by `id`."""
+    return {
+        id(parameter)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
