@@ -340,6 +340,34 @@ def test_a_metric_counts_as_one_evaluation_on_any_number_of_ranks() -> None:
     assert worlds.run(plateau, 2) == [expected] * 2
 
 
+def own_metrics(by_name: bool) -> list[float]:
+    """Each rank measures another loss: that of one falls, that of the other rises."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    rates = []
+    for mine in [(1.0, 1.0), (0.5, 1.25), (0.25, 2.0), (0.125, 2.0)]:
+        metric = mine[accelerator.process_index]
+        scheduler.step(metrics=torch.tensor(metric)) if by_name else scheduler.step(metric)
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_ranks_choose_their_rates_by_the_mean_of_their_metrics(by_name: bool) -> None:
+    optimizer = torch.optim.SGD(make().parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    expected = []
+    for value in [1.0, 0.875, 1.125, 1.0625]:
+        scheduler.step(value)
+        expected.append(scheduler.get_last_lr()[0])
+    assert worlds.run(own_metrics, 2, by_name) == [expected] * 2
+
+
 def two_accelerators() -> Any:
     """A GAN with an accelerator for each network, trained in turn, each with windows of its own."""
     from accel_train import Accelerator

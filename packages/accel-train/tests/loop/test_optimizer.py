@@ -66,10 +66,14 @@ class Windows:
         self.collector = None
         self.pulse = None
         self.rehearsal = None
-        self.checked = 0
+        self.checked = []
+        self.waiting = []
 
     def check_step(self, optimizer, *, first, closure):
-        self.checked += 1
+        self.checked.append((first, closure))
+
+    def check_waiting(self, *, gradients, closure):
+        self.waiting.append((gradients, closure))
 
     def may_drop_gradients(self):
         return self.may_drop
@@ -214,17 +218,40 @@ def test_steps_are_counted_while_somebody_asks():
     assert windows.boundaries.passed == 1, "a skipped step counts, one inside a window does not"
 
 
-def test_averaging_is_checked_before_the_first_step_and_after_a_new_group():
+def test_the_first_steps_are_checked_and_then_ever_fewer():
     ours, windows = wrapped()
-    counts = []
-    for complete in (False, True, True):
-        windows.sync_gradients = complete
-        ours.step()
-        counts.append(windows.checked)
-    assert counts == [0, 1, 1]
-    ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    windows.sync_gradients = False
     ours.step()
-    assert windows.checked == 2
+    assert windows.checked == []
+    windows.sync_gradients = True
+    checked = []
+    for number in range(1, 40):
+        seen = len(windows.checked)
+        ours.step()
+        if len(windows.checked) > seen:
+            checked.append(number)
+    assert checked == [1, 2, 3, 4, 8, 16, 32]
+    assert windows.checked[:2] == [(True, False), (False, False)]
+    ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    seen = len(windows.checked)
+    ours.step(lambda: None)
+    assert windows.checked[seen:] == [(True, True)]
+
+
+def test_steps_that_wait_say_whether_they_hold_gradients_until_the_first_steps_are_done():
+    ours, windows = wrapped(complete=False)
+    ours.step()
+    give_gradients(ours)
+    ours.step()
+    assert windows.waiting == [(False, False), (True, False)]
+    windows.sync_gradients = True
+    for _ in range(4):
+        ours.step()
+    windows.sync_gradients = False
+    ours.step()
+    assert len(windows.waiting) == 2
+    ours.step(lambda: None)  # of no use at any time
+    assert windows.waiting[2:] == [(False, True)]  # those gradients were stepped with
 
 
 def test_flags_of_a_saved_run_come_back():

@@ -79,7 +79,12 @@ class FirstWindows:
         Warns if ranks that read for themselves compute the same losses.
         """
         self._seen += 1
-        if not self._compares or self._ledger.clock or not isinstance(loss, Tensor) or loss.numel() != 1:
+        if (
+            not (self._compares and self._models)
+            or self._ledger.clock
+            or not isinstance(loss, Tensor)
+            or loss.numel() != 1
+        ):
             return
         value = loss.detach().reshape(()).to("cpu", torch.float64)
         low, high = (-reduce(torch.stack([-value, value]), "max", group=self._strategy.batch.group)).tolist()
@@ -96,7 +101,9 @@ class FirstWindows:
                 )
 
 
-def check_trains(optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], optimizers: Iterable[Any]) -> None:
+def check_trains(
+    optimizer: torch.optim.Optimizer, models: Iterable[nn.Module], optimizers: Iterable[Any]
+) -> None:
     """Refuse an optimizer of which nothing is trained, while gradients of a prepared model wait for one.
 
     Args:

@@ -92,7 +92,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._check_again()
 
     def _check_again(self) -> None:
-        """Count steps anew, so that the next ones are checked."""
+        """Count steps from zero, so that the next ones are checked."""
         self._steps = 0
         self._next_check = 1
 

@@ -90,7 +90,9 @@ class _Objects:
     def loaders(self) -> None:
         for place in self._of_kind(DataLoader):
             self.results[place] = prepare_loader(self._here, self.results[place], self._placed[place])
-        check_lengths(self._here.plan.strategy.batch, [self.results[place] for place in self._of_kind(DataLoader)])
+        check_lengths(
+            self._here.plan.strategy.batch, [self.results[place] for place in self._of_kind(DataLoader)]
+        )
 
     def models_and_optimizers(self) -> None:
         here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh

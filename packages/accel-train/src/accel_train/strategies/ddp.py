@@ -50,7 +50,9 @@ class DDPStrategy(Strategy):
 
     def prepare(self, parts: Parts, steps: ModelSteps) -> Parts:
         """Wrap each model; gradients that several reduce are no views of the buckets of one."""
-        times = Counter(id(parameter) for model in parts.models for parameter in self.plain(model).parameters())
+        times = Counter(
+            id(parameter) for model in parts.models for parameter in self.plain(model).parameters()
+        )
         self._shared = {number for number, count in times.items() if count > 1}
         return super().prepare(parts, steps)
 

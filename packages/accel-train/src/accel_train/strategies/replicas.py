@@ -100,7 +100,9 @@ class Replicas:
 
         A reduction that has begun and not ended is left alone: another backward, or a check before the step, ends it.
         """
-        due = [w for w in self._watched if w.wrapped.require_backward_grad_sync and _unended(w.wrapped) is None]
+        due = [
+            w for w in self._watched if w.wrapped.require_backward_grad_sync and _unended(w.wrapped) is None
+        ]
         for item in due:
             if item.late:
                 average(item.parameters, self._ranks)
@@ -172,9 +174,7 @@ class Replicas:
             for name, p in item.wrapped.module.named_parameters()
             if name in item.wrapped.parameters_to_ignore
         }
-        known = [
-            p for p in parameters if id(p) in named and id(p) not in ignored and not is_sharded(p)
-        ]
+        known = [p for p in parameters if id(p) in named and id(p) not in ignored and not is_sharded(p)]
         if not known:
             return
         found = differing([p.grad for p in known], self._ranks)
