@@ -525,6 +525,11 @@ class Strategy:
         """Whether ranks may have other states of one of these, although they hold the same parameters."""
         return False
 
+    @property
+    def steps_together(self) -> bool:
+        """Whether all ranks take the same number of steps at this time: none is out of data, or trains for itself."""
+        return True
+
     def state_loaded(self, *, optimizers_differ: bool) -> None:
         """A training state was loaded, of which all ranks have the same parameters.
 

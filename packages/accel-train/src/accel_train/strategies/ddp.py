@@ -283,6 +283,11 @@ class DDPStrategy(Strategy):
         """True from a use of LocalSGD until they have stepped with the gradients of all ranks."""
         return self._local.optimizers_differ(optimizers)
 
+    @property
+    def steps_together(self) -> bool:
+        """Not inside LocalSGD and `join`."""
+        return not (self._joins or self._local)
+
     def state_loaded(self, *, optimizers_differ: bool) -> None:
         """All copies are equal again."""
         self._local.loaded(optimizers_differ=optimizers_differ)
@@ -300,9 +305,7 @@ class DDPStrategy(Strategy):
         return self.precision.step(optimizer, closure)
 
     def check_step(self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> None:
-        """Check that ranks have the same learning rates and gradients, unless they train copies of their own."""
-        if self._joins or self._local:
-            return
+        """Check that ranks have the same learning rates and gradients."""
         if self._unchecked:
             self._check_used(optimizer)
         self._replicas.check_finished()

@@ -1,0 +1,172 @@
+"""The usual mistakes of a new training loop."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel_train import Accelerator, AccumulationError, PrepareError
+from testkit import worlds
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Linear(3, 1).double()
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+X = torch.ones(2, 3, dtype=torch.float64)
+
+
+# On any number of ranks
+
+
+def test_an_optimizer_that_was_not_prepared_may_not_step_inside_a_window():
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = accelerator.prepare(make())
+    optimizer = sgd(model)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).sum())
+        optimizer.step()
+    with pytest.raises(AccumulationError, match=r"2 parameters changed.*accelerator\.prepare\(optimizer\)"):
+        accelerator.accumulate(model).__enter__()
+
+
+def test_an_optimizer_that_was_not_prepared_may_step_between_windows():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(make())
+    optimizer = sgd(model)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).sum())
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_values_that_a_script_changes_itself_are_its_own_business():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model.weight.clamp_(-0.1, 0.1)  # as critics of a Wasserstein GAN
+
+
+def test_backward_of_the_loss_itself_inside_a_window_is_an_error():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(AccumulationError, match=r"loss\.backward\(\).*Call accelerator\.backward\(loss\)"),
+    ):
+        model(X).sum().backward()
+        optimizer.step()
+
+
+def test_gradients_of_the_last_step_are_none_of_this_window():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for number in range(4):
+        with accelerator.accumulate(model):
+            if number != 2:  # a batch that the script leaves out
+                accelerator.backward(model(X).sum())
+            optimizer.step()
+
+
+def test_a_closure_that_would_not_run_is_an_error():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+
+    def closure():
+        loss = model(X).sum()
+        accelerator.backward(loss)
+        return loss
+
+    with accelerator.accumulate(model), pytest.raises(AccumulationError, match="the closure would not run"):
+        optimizer.step(closure)
+
+
+def test_a_closure_without_gradients_of_its_own_waits_for_the_end_of_the_window():
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = make()
+    reference = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            loss = model(X).sum()
+            accelerator.backward(loss)
+            optimizer.step(lambda loss=loss: loss)
+    reference(X).sum().backward()
+    assert torch.equal(model.weight, reference.weight - 0.1 * reference.weight.grad)
+
+
+def test_an_optimizer_of_a_copy_is_refused_at_its_first_step():
+    accelerator = Accelerator()
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(copy.deepcopy(model)))
+    accelerator.backward(model(X).sum())
+    with pytest.raises(
+        PrepareError, match=r"SGD holds 2 parameters.*'weight' of Linear.*train\s+nothing.*copy"
+    ):
+        optimizer.step()
+
+
+def test_an_optimizer_that_has_nothing_to_do_yet_may_step():
+    accelerator = Accelerator()
+    one, two = make(), make()
+    one, two, first, second = accelerator.prepare(one, two, sgd(one), sgd(two))
+    accelerator.backward(one(X).sum())
+    second.step()  # its model had no backward
+    first.step()
+    assert not torch.equal(one.weight, two.weight)
+
+
+# On two ranks
+
+
+def losses(data):
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = make()
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    rows = torch.randn(8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    if data == "own":
+        rows = rows + accelerator.process_index
+    if data == "zero":  # equal losses until the first step
+        rows = rows * (1 + accelerator.process_index)
+        nn.init.zeros_(accelerator.unwrap_model(model).weight)
+        nn.init.zeros_(accelerator.unwrap_model(model).bias)
+    loader = DataLoader(TensorDataset(rows), batch_size=2)
+    if data == "prepared":
+        loader = accelerator.prepare(loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for (x,) in loader:
+            accelerator.backward((model(x) - 1).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(w.message) for w in caught if "equal losses" in str(w.message)]
+
+
+def test_ranks_that_read_the_same_samples_are_named_once():
+    first, second = worlds.run(losses, 2, "same")
+    assert len(first) == 1
+    assert "loader = accelerator.prepare(loader)" in first[0]
+    assert second == []
+    for data in ("own", "zero", "prepared"):
+        assert worlds.run(losses, 2, data) == [[], []], data
