@@ -67,12 +67,12 @@ def test_backward_of_the_loss_itself_inside_a_window_is_an_error():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = make()
     model, optimizer = accelerator.prepare(model, sgd(model))
-    with (
-        accelerator.accumulate(model),
-        pytest.raises(AccumulationError, match=r"loss\.backward\(\).*Call accelerator\.backward\(loss\)"),
-    ):
+    with accelerator.accumulate(model):
         model(X).sum().backward()
-        optimizer.step()
+        with pytest.raises(
+            AccumulationError, match=r"loss\.backward\(\).*Call accelerator\.backward\(loss\)"
+        ):
+            optimizer.step()
 
 
 def test_gradients_of_the_last_step_are_none_of_this_window():

@@ -66,11 +66,17 @@ class Windows:
         self.collector = None
         self.pulse = None
         self.rehearsal = None
+        self.first = []
         self.checked = []
         self.waiting = []
 
-    def check_step(self, optimizer, *, first, closure):
-        self.checked.append((first, closure))
+    steps_together = True
+
+    def check_first_step(self, optimizer, *, closure):
+        self.first.append(closure)
+
+    def check_step(self, optimizer):
+        self.checked.append(optimizer)
 
     def check_waiting(self, *, gradients, closure):
         self.waiting.append((gradients, closure))
@@ -231,11 +237,26 @@ def test_the_first_steps_are_checked_and_then_ever_fewer():
         if len(windows.checked) > seen:
             checked.append(number)
     assert checked == [1, 2, 3, 4, 8, 16, 32]
-    assert windows.checked[:2] == [(True, False), (False, False)]
+    assert windows.first == [False]
     ours.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     seen = len(windows.checked)
     ours.step(lambda: None)
-    assert windows.checked[seen:] == [(True, True)]
+    assert windows.first == [False, True]
+    assert len(windows.checked) == seen  # its gradients come in the step
+    ours.step()
+    assert len(windows.checked) == seen + 1
+
+
+def test_steps_that_a_rank_takes_alone_are_not_counted():
+    ours, windows = wrapped()
+    windows.steps_together = False
+    for _ in range(7):
+        ours.step()
+    assert (windows.first, windows.checked) == ([False], [])
+    windows.steps_together = True
+    for _ in range(5):
+        ours.step()
+    assert len(windows.checked) == 4
 
 
 def test_steps_that_wait_say_whether_they_hold_gradients_until_the_first_steps_are_done():

@@ -51,7 +51,7 @@ def halving():
 
 def wrapped(scheduler=None, complete=True, skipped=(False,), **options):
     optimizers = [SimpleNamespace(step_was_skipped=skip) for skip in skipped]
-    accumulator = SimpleNamespace(sync_gradients=complete)
+    accumulator = SimpleNamespace(sync_gradients=complete, agreed=lambda metric: metric)
     options.setdefault("steps_per_call", 1)
     return AcceleratedScheduler(scheduler or halving(), optimizers, accumulator=accumulator, **options)
 

@@ -384,10 +384,11 @@ class Accumulator:
     def _look_at(self, loss: Tensor) -> None:
         """One of the first backward passes begins."""
         last = not self._held_back if self._current is None else self._current.synchronising
-        if last and self._may_count and self.rehearsal is None and self._first is not None:
-            self._first.saw_loss(loss)
-        if self._first is not None and self._first.over:
+        first = self._first
+        if first is None or first.over:
             self._first = None
+        elif last and self.rehearsal is None and self.steps_together:
+            first.saw_loss(loss)
 
     def _backward(self, loss: Tensor, num_items: int | Tensor | None, kwargs: dict[str, Any]) -> None:
         window = self._current
@@ -435,20 +436,21 @@ class Accumulator:
     def _averages(self, kwargs: dict[str, Any]) -> bool:
         return not kwargs or self._strategy.averages(kwargs)
 
-    def check_step(self, optimizer: torch.optim.Optimizer, *, first: bool, closure: bool) -> None:
-        """Check that ranks are about to take the same step.
+    @property
+    def steps_together(self) -> bool:
+        """Whether all ranks take the same number of steps at this time."""
+        return self._may_count and self._strategy.steps_together
 
-        Args:
-            optimizer: about to step.
-            first: for the first time.
-            closure: gradients are computed inside the step.
-        """
-        if first:
-            self._check_averaged(optimizer)
-            if not closure and not self._strategy.capabilities.prepares_together:
-                plain = [self._strategy.plain(model) for model in self._all_models]
-                check_trains(optimizer, plain, self._all_optimizers)
-        if self._strategy.loss.size > 1 and self.rehearsal is None and self._may_count and not closure:
+    def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        """Check an optimizer that is about to step for the first time; `closure`: its gradients come in the step."""
+        self._check_averaged(optimizer)
+        if not closure and not self._strategy.capabilities.prepares_together:
+            plain = [self._strategy.plain(model) for model in self._all_models]
+            check_trains(optimizer, plain, self._all_optimizers)
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that ranks are about to take the same step, with gradients that are there."""
+        if self._strategy.loss.size > 1 and self.rehearsal is None:
             self._strategy.check_step(optimizer, self._all_models)
 
     def check_waiting(self, *, gradients: bool, closure: bool) -> None:

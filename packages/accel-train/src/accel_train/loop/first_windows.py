@@ -79,12 +79,8 @@ class FirstWindows:
         Warns if ranks that read for themselves compute the same losses.
         """
         self._seen += 1
-        if (
-            not (self._compares and self._models)
-            or self._ledger.clock
-            or not isinstance(loss, Tensor)
-            or loss.numel() != 1
-        ):
+        self._compares = self._compares and not self._ledger.clock
+        if not self._compares or not self._models or not isinstance(loss, Tensor) or loss.numel() != 1:
             return
         value = loss.detach().reshape(()).to("cpu", torch.float64)
         low, high = (-reduce(torch.stack([-value, value]), "max", group=self._strategy.batch.group)).tolist()

@@ -35,12 +35,16 @@ class _AlwaysSync:
     guard = None
     collector = None
     may_reduce = True
+    steps_together = True
     pulse: Heartbeat | None = None
 
     def may_drop_gradients(self) -> bool:
         return True
 
-    def check_step(self, optimizer: torch.optim.Optimizer, *, first: bool, closure: bool) -> None:
+    def check_first_step(self, optimizer: torch.optim.Optimizer, *, closure: bool) -> None:
+        pass
+
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         pass
 
     def check_waiting(self, *, gradients: bool, closure: bool) -> None:
@@ -93,7 +97,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _check_again(self) -> None:
         """Count steps from zero, so that the next ones are checked."""
-        self._steps = 0
+        self._stepped_before = False
+        self._steps = 0  # those that all ranks have taken
         self._next_check = 1
 
     # The wrapped optimizer's own
@@ -156,9 +161,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             if closure is not None or self._steps < _FIRST_STEPS:
                 self._check_waiting(closure is not None)
             return None
-        self._steps += 1
-        if self._steps >= self._next_check:
-            self._check(closure is not None)
+        if not self._stepped_before:
+            self._stepped_before = True
+            self._accumulator.check_first_step(self.optimizer, closure=closure is not None)
+        if self._accumulator.steps_together:
+            self._steps += 1
+            if self._steps >= self._next_check:
+                self._check(closure is not None)
         rehearsal = self._accumulator.rehearsal
         if rehearsal is not None:
             rehearsal.before_step(self)
@@ -192,7 +201,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """The first steps are checked, and then every doubling of their number, or after so many."""
         steps = self._steps
         self._next_check = steps + (1 if steps < _FIRST_STEPS else min(steps, _LONGEST_UNCHECKED))
-        self._accumulator.check_step(self.optimizer, first=steps == 1, closure=closure)
+        if not closure:
+            self._accumulator.check_step(self.optimizer)
 
     def _check_waiting(self, closure: bool) -> None:
         mark = _mark_of(self.optimizer)

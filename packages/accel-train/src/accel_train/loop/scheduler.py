@@ -58,8 +58,8 @@ class AcceleratedScheduler(LRScheduler):
         """Advance as the optimizer did.
 
         With arguments (an epoch; a metric, for `ReduceLROnPlateau`) one call is one step, however many processes there
-        are: a metric passed twice would count as two evaluations. `ReduceLROnPlateau` gets the mean of the metrics of all
-        ranks, so that their rates stay equal: call it on all of them. Past the end of a schedule of fixed length
+        are: a metric passed twice would count as two evaluations. `ReduceLROnPlateau` gets the mean of the metrics of
+        all ranks, so that their rates stay equal: call it on all of them. Past the end of a schedule of fixed length
         (`OneCycleLR`) nothing happens.
         """
         if not self.step_with_optimizer:

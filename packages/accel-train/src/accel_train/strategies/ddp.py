@@ -286,7 +286,7 @@ class DDPStrategy(Strategy):
     @property
     def steps_together(self) -> bool:
         """Not inside LocalSGD and `join`."""
-        return not (self._joins or self._local)
+        return not (self._joins or self._local.held)
 
     def state_loaded(self, *, optimizers_differ: bool) -> None:
         """All copies are equal again."""

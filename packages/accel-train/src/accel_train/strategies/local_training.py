@@ -99,6 +99,11 @@ class LocalCopies:
     def __bool__(self) -> bool:
         return self._differed
 
+    @property
+    def held(self) -> bool:
+        """Whether ranks train a model for themselves at this time."""
+        return any(copy.is_held for copy in self._copies.values())
+
     def optimizers_differ(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether ranks may have other states of one of these."""
         return self._differed and any(id(optimizer) not in self._equal for optimizer in optimizers)
