@@ -49,9 +49,13 @@ def halving():
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
+def as_it_is(metric):
+    return metric
+
+
 def wrapped(scheduler=None, complete=True, skipped=(False,), **options):
     optimizers = [SimpleNamespace(step_was_skipped=skip) for skip in skipped]
-    accumulator = SimpleNamespace(sync_gradients=complete, agreed=lambda metric: metric)
+    accumulator = SimpleNamespace(sync_gradients=complete, agreed=as_it_is)
     options.setdefault("steps_per_call", 1)
     return AcceleratedScheduler(scheduler or halving(), optimizers, accumulator=accumulator, **options)
 

@@ -657,7 +657,7 @@ class Accumulator:
     def __getstate__(self) -> dict[str, Any]:
         # An open window refers to live iterations, which do not travel to another process.
         state = dict(self.__dict__)
-        state.update(_windows={}, _current=None, last_owner=None, manual=Window())
+        state.update(_windows={}, _current=None, last_owner=None, manual=Window(), _first=None)
         return state
 
 

@@ -123,8 +123,8 @@ def check_trains(
                 raise PrepareError(
                     f"{type(optimizer).__name__} holds {len(held)} parameters, the first of shape "
                     f"{tuple(held[0].shape)}, and none of them is of a prepared model or has a gradient, while "
-                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps would train "
-                    "nothing. Build it from the parameters() of the model that is prepared (not of a copy of it)."
+                    f"{name!r} of {type(model).__name__} has one and is in no prepared optimizer: its steps would "
+                    "train nothing. Build it from the parameters() of the model that is prepared (not of a copy of it)."
                 )
 
 
