@@ -32,8 +32,8 @@ def check_lengths(ranks: Ranks, loaders: Sequence[Any]) -> None:
                 f"The dataset of loader {place + 1} of this prepare() call has {lengths[0]} samples on rank 0 and "
                 f"{next(n for n in lengths if n != lengths[0])} on rank "
                 f"{next(rank for rank, n in enumerate(lengths) if n != lengths[0])}. prepare() gives each rank its "
-                "part of one dataset, which must be the same on all: build it alike everywhere. If each rank has data of "
-                "its own, say so: Accelerator(dataloader_config=DataLoaderConfiguration(pre_sharded=True))."
+                "part of one dataset, which must be the same on all: build it alike everywhere. If each rank has data "
+                "of its own, say so: Accelerator(dataloader_config=DataLoaderConfiguration(pre_sharded=True))."
             )
 
 

@@ -235,8 +235,8 @@ def _unfinished(item: _Watched, error: RuntimeError) -> NoReturn:
     if frozen:
         raise PrepareError(
             f"Parameter {frozen[0]!r} of {item.owner} (of {len(frozen)}) was trained when the model was prepared and "
-            "is frozen now, and ddp waits for its gradient: those of other parameters are not averaged. Prepare the model "
-            "again after freezing: `model = accelerator.prepare(model)`; or let ddp look for unused parameters: "
+            "is frozen now, and ddp waits for its gradient: those of other parameters are not averaged. Prepare the "
+            "model again after freezing: `model = accelerator.prepare(model)`; or let ddp look for unused parameters: "
             "DistributedDataParallelKwargs(find_unused_parameters=True)."
         ) from error
     numbers = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))

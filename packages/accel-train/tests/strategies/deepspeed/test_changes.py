@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.errors import PrepareError
+from accel_train.errors import AccumulationError, PrepareError
 from accel_train.strategies.deepspeed.changes import Watch
 
 
@@ -107,3 +107,28 @@ def test_an_engine_that_only_evaluates():
     with torch.no_grad():
         engine(X)
     watch.check()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stage_3_takes_one_backward_of_several_forwards(stage):
+    _, engine, _, watch = made(stage)
+    for _ in range(2):
+        first, second = engine(X), engine(X)
+        with torch.no_grad():
+            engine(X)
+        watch.check()  # one loss of both
+        if stage == 3:
+            with pytest.raises(AccumulationError, match=r"called 2 times after 2 forwards of Sequential"):
+                watch.check()
+        else:
+            watch.check()
+        assert first.requires_grad
+        assert second.requires_grad
+
+
+def test_stage_3_takes_a_backward_after_each_forward_and_several_of_one():
+    _, engine, _, watch = made(3)
+    for backwards in (1, 1, 2, 3):
+        engine(X)
+        for _ in range(backwards):
+            watch.check()

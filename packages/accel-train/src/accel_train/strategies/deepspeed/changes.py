@@ -1,4 +1,4 @@
-"""What a script changes in a model or an optimizer after an engine was made of them."""
+"""What a script does with a model or an optimizer that the engine made of them cannot follow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_train.errors import PrepareError
+from accel_train.errors import AccumulationError, PrepareError
 
 __all__ = ["Watch"]
 
@@ -40,6 +40,7 @@ class Watch:
         self._names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._groups = len(optimizer.param_groups) if optimizer is not None else 0
         self._stage: int = engine.zero_optimization_stage()
+        self._forwards = self._backwards = 0  # since a forward followed a backward
         engine.register_forward_pre_hook(self)
 
     def __call__(self, engine: nn.Module, inputs: Any) -> None:
@@ -52,6 +53,10 @@ class Watch:
             PrepareError: a parameter was added or replaced; from stage 2 on also: frozen or unfrozen.
         """
         trains = torch.is_grad_enabled()
+        if trains:
+            if self._backwards:
+                self._forwards = self._backwards = 0
+            self._forwards += 1
         if trains or self._stage == 3:
             self._check(flags=trains and self._stage >= 2)
 
@@ -60,8 +65,16 @@ class Watch:
 
         Raises:
             PrepareError: a parameter was added, replaced, frozen or unfrozen, or a group was added to the optimizer.
+            AccumulationError: under stage 3, the second of two backward passes that follow two forwards.
         """
         self._check(flags=True)
+        if self._stage == 3 and self._backwards and self._forwards > 1:
+            raise AccumulationError(
+                f"backward() was called {self._backwards + 1} times after {self._forwards} forwards of "
+                f"{type(self.model).__name__}, for which DeepSpeed's ZeRO stage 3 computes wrong gradients. Add the losses "
+                "up and call backward() once, or call it after each forward."
+            )
+        self._backwards += 1
         if self.optimizer is not None and len(self.optimizer.param_groups) != self._groups:
             raise PrepareError(
                 f"{type(self.optimizer).__name__} had {self._groups} groups of parameters when it was prepared, and "
