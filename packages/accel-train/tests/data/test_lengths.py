@@ -20,6 +20,8 @@ def lengths(kind):
     same = DataLoader(TensorDataset(torch.arange(8)), batch_size=2)
     other = DataLoader(TensorDataset(torch.arange(8 - 2 * accelerator.process_index)), batch_size=2)
     try:
+        if kind == "alone":
+            accelerator.prepare_data_loader(other)
         accelerator.prepare(same, other)
     except DataError as error:
         return str(error)
@@ -32,6 +34,11 @@ def test_data_of_different_lengths_is_named_on_all_ranks():
             "The dataset of loader 2 of this prepare() call has 8 samples on rank 0 and 6 on rank 1."
         )
         assert "pre_sharded=True" in text
+
+
+def test_a_loader_that_is_prepared_alone_is_looked_at_like_others():
+    for text in worlds.run(lengths, 2, "alone"):
+        assert text.startswith("The dataset of loader 1 ")
 
 
 @pytest.mark.parametrize("kind", ["own", "sent"])

@@ -88,11 +88,13 @@ class _Objects:
         self._check_optimizers()
 
     def loaders(self) -> None:
+        new: list[Any] = []
         for place in self._of_kind(DataLoader):
-            self.results[place] = prepare_loader(self._here, self.results[place], self._placed[place])
-        check_lengths(
-            self._here.plan.strategy.batch, [self.results[place] for place in self._of_kind(DataLoader)]
-        )
+            given = self.results[place]
+            self.results[place] = _own_part(self._here, given, self._placed[place])
+            if self.results[place] is not given:
+                new.append(self.results[place])
+        check_lengths(self._strategy.batch, new)
 
     def models_and_optimizers(self) -> None:
         here, strategy, new, fresh = self._here, self._strategy, self._new, self._fresh
@@ -293,6 +295,13 @@ def prepare_loader(
     here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None
 ) -> PreparedLoader:
     """Shard a loader over the ranks that read different samples; a prepared one comes back as it is."""
+    prepared = _own_part(here, loader, placed, slice_fn)
+    if prepared is not loader:
+        check_lengths(here.plan.strategy.batch, [prepared])
+    return prepared
+
+
+def _own_part(here: Prepared, loader: DataLoader[Any], placed: bool, slice_fn: Any = None) -> PreparedLoader:
     epoch = getattr(loader, "epoch_state", None)  # shared by a loader and those that skip its first batches
     if any(loader is known or epoch is known.epoch_state for known in here.loaders):
         return loader  # type: ignore[return-value]

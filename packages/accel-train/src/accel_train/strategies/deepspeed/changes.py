@@ -71,8 +71,8 @@ class Watch:
         if self._stage == 3 and self._backwards and self._forwards > 1:
             raise AccumulationError(
                 f"backward() was called {self._backwards + 1} times after {self._forwards} forwards of "
-                f"{type(self.model).__name__}, for which DeepSpeed's ZeRO stage 3 computes wrong gradients. Add the losses "
-                "up and call backward() once, or call it after each forward."
+                f"{type(self.model).__name__}, for which DeepSpeed's ZeRO stage 3 computes wrong gradients. Add the "
+                "losses up and call backward() once, or call it after each forward."
             )
         self._backwards += 1
         if self.optimizer is not None and len(self.optimizer.param_groups) != self._groups:
