@@ -287,3 +287,69 @@ def test_a_changed_file_is_found_before_anything_changes(tmp_path):
             act(optimizer, tree, [model])
     for state, old in zip(optimizer.state_dict()["state"].values(), before["state"].values(), strict=True):
         assert all(torch.equal(state[key], old[key]) for key in old)
+
+
+# What a file says is not believed: fused kernels write as many elements as the parameter has
+
+
+def stepped(kind, **options):
+    model = nn.Linear(40, 10, bias=False)
+    optimizer = kind(model.parameters(), lr=0.1, **options)
+    model(torch.ones(1, 40)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "key"),
+    [
+        (torch.optim.AdamW, {}, "exp_avg"),
+        (torch.optim.AdamW, {"fused": True}, "exp_avg_sq"),
+        (torch.optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+        (torch.optim.SGD, {"momentum": 0.9}, "momentum_buffer"),
+        (torch.optim.Adagrad, {"fused": True}, "sum"),
+        (torch.optim.RMSprop, {}, "square_avg"),
+        (torch.optim.Adamax, {}, "exp_inf"),
+    ],
+)
+@pytest.mark.parametrize(
+    "value", [torch.zeros(1), torch.zeros(10, 41), None, "x"], ids=["1", "more", "null", "text"]
+)
+def test_a_state_of_another_shape_than_its_parameter_is_refused(kind, options, key, value):
+    model, optimizer = stepped(kind, **options)
+    tree = optimizer_state_by_name(optimizer, [model])
+    tree["state"]["model_0.weight"] = {**tree["state"]["model_0.weight"], key: value}
+    if key == "momentum_buffer" and value is None:  # as torch writes it before the first step
+        return load_optimizer_state(optimizer, tree, [model])
+    before = optimizer.state_dict()["state"][0][key].clone()
+    with pytest.raises(StateMismatchError, match=rf"as {key} of model_0\.weight, where shape \[10, 40\]"):
+        load_optimizer_state(optimizer, tree, [model])
+    assert torch.equal(optimizer.state_dict()["state"][0][key], before)
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2), "x", [1], True], ids=["2", "text", "list", "true"])
+def test_a_step_is_one_number(value):
+    model, optimizer = stepped(torch.optim.AdamW)
+    tree = optimizer_state_by_name(optimizer, [model])
+    tree["state"]["model_0.weight"] = {**tree["state"]["model_0.weight"], "step": value}
+    with pytest.raises(StateMismatchError, match="as step of model_0"):
+        load_optimizer_state(optimizer, tree, [model])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("lr", "x"), ("lr", None), ("lr", True), ("betas", 0.9), ("betas", (0.9, "x")), ("amsgrad", 3)],
+)
+def test_an_option_of_another_kind_is_refused(name, value):
+    model, optimizer = stepped(torch.optim.AdamW)
+    tree = optimizer_state_by_name(optimizer, [model])
+    tree["param_groups"] = [{**group, name: value} for group in tree["param_groups"]]
+    with pytest.raises(StateMismatchError, match=f"has {name} = "):
+        load_optimizer_state(optimizer, tree, [model])
+
+
+@pytest.mark.parametrize("tree", [[], {}, {"state": []}, {"state": {}, "param_groups": [{"params": [[]]}]}])
+def test_a_tree_that_is_no_state_of_an_optimizer_is_refused(tree):
+    model, optimizer = stepped(torch.optim.AdamW)
+    with pytest.raises(CorruptCheckpointError, match="the saved optimizer"):
+        load_optimizer_state(optimizer, tree, [model])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.format.forms import OTHERS, check_form
 from accel_ckpt.loading.saved_tensors import SavedTensor
 from accel_ckpt.loading.tree_fill import Like, TreeFill
 from accel_ckpt.low_bit_states import pack_low_bit, unpack_low_bit
@@ -29,6 +30,24 @@ __all__ = [
     "optimizer_state_by_name",
     "steps_only",
 ]
+
+
+# States of torch's own optimizers that have the shape of their parameter. Fused kernels count the elements of the
+# parameter and write as many to its states, without asking how many these have.
+_LIKE_PARAMETER = frozenset({
+    "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_avg_sqs", "exp_inf", "grad_avg", "max_exp_avg_sq",
+    "momentum_buffer", "prev", "square_avg", "step_size", "sum",
+})  # fmt: skip
+_SCALARS = frozenset({"eta", "mu", "mu_product", "step"})
+
+
+def _names(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+FORM = {"state": {OTHERS: object}, "param_groups": [{"params": [_names]}]}
+"""Of the state of an optimizer by names."""
 
 
 def optimizer_state_by_name(
@@ -101,6 +120,7 @@ def check_optimizer_state(
         StateMismatchError: parameters are missing, unexpected or grouped differently, or the optimizer was of another
             class.
     """
+    check_form(tree, FORM, "the saved optimizer")
     names = _parameter_names(_groups(optimizer), models)
     _check_parameters(names, tree["param_groups"])
     # Versions of torch add switches, but not numbers, to the options of an optimizer.
@@ -114,8 +134,11 @@ def check_optimizer_state(
     known = {name for group in names for name in group}
     if unknown := sorted(set(tree["state"]) - known):
         raise StateMismatchError(
-            f"the saved optimizer holds state for {', '.join(unknown)}, which are in none of its groups"
+            f"the saved optimizer holds state for {listed(unknown)}, which are in none of its groups"
         )
+    if _is_torchs(optimizer):
+        _check_options(defaults, tree["param_groups"])
+        _check_shapes(optimizer, names, tree["state"])
     _state_fill(optimizer, tree, names, optimizer.state_dict()).check()
 
 
@@ -196,6 +219,73 @@ def _can_take(here: Any, saved: SavedTensor | torch.Tensor) -> bool:
         and not here.is_inference()
         and not here.requires_grad
     )
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's own code steps: it relies on states and options that torch made."""
+    return any(
+        kind.__module__.startswith("torch.optim.") and kind is not torch.optim.Optimizer
+        for kind in type(optimizer).__mro__
+    )
+
+
+def _check_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    for number, group in enumerate(groups):
+        for name, default in defaults.items():
+            if name in group and not _is_like(group[name], default):
+                raise StateMismatchError(
+                    f"the saved optimizer has {name} = {str(group[name])[:80]} in group {number}, which cannot take the "
+                    f"place of {default!r}. Build the optimizer as it was when the checkpoint was saved"
+                )
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    if default is None:
+        return True
+    if isinstance(default, bool):
+        return value is None or isinstance(value, bool)
+    if isinstance(default, (tuple, list)):
+        return (
+            isinstance(value, (tuple, list))
+            and len(value) == len(default)
+            and all(map(_is_like, value, default))
+        )
+    if isinstance(default, (int, float, Tensor)):
+        scalar = isinstance(value, Tensor | SavedTensor) and value.shape.numel() == 1
+        return scalar or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return True
+
+
+def _check_shapes(
+    optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]], state: Mapping[str, Any]
+) -> None:
+    for group, group_names in zip(_groups(optimizer), names, strict=True):
+        for parameter, name in zip(group, group_names, strict=True):
+            if name not in state:
+                continue
+            check_form(state[name], {}, f"the saved optimizer's state of {name}")
+            for key, value in state[name].items():
+                shape = (
+                    parameter.shape if key in _LIKE_PARAMETER else torch.Size() if key in _SCALARS else None
+                )
+                if shape is not None and (misfit := _misfit(key, value, shape)):
+                    raise StateMismatchError(
+                        f"the saved optimizer has {misfit} as {key} of {name}, where shape {list(shape)} was expected. "
+                        "Build the optimizer and the models as they were when the checkpoint was saved"
+                    )
+
+
+def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
+    """What a state is that should have a shape; None: it has."""
+    if key == "momentum_buffer" and value is None:  # before the first step
+        return None
+    if isinstance(value, Tensor | SavedTensor):
+        if isinstance(value, Tensor) and why_not_plain(value) is not None and not is_sharded(value):
+            return None if value.is_sparse and value.shape == shape else f"one {value.layout} tensor"
+        fits = value.shape == shape or (not shape and value.shape.numel() == 1)
+        return None if fits else f"shape {list(value.shape)[:20]}"
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if number and not shape else f"one {type(value).__qualname__}"
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[list[Tensor]]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_ckpt import StateMismatchError
+from accel_ckpt import CorruptCheckpointError, StateMismatchError
 from accel_train import Accelerator, AccumulationError
 from accel_train.checkpoints.window_state import Trained, check, dump, for_other_ranks, is_open, load
 from accel_train.strategies.base import Capabilities, Strategy
@@ -332,3 +332,100 @@ def test_ranks_with_different_numbers_of_micro_batches_are_refused():
     trees = [tree_of(None, micro_batches=1), tree_of(None, micro_batches=2)]
     with pytest.raises(AccumulationError, match=r"held \[\[1\], \[2\]\] micro-batches\. 3 ranks cannot"):
         for_other_ranks(trees, 3, 0)
+
+
+# What a file says is not believed
+
+
+def checked(gradients, **changed):
+    check(embedding(), told(gradients, **changed), Accelerator().strategy, same_ranks=True)
+
+
+def told(gradients, **changed):
+    window = {
+        "models": ["model_0."],
+        "micro_batches": 1,
+        "planned": 2,
+        "backwards": 1,
+        "items": 0,
+        "weighted": False,
+        "loader": None,
+    }
+    tree = {
+        "engine": None,
+        "averaged_over": 1,
+        "sync_gradients": False,
+        "last_owner": None,
+        "windows": [window],
+    }
+    return {**tree, "manual": {**window, "models": []}, "gradients": gradients, **changed}
+
+
+def pointing(indices, values=None, size=(10, 4), coalesced=False):
+    indices = torch.tensor(indices)
+    values = torch.ones(indices.shape[-1], 4) if values is None else values
+    return {"indices": indices, "values": values, "size": list(size), "coalesced": coalesced}
+
+
+def embedding():
+    return trained_of([nn.Embedding(10, 4, sparse=True)])
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        pointing([[1, 10]]),
+        pointing([[1, 10**12]]),
+        pointing([[-1, 2]]),
+        pointing([[1, 3]], torch.ones(1, 4)),
+        pointing([[1, 3]], torch.ones(2, 5)),
+        pointing([[3, 1]], coalesced=True),
+        pointing([[1, 1]], coalesced=True),
+        pointing([[1.0, 3.0]]),
+        pointing([1, 3]),
+        pointing([[1, 3]], size=[10, 4, -1]),
+        {"indices": torch.tensor([[1]])},
+        pointing([[1, 3]]) | {"values": "nothing"},
+        "ones",
+        7,
+    ],
+)
+def test_a_gradient_that_points_outside_of_itself_is_refused(gradient):
+    with pytest.raises(CorruptCheckpointError):
+        checked({"model_0.weight": gradient})
+
+
+@pytest.mark.parametrize("gradient", [torch.ones(1), torch.ones(11, 4), pointing([[1, 10]], size=[11, 4])])
+def test_a_gradient_of_another_shape_is_refused(gradient):
+    with pytest.raises(StateMismatchError, match=r"model_0.weight, whose shape is \[10, 4\]"):
+        checked({"model_0.weight": gradient})
+
+
+@pytest.mark.parametrize("gradient", [pointing([[1, 3]], coalesced=True), torch.ones(10, 4), "zeros"])
+def test_gradients_that_fit_are_accepted(gradient):
+    checked({"model_0.weight": gradient})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"last_owner": 3}, "window of loader 3, and 0 are prepared"),
+        ({"last_owner": -1}, r"\['last_owner'\] is -1"),
+        ({"averaged_over": 0}, r"\['averaged_over'\] is 0"),
+        ({"sync_gradients": 1}, r"\['sync_gradients'\] is 1, where true or false"),
+        ({"windows": {}}, "where a list was expected"),
+        ({"windows": [{"models": []}]}, "lacks 'micro_batches'"),
+        ({"manual": None}, "where a dictionary was expected"),
+    ],
+)
+def test_counts_and_owners_of_a_window_are_checked(changed, message):
+    with pytest.raises((CorruptCheckpointError, StateMismatchError), match=message):
+        checked({}, **changed)
+
+
+@pytest.mark.parametrize(
+    "name", ["model_9.", "model_-1.", "prepared_7", "weights", "model_0.forward", "model_x.0"]
+)
+def test_the_model_of_a_window_is_one_that_is_prepared(name):
+    with pytest.raises(StateMismatchError, match="no prepared model and no part of one"):
+        embedding().model_called(name)

@@ -442,6 +442,7 @@ def _read_windows(
         for rank in range(checkpoint.manifest.world_size):
             saved = checkpoint.per_rank(rank)
             assert saved is not None, "a missing rank raises"
+            window_state.check(_trained(here), saved["windows"], here.plan.strategy, same_ranks=False)
             trees.append(saved["windows"])
         windows = window_state.for_other_ranks(trees, ranks, here.process.process_index)
         window_state.check(_trained(here), windows, here.plan.strategy, same_ranks=False)

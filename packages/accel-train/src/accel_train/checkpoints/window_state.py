@@ -7,6 +7,7 @@ over items: the sum), which is what the window's end would have made of them.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +17,19 @@ import torch
 from torch import Tensor, nn
 
 import accel_ckpt
+from accel_ckpt.format.forms import OTHERS, check_form, natural, positive
 from accel_ckpt.modules.named_model import NamedModel, named_models
+from accel_state.messages import first_line
 from accel_train.errors import AccumulationError
 from accel_train.loop.accumulation import Accumulator, Window
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.strategies.base import Strategy
 from accel_train.strategies.gradients import any_divided, local_part
 
-__all__ = ["Trained", "check", "dump", "for_other_ranks", "holds_gradients", "is_open", "load"]
+__all__ = ["FORM", "Trained", "check", "dump", "for_other_ranks", "holds_gradients", "is_open", "load"]
+
+
+_NAME = re.compile(r"(?P<kind>prepared|model)_(?P<number>\d{1,9})(\.(?P<path>.*))?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -77,12 +83,22 @@ class Trained:
         )
 
     def model_called(self, name: str) -> nn.Module:
-        """The inverse of `name_of`."""
-        kind, _, rest = name.partition("_")
-        number, _, path = rest.partition(".")
-        if kind == "prepared":
-            return self.prepared[int(number)]
-        return self.models[int(number)].get_submodule(path)
+        """The inverse of `name_of`.
+
+        Raises:
+            StateMismatchError: no prepared model has a part of this name.
+        """
+        found = _NAME.fullmatch(name)
+        models = self.prepared if found and found["kind"] == "prepared" else self.models
+        if found and int(found["number"]) < len(models):
+            model = models[int(found["number"])]
+            parts = dict(model.named_modules()) if found["path"] else {"": model}
+            if (found["path"] or "") in parts:
+                return parts[found["path"] or ""]
+        raise accel_ckpt.StateMismatchError(
+            f"the checkpoint holds an unfinished accumulation window of {name[:100]!r}, which is no prepared model and "
+            "no part of one. Prepare the same models as the script that saved it."
+        )
 
     def number_of(self, loader: Any) -> int | None:
         """Which loader it is, or was made of by skipping."""
@@ -196,6 +212,49 @@ def _pack(gradient: Tensor) -> Any:
 # Loading
 
 
+def _count(value: Any) -> bool:
+    """A number of items, 0 or more."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _indices(value: Any) -> bool:
+    """A tensor of 64-bit integers."""
+    return isinstance(value, Tensor) and value.dtype == torch.int64
+
+
+_SPARSE = {"indices": _indices, "values": Tensor, "size": [natural], "coalesced": bool}
+
+
+def _gradient(value: Any) -> bool:
+    """A tensor, "zeros", or the parts of a sparse tensor."""
+    if isinstance(value, Mapping):
+        check_form(value, _SPARSE, "a sparse gradient")
+        return True
+    return isinstance(value, Tensor) or value == "zeros"
+
+
+_WINDOW = {
+    "models": [str],
+    "micro_batches": natural,
+    "planned": positive,
+    "backwards": natural,
+    "items": _count,
+    "weighted": bool,
+    "loader": (None, natural),
+}
+
+FORM = {
+    "engine": (None, str),
+    "averaged_over": positive,
+    "sync_gradients": bool,
+    "last_owner": (None, natural),
+    "windows": [_WINDOW],
+    "manual": _WINDOW,
+    "gradients": {OTHERS: _gradient},
+}
+"""Of a tree that `dump` returns."""
+
+
 def load(accumulator: Accumulator, trained: Trained, tree: Mapping[str, Any]) -> None:
     """Take up the windows and gradients of a tree that `dump` made for this number of ranks."""
     accumulator.forget()
@@ -228,17 +287,19 @@ def holds_gradients(tree: Mapping[str, Any]) -> bool:
 
 
 def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same_ranks: bool) -> None:
-    """Whether a tree fits what is prepared.
+    """Whether a tree fits what is prepared; changes nothing.
 
     Args:
         trained: what is prepared.
-        tree: what `dump` returned.
+        tree: what `dump` returned, or what a file says that it did.
         strategy: the one that continues.
         same_ranks: as many ranks continue as saved.
 
     Raises:
+        CorruptCheckpointError: it is not what `dump` returns, such as a sparse gradient with an index outside of it.
         StateMismatchError: it has gradients for parameters that are not here, or in the form of another engine.
     """
+    check_form(tree, FORM, "the unfinished accumulation windows in the checkpoint: windows")
     saved, here = tree.get("engine"), _engine(strategy, trained.parameters().values())
     same_ranks = same_ranks and tree["averaged_over"] == strategy.loss.size
     if is_open(tree) and (saved != here or (here is not None and not same_ranks)):
@@ -249,12 +310,50 @@ def check(trained: Trained, tree: Mapping[str, Any], strategy: Strategy, *, same
             + ("" if same_ranks else " on another number of ranks")
             + ". Continue with the same strategy and number of ranks, or from a checkpoint saved after a step"
         )
-    unknown = sorted(set(tree["gradients"]) - set(trained.parameters()))
+    parameters = trained.parameters()
+    unknown = sorted(set(tree["gradients"]) - set(parameters))
     if unknown:
         raise accel_ckpt.StateMismatchError(
             f"the checkpoint holds gradients of an unfinished accumulation window for {', '.join(unknown[:5])}, which "
             "no prepared model has. Prepare the same models and optimizers as the script that saved it."
         )
+    for name, packed in tree["gradients"].items():
+        _check_gradient(name, packed, parameters[name])
+    _check_owners(trained, tree)
+
+
+def _check_gradient(name: str, packed: Any, parameter: Tensor) -> None:
+    """Nothing of a gradient may point outside of it: an optimizer writes there without looking."""
+    if isinstance(packed, str):
+        return
+    here = list(local_part(parameter.detach()).shape)
+    there = packed["size"] if isinstance(packed, Mapping) else list(packed.shape)
+    if list(there) != here:
+        raise accel_ckpt.StateMismatchError(
+            f"the checkpoint holds a gradient of shape {list(there)[:20]} for {name}, whose shape is {here}. Build the "
+            "model as it was when the state was saved"
+        )
+    if isinstance(packed, Mapping):
+        try:
+            _unpack(packed, parameter)
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise accel_ckpt.CorruptCheckpointError(
+                f"the checkpoint holds a sparse gradient for {name} that is none: {first_line(error)}. The file is "
+                "damaged, or something else wrote it; load another checkpoint"
+            ) from error
+
+
+def _check_owners(trained: Trained, tree: Mapping[str, Any]) -> None:
+    windows = [*tree["windows"], tree["manual"]]
+    for number in [tree["last_owner"], *(window["loader"] for window in windows)]:
+        if number is not None and number >= len(trained.loaders):
+            raise accel_ckpt.StateMismatchError(
+                f"the checkpoint holds an unfinished accumulation window of loader {number}, and "
+                f"{len(trained.loaders)} are prepared. Prepare the same loaders as the script that saved it."
+            )
+    for window in windows:
+        for name in window["models"]:
+            trained.model_called(name)
 
 
 def _load_window(window: Window, saved: Mapping[str, Any], trained: Trained) -> None:
@@ -285,6 +384,7 @@ def _unpack(packed: Any, parameter: Tensor) -> Tensor:
         dtype=parameter.dtype,
         device=parameter.device,
         is_coalesced=packed["coalesced"],
+        check_invariants=True,
     )
 
 
