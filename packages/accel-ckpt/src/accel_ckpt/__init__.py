@@ -40,6 +40,7 @@ __getattr__, __dir__, __all__ = attach(
             "WEIGHTS_INDEX_NAME",
             "WEIGHTS_NAME",
         ],
+        "accel_ckpt.format.pickled_data": ["TORCH_SAFE_GLOBALS"],
         "accel_ckpt.loading.load_model": [
             "LoadReport",
             "check_checkpoint_fits",
@@ -49,7 +50,7 @@ __getattr__, __dir__, __all__ = attach(
         "accel_ckpt.locations": ["RemotePath", "location"],
         "accel_ckpt.format.manifest": ["MANIFEST_NAME", "Manifest"],
         "accel_ckpt.saving.save_gathered": ["gather_whole", "save_gathered_model"],
-        "accel_ckpt.saving.save_model": ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"],
+        "accel_ckpt.saving.save_model": ["load", "save", "save_model"],
         "accel_ckpt.modules.sizes": [
             "calculate_maximum_sizes",
             "compute_module_sizes",

@@ -32,6 +32,7 @@ from accel_ckpt.format.index import WEIGHTS_INDEX_NAME as WEIGHTS_INDEX_NAME
 from accel_ckpt.format.index import WEIGHTS_NAME as WEIGHTS_NAME
 from accel_ckpt.format.manifest import MANIFEST_NAME as MANIFEST_NAME
 from accel_ckpt.format.manifest import Manifest as Manifest
+from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accel_ckpt.format.reader import TensorEntry as TensorEntry
 from accel_ckpt.format.reader import read_header as read_header
 from accel_ckpt.hub import push_to_hub as push_to_hub
@@ -81,7 +82,6 @@ from accel_ckpt.saving.draft import Tree as Tree
 from accel_ckpt.saving.plan import convert_file_size_to_int as convert_file_size_to_int
 from accel_ckpt.saving.save_gathered import gather_whole as gather_whole
 from accel_ckpt.saving.save_gathered import save_gathered_model as save_gathered_model
-from accel_ckpt.saving.save_model import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accel_ckpt.saving.save_model import load as load
 from accel_ckpt.saving.save_model import save as save
 from accel_ckpt.saving.save_model import save_model as save_model

@@ -234,8 +234,8 @@ def _check_options(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, An
         for name, default in defaults.items():
             if name in group and not _is_like(group[name], default):
                 raise StateMismatchError(
-                    f"the saved optimizer has {name} = {str(group[name])[:80]} in group {number}, which cannot take the "
-                    f"place of {default!r}. Build the optimizer as it was when the checkpoint was saved"
+                    f"the saved optimizer has {name} = {str(group[name])[:80]} in group {number}, which cannot take "
+                    f"the place of {default!r}. Build the optimizer as it was when the checkpoint was saved"
                 )
 
 

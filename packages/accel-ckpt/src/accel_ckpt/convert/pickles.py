@@ -11,8 +11,8 @@ from typing import IO, Any
 import torch
 
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
+from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.format.reader import DAMAGE, cause_of, is_plain_zip, refuse_pointer
-from accel_ckpt.saving.save_model import TORCH_SAFE_GLOBALS
 
 __all__ = ["FileSlice", "Inert", "read_plain", "unpickle"]
 
@@ -105,7 +105,8 @@ def unpickle(
         mapped = is_plain_zip(source) and mapped
     try:
         with torch.serialization.safe_globals([*TORCH_SAFE_GLOBALS, *stand_ins]):
-            return torch.load(source, map_location="cpu", weights_only=not trusted, mmap=mapped)
+            content = torch.load(source, map_location="cpu", weights_only=not trusted, mmap=mapped)
+        return content if trusted else plain_data(content)
     except pickle.UnpicklingError as error:
         advice = f". If you trust the file: {opt_in}" if opt_in else ""
         raise UnsafeCheckpointError(

@@ -27,6 +27,7 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from accel_ckpt.format.pickled_data import plain_data
 from accel_ckpt.memory import Arena, MappedFile, populate
 from accel_ckpt.tensor_storage import (
     DTYPES,
@@ -72,6 +73,7 @@ DAMAGE = (
     AttributeError,
     TypeError,
     AssertionError,
+    MemoryError,
     struct.error,
     zipfile.BadZipFile,
 )
@@ -430,7 +432,7 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
     refuse_pointer(path)
     mapped = is_plain_zip(path) and mapped
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        return plain_data(torch.load(path, map_location="cpu", weights_only=True, mmap=mapped))
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpointError(
             f"{path} was not read, because doing so would run code from it, or because it is damaged: "

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import importlib
 import os
 import re
 import sys
@@ -13,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +24,7 @@ from accel_ckpt.format.index import (
     is_weight_file,
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import (
@@ -55,22 +53,7 @@ from accel_ckpt.tensor_storage import (
 )
 from accel_state.trees import recursively_apply
 
-__all__ = ["TORCH_SAFE_GLOBALS", "load", "save", "save_model"]
-
-# NumPy 2 moved it; 1.26 already has a package of the new name, without what is needed here.
-_multiarray: Any = importlib.import_module(f"numpy.{'_core' if np.__version__ >= '2' else 'core'}.multiarray")
-
-TORCH_SAFE_GLOBALS: list[Any] = [
-    # Files name these by the NumPy that wrote them.
-    *((_multiarray._reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("_core", "core")),
-    *((_multiarray.scalar, f"numpy.{core}.multiarray.scalar") for core in ("_core", "core")),
-    np.ndarray,
-    np.dtype,
-    codecs.encode,
-    bytes,  # of empty arrays
-    *sorted({type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}, key=str),
-]
-"""What ``load`` allows besides tensors: NumPy arrays and scalars of plain types."""
+__all__ = ["load", "save", "save_model"]
 
 _PART = re.compile(r"\.(.+)\.part-[0-9a-f]{12}")
 _DEAD = 600  # seconds without a write
@@ -391,6 +374,9 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         map_location: as in ``torch.load``.
         **kwargs: more arguments of ``torch.load``. ``weights_only`` is ``True`` unless given; besides
             tensors, NumPy arrays and scalars of plain types are allowed.
+
+    Raises:
+        UnpicklingError: it holds something else, or data that is not what it says it is.
     """
     kwargs.setdefault("weights_only", True)
     if isinstance(f, (str, os.PathLike)):
@@ -405,4 +391,5 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
                 mirror.remove()
         f = place
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
-        return torch.load(f, map_location=map_location, **kwargs)
+        content = torch.load(f, map_location=map_location, **kwargs)
+    return plain_data(content) if kwargs["weights_only"] else content

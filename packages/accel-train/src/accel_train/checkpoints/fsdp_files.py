@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from accel_ckpt import CheckpointNotFoundError, StateMismatchError
+from accel_ckpt.format.reader import read_pickled
 from accel_state.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_train.errors import OptionError
 from accel_train.plugins.fsdp import FullyShardedDataParallelPlugin
@@ -240,7 +241,7 @@ def _write(state: dict[str, Any], path: Path) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state: dict[str, Any] = read_pickled(path)
     return state
 
 
