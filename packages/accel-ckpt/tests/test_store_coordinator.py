@@ -1,15 +1,17 @@
 """Ranks that meet through a store, here as threads."""
 
 import os
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch.distributed as dist
 
-from accel_ckpt import CheckpointSaveError, store_coordinator
+from accel_ckpt import CheckpointSaveError, CorruptCheckpointError, UnsupportedValueError, store_coordinator
 from accel_ckpt.store_coordinator import StoreCoordinator
 from accel_state.host.process_identity import machine_id, start_time_of
 
@@ -57,6 +59,47 @@ def test_everyone_gets_what_everyone_gave_and_nothing_is_left(count):
         assert together(*calls) == [values] * count
     assert together(*(rank.leave for rank in ranks)) == [None] * count
     assert store.num_keys() == 0
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    ran: ClassVar[list[int]] = []
+
+    def __reduce__(self):
+        return Code.ran.append, (1,)
+
+
+def intruded(store, ranks, value):
+    """Another program overwrites what rank 1 gave, before rank 0 reads it."""
+    ranks[0]._wait_for = lambda key: store.set("1/1", value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pickle.dumps((None, Code())),
+        pickle.dumps("plain"),
+        b"",
+        b"\xff",
+        b"[",
+        b'{"!": "os.system", "v": "true"}',
+        b"[" * 100_000,
+    ],
+    ids=["code", "pickle", "nothing", "bytes", "half", "a tag", "deep"],
+)
+def test_what_another_program_writes_runs_no_code(value):
+    store, ranks = coordinators(2)
+    intruded(store, ranks, value)
+    with pytest.raises(CorruptCheckpointError):
+        ranks[0].exchange("mine")
+    assert Code.ran == []
+
+
+def test_more_than_data_is_not_exchanged():
+    _, (alone,) = coordinators(1)
+    with pytest.raises(UnsupportedValueError):
+        alone.exchange(Code())
 
 
 def test_a_rank_that_is_stopped_takes_the_others_with_it():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import pickle
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel_ckpt.coordination import Coordinator
-from accel_ckpt.errors import CheckpointSaveError
+from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.format import tagged_json
+from accel_ckpt.format.reader import parse_json
+from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
 
 if TYPE_CHECKING:
@@ -53,13 +55,17 @@ class StoreCoordinator:
     def exchange(self, value: Any) -> list[Any]:
         """Give plain data to all ranks; returns what each gave, in rank order.
 
+        Whatever reaches the store can write to it, so values are data, which no code of theirs can build.
+
         Raises:
             CheckpointSaveError: a rank has ended or given up, does not answer, or the store is gone.
+            CorruptCheckpointError: what is there is no data.
+            UnsupportedValueError: the value is more than plain data.
         """
         self._round += 1
         try:
-            return self._exchange(pickle.dumps(value))
-        except CheckpointSaveError:
+            return self._exchange(json.dumps(tagged_json.encode(value)))
+        except (CheckpointError, UntrustedMessageError):
             raise
         except RuntimeError as error:
             raise CheckpointSaveError(
@@ -79,14 +85,14 @@ class StoreCoordinator:
         except RuntimeError:  # the process that kept the store has left before: no rank reads any more
             return
 
-    def _exchange(self, value: Any) -> list[Any]:
+    def _exchange(self, value: str) -> list[Any]:
         self._store.set(f"{self._round}/{self.rank}", value)
         complete = f"{self._round}/all"
         if self._store.add(f"{self._round}/count", 1) == self.world_size:
             self._store.set(complete, "")
         self._wait_for(complete)
         answers = self._store.multi_get([f"{self._round}/{rank}" for rank in range(self.world_size)])
-        return [pickle.loads(answer) for answer in answers]
+        return [tagged_json.decode(parse_json(answer, "an answer in the store")) for answer in answers]
 
     def _clean(self) -> None:
         """Remove what this save put into the store."""

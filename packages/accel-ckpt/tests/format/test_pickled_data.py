@@ -126,7 +126,7 @@ CRAFTED = {
 @pytest.mark.parametrize("name", CRAFTED)
 def test_crafted_numpy_values_are_refused(name):
     with pytest.raises(
-        (UnsafeCheckpointError, CorruptCheckpointError), match="the file (was not|cannot be) read"
+        (UnsafeCheckpointError, CorruptCheckpointError), match=r"the file (was not|cannot be) read"
     ):
         read(CRAFTED[name])
 

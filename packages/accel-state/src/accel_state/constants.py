@@ -31,6 +31,7 @@ __all__ = [
     "SCALER_NAME",
     "SCHEDULER_NAME",
     "STALLED",
+    "STORE_SECRET",
     "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_DYNAMO_MODES",
     "TORCH_LAUNCH_PARAMS",
@@ -45,6 +46,9 @@ RANK_PREFIXED = "ACCEL_RANK_PREFIXED"
 
 RUN_FOLDER = "ACCEL_RUN_FOLDER"
 """Variable of ranks: the folder through which they and their launcher on the same machine exchange what they do."""
+
+STORE_SECRET = "ACCEL_STORE_SECRET"
+"""Variable of ranks: the secret with which they sign their messages in the store of their world."""
 
 STALLED = 124
 """Exit code of a launcher that ended ranks which made no progress (that of the command ``timeout``)."""

@@ -91,6 +91,10 @@ class StateError(AccelError, RuntimeError):
     """Process state was used before it exists, or set up twice in ways that conflict."""
 
 
+class UntrustedMessageError(StateError):
+    """A message in the store of the world does not come from a rank of this job."""
+
+
 class NoExecutableBatchSizeError(AccelError, RuntimeError):
     """Out of memory at every batch size that was tried."""
 

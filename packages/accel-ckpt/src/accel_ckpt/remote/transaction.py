@@ -106,8 +106,8 @@ class RemoteTransaction(Transaction):
     def complete(self, write: Callable[[Path], Contribution]) -> Path:
         """Upload this rank's files; when all ranks have, write the manifest."""
         try:
-            parts = self.together(lambda: self._upload(write))
-            self.together(lambda: self._conclude(parts))
+            answers = self.together(lambda: self._upload(write).to_plain())
+            self.together(lambda: self._conclude([Contribution.from_plain(answer) for answer in answers]))
             self._complete = True
         finally:
             self.abort()  # after a success it only releases what this rank holds

@@ -20,13 +20,15 @@ import secrets
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointError, CheckpointSaveError
+from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural
+from accel_ckpt.format.index import inside
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from accel_ckpt.format.reader import file_digest
 from accel_ckpt.locations import RemotePath, location
@@ -59,6 +61,10 @@ T = TypeVar("T")
 _PATIENCE = 30.0
 
 
+_RECORD = {"size": natural, "xxh3": checksum, "tensors": {}, "blocks": [checksum]}
+_CONTRIBUTION = {"files": {OTHERS: _RECORD}, "models": [[str]]}
+
+
 @dataclass(frozen=True, slots=True)
 class Contribution:
     """What one rank wrote."""
@@ -66,6 +72,23 @@ class Contribution:
     files: Mapping[str, FileRecord]
     models: tuple[tuple[str, ...], ...] = ()
     """Per model, its files; from the ranks that write models."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """As data, for the other ranks."""
+        return {"files": {name: asdict(record) for name, record in self.files.items()}, "models": self.models}
+
+    @classmethod
+    def from_plain(cls, data: Any) -> Contribution:
+        """What `to_plain` of another rank returned.
+
+        Raises:
+            CorruptCheckpointError: something else.
+        """
+        check_form(data, _CONTRIBUTION, "what a rank says that it wrote")
+        files = {
+            name: FileRecord(**{k: record[k] for k in _RECORD}) for name, record in data["files"].items()
+        }
+        return cls(files, tuple(map(tuple, data["models"])))
 
 
 def commit(
@@ -184,8 +207,8 @@ class Transaction:
     def complete(self, write: Callable[[Path], Contribution]) -> Path:
         """Write this rank's files; when all ranks have, give the folder its name, which is returned."""
         try:
-            parts = self.together(lambda: self._contribute(write))
-            self.together(lambda: self._finish(parts))
+            answers = self.together(lambda: self._contribute(write).to_plain())
+            self.together(lambda: self._finish([Contribution.from_plain(answer) for answer in answers]))
         finally:
             self.abort()  # after a success nothing is left to remove, and the lock is released
         return self.directory
@@ -329,7 +352,9 @@ def _files_below(folder: Path) -> Iterator[str]:
 
 
 def _visible_files(folder: Path, parts: list[Contribution]) -> dict[str, FileRecord]:
-    return {name: record for part in parts for name, record in part.files.items() if (folder / name).exists()}
+    return {
+        name: record for part in parts for name, record in part.files.items() if inside(folder, name).exists()
+    }
 
 
 def _unreported_files(folder: Path, reported: Mapping[str, Any], disk: Disk) -> dict[str, FileRecord]:

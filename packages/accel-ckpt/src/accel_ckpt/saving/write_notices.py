@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ckpt.coordination import default_coordinator
 from accel_ckpt.errors import CheckpointSaveError
 from accel_ckpt.locations import RemotePath, location
+from accel_state.errors import UntrustedMessageError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.process import PartialState
 
@@ -179,7 +180,7 @@ class WriteNotices:
                     self._look_around(call, last, looked - began)
                 time.sleep(pause)
                 pause = min(2 * pause, 0.1)
-        except CheckpointSaveError:
+        except (CheckpointSaveError, UntrustedMessageError):
             raise
         except RuntimeError as error:
             raise CheckpointSaveError(

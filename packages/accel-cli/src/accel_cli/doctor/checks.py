@@ -193,11 +193,11 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     from accel_state.config.external_variables import OTHER_VARIABLES
     from accel_state.config.launch import LaunchConfig
     from accel_state.config.schema import schema_of, variables_of
-    from accel_state.constants import RANK_PREFIXED, RUN_FOLDER
+    from accel_state.constants import RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
     from accel_state.launching.hardware import COUNT_VARIABLE
 
     known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)}
-    known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER}
+    known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET}
     wrong = [
         name
         for name in sorted(machine.environ)

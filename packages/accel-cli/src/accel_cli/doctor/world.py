@@ -23,6 +23,8 @@ from accel_state.config.launch import LaunchConfig
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.launching.plan import World, plan_rank
 from accel_state.launching.ranks.processes import CommandProcess, start_command
+from accel_state.world.clusters.base import is_loopback
+from accel_state.world.signed_store import loopback_store
 
 __all__ = ["Place", "examine_world"]
 
@@ -98,6 +100,10 @@ def _host(place: Place, timeout: float) -> tuple[Any, int]:
                     "--main_process_port, the same on all machines"
                 ) from error
     wait = timedelta(seconds=timeout)
+    if place.world.machines == 1 and is_loopback(place.address):
+        own = loopback_store(place.address, place.port, None, wait)
+        if own is not None:
+            return own, own.port  # type: ignore[attr-defined]
     store = dist.TCPStore(  # type: ignore[attr-defined]
         place.address, place.port, None, True, wait, wait_for_workers=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import shlex
 import shutil
 import signal
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NoReturn
 
-from accel_state.constants import RUN_FOLDER
+from accel_state.constants import RUN_FOLDER, STORE_SECRET
 from accel_state.errors import ConfigError, LaunchError
 from accel_state.host.colors import Colors
 from accel_state.launching.hardware import (
@@ -466,6 +467,7 @@ class _Attempts:
         self._host = host
         self._console = console
         self._held = contextlib.ExitStack()
+        self._secret = secrets.token_hex(32)
         self._monitor: Monitor | None = None
         self._pool: SparePool | None = None
         self._planned: dict[int, LaunchPlan] = {}
@@ -495,7 +497,7 @@ class _Attempts:
         """Start the processes of an attempt."""
         planned = self.plan(attempt)
         logged = parse_tee(self._config.tee, [spec.rank for spec in planned.processes])
-        specs = [self._watched(spec) for spec in planned.processes]
+        specs = [self._sharing(self._watched(spec), planned.style) for spec in planned.processes]
         spares: dict[int, CommandProcess] = {}
         if self._pool is not None and attempt:
             spares = self._pool.take(specs, [spec.environment(self._environ) for spec in specs])
@@ -530,6 +532,15 @@ class _Attempts:
         if self._monitor is None:
             return spec
         return dataclasses.replace(spec, env={**spec.env, RUN_FOLDER: str(self._monitor.folder)})
+
+    def _sharing(self, spec: ProcessSpec, style: str) -> ProcessSpec:
+        """With the secret that signs what ranks tell each other; not in the plan, which is shown.
+
+        Ranks of several machines have one only if the user gives it to all of them.
+        """
+        if style != "ranks" or self._world.machines > 1 or STORE_SECRET in self._environ:
+            return spec
+        return dataclasses.replace(spec, env={**spec.env, STORE_SECRET: self._secret})
 
     def _fill_pool(self, spec: ProcessSpec) -> None:
         if self._pool is None:

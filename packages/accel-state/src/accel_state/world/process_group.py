@@ -17,9 +17,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from accel_state import environment
+from accel_state.constants import STORE_SECRET
 from accel_state.errors import AccelError, ConfigError, LaunchError, StateError
 from accel_state.messages import first_line
-from accel_state.world.clusters.base import Topology
+from accel_state.world.clusters.base import Topology, is_loopback
+from accel_state.world.signed_store import SignedStore, loopback_store, signed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -62,7 +65,7 @@ def adopt(topology: Topology, choose: Callable[[Topology], torch.device]) -> Mem
     if topology.world_size != world_size:  # no launcher: for example torch.multiprocessing.spawn on one node
         topology = Topology(rank, world_size, rank, world_size, launcher="user")
     topology = replace(topology, rank=rank)
-    store = dist.distributed_c10d._get_default_store()
+    store = signed(dist.distributed_c10d._get_default_store(), environment.get(STORE_SECRET))
     device, backend = choose(topology), dist.get_backend()
     return Membership(
         topology, device, backend, store_client(store, "accel/side"), store_client(store, "accel/watch")
@@ -90,10 +93,11 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
     try:
         # A store can outlive a process group (torchrun's agent hosts it); keys of an earlier group must not be read.
         generation = base.add(f"accel/generation/{topology.rank}", 1)
-        store = _prefixed(f"accel/{generation}", base)
+        own = _prefixed(f"accel/{generation}", base)
+        store = signed(own, environment.get(STORE_SECRET))
         device, backend = _agree(store, topology, choose, timeout)
         side, watch = store_client(store, "accel/side"), store_client(store, "accel/watch")
-        _create_group(store, topology, device, backend, options)
+        _create_group(own, topology, device, backend, options)
         _wait_until_all_joined(store, topology, timeout)
     except dist.DistError as error:
         raise LaunchError(
@@ -156,14 +160,19 @@ def store_client(store: Store, prefix: str) -> Store:
     Raises:
         LaunchError: the store does not answer.
     """
-    clone: Callable[[], Store] = store.clone  # type: ignore[attr-defined]
-    finished = _within(_CLONE_TIMEOUT, clone)
+
+    def connect() -> Store:
+        if isinstance(store, SignedStore):
+            return store.client(prefix)
+        return _prefixed(prefix, store.clone())  # type: ignore[attr-defined]
+
+    finished = _within(_CLONE_TIMEOUT, connect)
     if finished is None:
         raise LaunchError(
             f"the store of this world did not answer within {_CLONE_TIMEOUT:g} s: rank 0, which hosts it, has ended "
             "or is stuck; check its output"
         )
-    return _prefixed(prefix, finished)
+    return finished
 
 
 def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
@@ -188,6 +197,13 @@ def _within(seconds: float, connect: Callable[[], Store]) -> Store | None:
     if isinstance(result[0], Exception):
         raise result[0]
     return result[0]
+
+
+def _loopback_address(topology: Topology) -> str | None:
+    """Where the ranks of one machine meet; None where ranks of other machines come too, or an agent hosts the store."""
+    alone = topology.local_world_size == topology.world_size and topology.num_nodes == 1
+    hosted = environment.parse_flag_from_env("TORCHELASTIC_USE_AGENT_STORE")
+    return _address(topology) if alone and is_loopback(topology.master_addr) and not hosted else None
 
 
 def _address(topology: Topology) -> str:
@@ -234,6 +250,12 @@ def _meet(url: str, topology: Topology, timeout: timedelta) -> Store:
     where = f"rank {rank} of {world_size} could not reach the other ranks at {url}"
 
     def connect() -> Store:
+        if rank == 0 and url == _loopback_address(topology):
+            own = loopback_store(
+                str(topology.master_addr), int(topology.master_port or 0), world_size, timeout
+            )
+            if own is not None:
+                return own
         store: Store = next(rendezvous(url, rank=rank, world_size=world_size, timeout=timeout))[0]
         return store
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,6 +13,7 @@ import time
 
 import pytest
 
+from accel_state.launching.machines.agent import read_state
 from accel_state.launching.machines.health import find_faults
 from accel_state.launching.ports import reserve_port
 
@@ -119,3 +122,25 @@ def test_a_wrong_product_is_a_fault(monkeypatch):
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda size, value, **about: full(size, value * 1.5, **about))
     assert any("computes wrongly" in fault for fault in find_faults(1, cpu=True))
+
+
+class Code:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("exit 3",)
+
+
+def test_the_state_of_a_rendezvous_is_read_and_no_code_of_it_runs():
+    dynamic = pytest.importorskip("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    state = dynamic._RendezvousState()
+    node = dynamic._NodeDesc("host", 1, 2)
+    state.complete = True
+    state.participants[node] = 0
+    state.wait_list.add(node)
+    state.last_heartbeats[node] = state.deadline = datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC)
+    found = read_state(pickle.dumps(state))
+    assert (found.complete, found.closed, found.participants) == (True, False, {node: 0})
+    state.wait_list.add(Code())
+    with pytest.raises(pickle.UnpicklingError, match=r"holds posix\.system, which is no part of its state"):
+        read_state(pickle.dumps(state))

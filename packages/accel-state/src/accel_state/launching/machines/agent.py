@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import io
 import os
 import pickle
 import shutil
@@ -28,7 +29,7 @@ from typing import Any
 from accel_state import environment
 from accel_state.messages import first_line
 
-__all__ = ["main"]
+__all__ = ["main", "read_state"]
 
 _MODULE_OF_PROBE = "accel_state.launching.machines.health"
 _COUNT = "accel/machines"
@@ -97,6 +98,36 @@ def _healthy(args: Any, own: argparse.Namespace) -> bool:
             f"accel: error: {socket.gethostname()} failed the health probe, so it does not join the run\n"
         )
     return probe.returncode == 0
+
+
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+_STATE_CLASSES = {(_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc")} | {
+    ("datetime", name) for name in ("datetime", "timedelta", "timezone")
+}
+
+
+class _StateReader(pickle.Unpickler):
+    """Reads the state of the rendezvous, which torch's agents exchange as a pickle, without running code from it.
+
+    torch's own agent, which runs beside it, does unpickle what is there.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _STATE_CLASSES:
+            raise pickle.UnpicklingError(
+                f"the store of the rendezvous holds {module}.{name}, which is no part of its state: another program "
+                "writes there. Let no other program reach the port of --main_process_ip"
+            )
+        return super().find_class(module, name)
+
+
+def read_state(raw: bytes) -> Any:
+    """The state of a rendezvous that torch's agents exchange.
+
+    Raises:
+        UnpicklingError: it holds something else.
+    """
+    return _StateReader(io.BytesIO(raw)).load()
 
 
 class _Meeting:
@@ -175,7 +206,7 @@ class _Meeting:
         from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
         found = C10dRendezvousBackend(self.client, self.args.rdzv_id).get_state()
-        return None if found is None else pickle.loads(found[0])  # as torch's own agents exchange it
+        return None if found is None else read_state(found[0])
 
     def leave(self) -> None:
         """Tell that this machine is done; the one with the store waits until all have told."""

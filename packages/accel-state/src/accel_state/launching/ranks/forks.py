@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import io
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from string import Template
 from types import TracebackType
 from typing import IO, Any, NoReturn, Protocol
 
-from accel_state.constants import RANK_PREFIXED
+from accel_state.constants import RANK_PREFIXED, STORE_SECRET
 from accel_state.environment import patch_environment
 from accel_state.launching.ranks.processes import end_group
 from accel_state.launching.ranks.supervisor import SupervisedProcess
@@ -79,6 +80,7 @@ class ForkedRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
     max_restarts: int = 0
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), init=False, repr=False)
     _parent_pipe: tuple[int, int] = field(default=(-1, -1), init=False)
 
     def __enter__(self) -> ForkedRanks:
@@ -165,6 +167,7 @@ class _Ranks(Protocol):
     variables: Mapping[str, str]
     prefix: Template
     max_restarts: int
+    secret: str
 
 
 def world_variables(ranks: _Ranks, local_rank: int, attempt: int, port: int) -> dict[str, str]:
@@ -191,6 +194,7 @@ def world_variables(ranks: _Ranks, local_rank: int, attempt: int, port: int) -> 
         # This process may itself be a rank of torchrun; these ranks use a separate store.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         RANK_PREFIXED: "1" if "rank}" in ranks.prefix.template else "",
+        **({STORE_SECRET: ranks.secret} if ranks.world_size == ranks.local_size else {}),
         **ranks.variables,
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import secrets
 import sys
 import tempfile
 from collections import ChainMap
@@ -120,6 +121,7 @@ class SpawnedRanks:
     variables: Mapping[str, str] = field(default_factory=dict)
     prefix: Template = field(default_factory=lambda: Template("[rank ${rank}] "))
     max_restarts: int = 0
+    secret: str = field(default_factory=lambda: secrets.token_hex(32), init=False, repr=False)
     _file: Path | None = field(default=None, init=False)
 
     def __enter__(self) -> SpawnedRanks:
