@@ -1,8 +1,8 @@
-"""Pieces of messages."""
+"""Pieces of messages: what is cut, and what others must not see."""
 
 import pytest
 
-from accel_state.messages import first_line
+from accel_state.messages import first_line, is_secret, shown, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -11,3 +11,44 @@ from accel_state.messages import first_line
 )
 def test_the_first_line_of_an_error(text, line):
     assert first_line(RuntimeError(text)) == line
+
+
+def test_long_values_are_cut():
+    assert shown("abc") == "'abc'"
+    assert len(shown("x" * 10**6)) < 210
+    assert len(shown([1] * 10**4)) < 210
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "GOOGLE_APPLICATION_CREDENTIALS",
+     "apikey", "--api-key", "GITHUB_PAT", "BASIC_AUTH", "PGPASSWD"],
+)  # fmt: skip
+def test_names_of_secrets(name):
+    assert is_secret(name)
+    assert without_secrets({name: "hunter2", "other": 1}) == {name: "***", "other": 1}
+    assert without_secrets([f"{name}=hunter2", "x=1"]) == [f"{name}=***", "x=1"]
+    assert without_secrets((f"--{name.lstrip('-')}", "hunter2", "--x", "y"))[1:] == ("***", "--x", "y")
+    assert "hunter2" not in without_secrets(f"run --{name.lstrip('-')} 'hunter2 hunter2' x")
+    assert "hunter2" not in without_secrets(f"export {name}='hunter2 hunter2'")
+    assert without_secrets({"env": [f"{name}=hunter2"]}) == {"env": [f"{name}=***"]}
+
+
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "max_tokens", "monkey", "PATH", "author", "keyboard", "RANK"]
+)
+def test_names_of_other_things(name):
+    assert not is_secret(name)
+    assert without_secrets({name: "value", "list": [f"{name}=value"]}) == {
+        name: "value",
+        "list": [f"{name}=value"],
+    }
+
+
+def test_switches_and_what_is_unset_stay():
+    assert without_secrets({"use_auth": True, "token": None, "key": ""}) == {
+        "use_auth": True,
+        "token": None,
+        "key": "",
+    }
+    assert without_secrets(["--use_auth", "--x"]) == ["--use_auth", "--x"]

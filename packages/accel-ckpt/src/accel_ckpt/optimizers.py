@@ -33,7 +33,7 @@ __all__ = [
 
 
 # States of torch's own optimizers that have the shape of their parameter. Fused kernels count the elements of the
-# parameter and write as many to its states, without asking how many these have.
+# parameter and write to that number of elements of its states, without asking whether these have them.
 _LIKE_PARAMETER = frozenset({
     "acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_avg_sqs", "exp_inf", "grad_avg", "max_exp_avg_sq",
     "momentum_buffer", "prev", "square_avg", "step_size", "sum",

@@ -1,5 +1,6 @@
 """What a manifest finds missing, also while somebody else removes the checkpoint."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import torch
 import xxhash
 
 from accel_ckpt import save_training_state
-from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, UnsafeCheckpointError
 from accel_ckpt.format.manifest import Manifest
 from accel_ckpt.saving.commit import complete_checkpoints, is_complete
 from accel_ckpt.saving.writer import FileRecord
@@ -70,5 +71,60 @@ def test_files_of_a_save_in_a_folder_of_its_own(tmp_path):
 @pytest.mark.parametrize("folder", ["..", "files-0123456789ab/..", "other", 3])
 def test_folders_that_no_save_makes(folder):
     raw = Manifest(1, (0,), (), {}, folder).encode()
-    with pytest.raises(CorruptCheckpointError, match="is no folder of a save"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"\['folder'\] is .*, where the name of a folder of a save"
+    ):
         Manifest.decode(raw, "text")
+
+
+def changed(**fields):
+    """A manifest with the right checksum, in which fields are others."""
+    record = FileRecord(1, "0" * 16)
+    lines = json.loads(Manifest(1, (0,), (("model.safetensors",),), {"x": record}).encode())
+    lines |= {"manifest_xxh3": "0" * 16} | fields
+    raw = ("{" + ",".join(f'"{name}": {json.dumps(value)}' for name, value in lines.items()) + "}").encode()
+    return raw.replace(b"0" * 16, xxhash.xxh3_64_hexdigest(raw).encode(), 1)
+
+
+def file(**fields):
+    return {"x": {"size": 1, "xxh3": "0" * 16} | fields}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"world_size": 0}, r"\['world_size'\] is 0"),
+        ({"world_size": -3}, r"\['world_size'\] is -3"),
+        ({"world_size": True}, r"\['world_size'\] is True"),
+        ({"world_size": 1.0}, r"\['world_size'\] is 1.0"),
+        ({"world_size": 10**30}, r"\['world_size'\] is 1000"),
+        ({"ranks": [0, 0]}, "ranks that are none of 1, or twice"),
+        ({"ranks": [1]}, "ranks that are none of 1, or twice"),
+        ({"ranks": ["a", None]}, r"\['ranks'\]\[0\] is 'a'"),
+        ({"ranks": "01"}, r"\['ranks'\] is '01'"),
+        ({"models": [None]}, r"\['models'\]\[0\] is None, where a list"),
+        ({"models": ["ab"]}, r"\['models'\]\[0\] is 'ab', where a list"),
+        ({"files": []}, r"\['files'\] is one list"),
+        ({"files": file(xxh3=None)}, r"\['files'\]\['x'\]\['xxh3'\] is None"),
+        ({"files": file(xxh3="")}, r"\['xxh3'\] is ''"),
+        ({"files": file(size=1.0)}, r"\['size'\] is 1.0"),
+        ({"files": file(size=-1)}, r"\['size'\] is -1"),
+        ({"files": {"x": 3}}, r"\['x'\] is 3"),
+        ({"tensors": []}, r"\['tensors'\] is one list"),
+        ({"tensors": {"x": 3}}, r"\['x'\] is 3"),
+        ({"blocks": []}, r"\['blocks'\] is one list"),
+        ({"blocks": {"size": 1 << 22, "xxh3": {"x": "0" * 17}}}, r"\['blocks'\]|text"),
+    ],
+)  # fmt: skip
+def test_every_field_is_checked(fields, message):
+    Manifest.decode(changed(), "text")
+    with pytest.raises(CorruptCheckpointError, match=message):
+        Manifest.decode(changed(**fields), "text")
+
+
+def test_a_folder_that_is_a_link_to_outside_is_refused(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "files-0123456789ab").symlink_to("../outside")
+    with pytest.raises(UnsafeCheckpointError, match="outside the checkpoint's folder"):
+        Manifest(1, (0,), (), {}, "files-0123456789ab").home(tmp_path / "state")

@@ -23,6 +23,7 @@ from accel_state.config.schema import BoundOption, flatten, schema_of, value_of
 from accel_state.config.sources import Origin, Source
 from accel_state.environment import snapshot
 from accel_state.errors import AccelError, ConfigNotFoundError
+from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["add_commands", "effective_options", "mistakes_of"]
 
@@ -126,8 +127,10 @@ def effective_options(resolved: Resolved) -> Iterator[EffectiveOption]:
             continue
         data: Any = None if value is None else bound.option_type.dump(value)
         if bound.about.secret and data is not None:
-            data = "***"
-        yield EffectiveOption(bound, bound.file_path if bound.keys else bound.path, data, source)
+            data = HIDDEN
+        yield EffectiveOption(
+            bound, bound.file_path if bound.keys else bound.path, without_secrets(data), source
+        )
 
 
 def mistakes_of(path: Path) -> tuple[FileLayer | None, list[str]]:

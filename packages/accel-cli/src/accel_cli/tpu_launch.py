@@ -11,6 +11,7 @@ from accel_state.config.merge import Origin, Resolved
 from accel_state.launching.function import calling
 from accel_state.launching.machines.tpu_pod import in_its_pod, run_on_pod, ssh_commands, worker_command
 from accel_state.launching.target import Target, check_target
+from accel_state.messages import without_secrets
 
 __all__ = ["launch_on_pod", "on_tpu"]
 
@@ -26,7 +27,7 @@ def launch_on_pod(config: LaunchConfig, target: Target, environ: Mapping[str, st
     """
     commands = ssh_commands(config.tpu, worker_command(config, target))
     if config.dry_run:
-        sys.stdout.write("".join(f"{shlex.join(words)}\n" for words in commands))
+        sys.stdout.write("".join(f"{shlex.join(without_secrets(words))}\n" for words in commands))
         return 0
     return run_on_pod(commands, environ)
 

@@ -2,9 +2,66 @@
 
 from __future__ import annotations
 
-__all__ = ["first_line"]
+import re
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["HIDDEN", "first_line", "is_secret", "shown", "without_secrets"]
+
+HIDDEN = "***"
+"""What stands in the place of a secret."""
+
+# A tokenizer, and a number of tokens, are none.
+_WORDS = (
+    r"(?:TOKEN(?!IZ|S)|SECRET|PASSW|CREDENTIAL|PRIVATE|APIKEY|ACCESSKEY|(?<![A-Z])KEY(?![A-Z])|"
+    r"(?<![A-Z])PAT(?![A-Z])|(?<![A-Z])AUTH(?![A-Z]))"
+)
+_SECRET_NAME = re.compile(_WORDS, re.IGNORECASE)
+_NAME = rf"[\w.-]*{_WORDS}[\w.-]*"
+_SETTING = re.compile(
+    rf"(?P<name>\b{_NAME}=|(?<!\S)--{_NAME}\s+(?!-))(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.IGNORECASE
+)
 
 
 def first_line(error: BaseException) -> str:
     """The first line of what an error says that is not empty; the name of its class if it says nothing."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shown(value: object, length: int = 200) -> str:
+    """A value as Python writes it, cut to a length that a message can have."""
+    text = repr(value[: length + 1] if isinstance(value, str) else value)
+    return text if len(text) <= length else f"{text[:length]}…"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable or option of this name usually holds what others must not see."""
+    return _SECRET_NAME.search(name) is not None
+
+
+def without_secrets(value: Any) -> Any:
+    """Data to show: values under names of secrets are replaced, also in texts such as ``NAME=value``.
+
+    Args:
+        value: text, or nested lists and dictionaries.
+    """
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN
+            if item not in (None, "", True, False) and is_secret(str(key))
+            else without_secrets(item)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return type(value)(_after_flags([without_secrets(item) for item in value]))
+    if isinstance(value, str):
+        return _SETTING.sub(rf"\g<name>{HIDDEN}", value)
+    return value
+
+
+def _after_flags(items: list[Any]) -> list[Any]:
+    """Words of a command line: what follows ``--hf_token`` is hidden, too."""
+    for before, (place, item) in zip(items, enumerate(items[1:], 1), strict=False):
+        if isinstance(before, str) and before.startswith("--") and "=" not in before and is_secret(before):
+            items[place] = HIDDEN if isinstance(item, str) and not item.startswith("-") else item
+    return items

@@ -179,7 +179,7 @@ def test_t15_unknown_keys_are_errors_at_any_depth(text, message, tmp_path):
     [
         ("num_processes: four\n", r"num_processes is 'four'; expected an integer"),
         ("num_processes: true\n", r"num_processes is True; expected an integer"),
-        ("num_processes: -1\n", r"num_processes is -1; expected an integer of at least 1"),
+        ("num_processes: -1\n", r"num_processes is -1; expected an integer from 1 to 1000000"),
         ("main_process_port: 70000\n", r"main_process_port is 70000; expected .* from 0 to 65535"),
         ("debug: maybe\n", r"debug is 'maybe'; expected true or false"),
         ("mixed_precision: bf17\n", r"mixed_precision is 'bf17'; expected one of no, fp16, bf16, fp8"),
@@ -367,3 +367,43 @@ def test_old_distributed_types_are_read_as_what_they_are_now(tmp_path):
     assert (tp.config.distributed_type, tp.config.parallelism.tp_size) == (None, 4)
     assert tp.config.use_parallelism_config
     assert "distributed_type TP is read as not set" in tp.notes[0]
+
+
+# Files that would fill the memory, or never end
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a0: &a0 [1]\n" + "".join(f"a{i + 1}: &a{i + 1} [*a{i}, *a{i}]\n" for i in range(40)),
+         "holds more than 100,000 values"),
+        ("a: &a [*a]\n", "an alias is inside of what it stands for"),
+        ("a: &a {b: *a}\n", "an alias is inside of what it stands for"),
+        ("a: " + "[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("a: " + "{b: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("num_processes: 99999999999999999999\n", "expected an integer of at most 64 bits"),
+        ("num_processes: 1e300\n", "expected an integer of at most 64 bits"),
+        ("num_processes: " + "9" * 5000, "is not valid YAML|expected an integer"),
+        ("num_processes: 5000000\n", "expected an integer from 1 to 1000000"),
+        ("a: 2020-99-99\n", "is not valid YAML"),
+        ("k" * 100_000 + ": 1\n", "does not exist|is not valid YAML"),
+        ("fsdp_config: " + "x" * 100_000, "expected a mapping of options"),
+    ],
+    ids=["aliases", "cycle", "cycle of mappings", "deep", "deep mappings", "large", "larger", "digits", "many", "date",
+         "key", "value"],
+)  # fmt: skip
+def test_a_file_that_asks_for_too_much_is_refused(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_layer(path)
+    assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"num_processes": ' + "9" * 5000 + "}", '{"a": 1e400}'])
+def test_json_that_asks_for_too_much_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_layer(path)
+    assert len(str(caught.value)) < 2000

@@ -161,7 +161,7 @@ def test_unknown_flags_are_errors_with_a_suggestion(words, message):
     [
         (["--num_processes"], r"--num_processes needs a value"),
         (["--num_processes", "two"], r"--num_processes is 'two'; expected an integer"),
-        (["--num_processes", "0"], r"expected an integer of at least 1"),
+        (["--num_processes", "0"], r"expected an integer from 1 to 1000000"),
         (["--debug=maybe"], r"--debug is 'maybe'; expected true or false"),
         (["--use_fsdp=maybe"], r"--use_fsdp is 'maybe'; expected true or false"),
         (["--mixed_precision", "fp17"], r"--mixed_precision is 'fp17'; expected one of no, fp16, bf16, fp8"),

@@ -18,6 +18,7 @@ from accel_ckpt.errors import (
     CheckpointVersionError,
     CorruptCheckpointError,
 )
+from accel_ckpt.format.forms import OTHERS, check_form, checksum, natural, positive
 from accel_ckpt.format.index import inside
 from accel_ckpt.format.reader import check_digest, file_digest, parse_json, refuse_irregular
 from accel_ckpt.saving.writer import BLOCK_HASHED, FileRecord, FileWriter
@@ -30,6 +31,22 @@ MANIFEST_NAME = "manifest.json"
 _BLANK = "0" * 16
 _FOLDER = re.compile(r"files-[0-9a-f]{12}")
 _CHECKSUM = re.compile(rb'"manifest_xxh3": "([0-9a-f]{16})"')
+
+
+def _folder(value: Any) -> bool:
+    """The name of a folder of a save, or nothing."""
+    return isinstance(value, str) and (not value or _FOLDER.fullmatch(value) is not None)
+
+
+_FORM = {
+    "world_size": positive,
+    "ranks": [natural],
+    "models": [[str]],
+    "files": {OTHERS: {"size": natural, "xxh3": checksum}},
+    "tensors": {OTHERS: {}},
+    "blocks": {},
+    "folder": _folder,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,30 +128,33 @@ class Manifest:
             CheckpointVersionError: it was written by a newer version.
             CorruptCheckpointError: the manifest is damaged.
         """
-        payload = _parse(what, raw)
-        try:
-            tensors, blocks = payload.get("tensors", {}), _blocks(payload)
-            folder = payload.get("folder", "")
-            if not isinstance(folder, str) or (folder and _FOLDER.fullmatch(folder) is None):
-                raise ValueError(f"{folder!r} is no folder of a save")
-            return cls(
-                int(payload["world_size"]),
-                tuple(payload["ranks"]),
-                tuple(tuple(names) for names in payload["models"]),
-                {
-                    name: FileRecord(
-                        record["size"], record["xxh3"], tensors.get(name, {}), blocks.get(name, ())
-                    )
-                    for name, record in payload["files"].items()
-                },
-                folder,
+        payload = {"tensors": {}, "blocks": {}, "folder": "", **_parse(what, raw)}
+        check_form(payload, _FORM, what)
+        ranks, world_size = payload["ranks"], payload["world_size"]
+        if len(set(ranks)) < len(ranks) or max(ranks, default=0) >= world_size:
+            raise CorruptCheckpointError(
+                f"{what} lists ranks that are none of {world_size}, or twice: {str(ranks)[:80]}. The file is damaged, "
+                "or something else wrote it; load another checkpoint"
             )
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CorruptCheckpointError(f"{what} lacks something or has a wrong type: {error!r}") from error
+        tensors, blocks = payload["tensors"], _blocks(payload["blocks"], what)
+        return cls(
+            world_size,
+            tuple(ranks),
+            tuple(tuple(names) for names in payload["models"]),
+            {
+                name: FileRecord(record["size"], record["xxh3"], tensors.get(name, {}), blocks.get(name, ()))
+                for name, record in payload["files"].items()
+            },
+            payload["folder"],
+        )
 
     def home(self, directory: Path) -> Path:
-        """The folder of the files, given that of the checkpoint."""
-        return directory / self.folder if self.folder else directory
+        """The folder of the files, given that of the checkpoint.
+
+        Raises:
+            UnsafeCheckpointError: it is a link to outside of the checkpoint.
+        """
+        return inside(directory, self.folder) if self.folder else directory
 
     def check_sizes(self, directory: Path) -> None:
         """Check that every file is there with its size.
@@ -175,16 +195,18 @@ def _size_of_file(path: Path) -> int | None:
     return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
-def _blocks(payload: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+def _blocks(about: Mapping[str, Any], what: str) -> dict[str, tuple[str, ...]]:
     """Checksums of the blocks of files; those of blocks of another size are of no use here."""
-    about = payload.get("blocks", {})
     if about.get("size") != BLOCK_HASHED:
         return {}
+    check_form(about, {"xxh3": {OTHERS: str}}, f"{what}['blocks']")
     width = len(_BLANK)
-    return {
+    found = {
         name: tuple(joined[at : at + width] for at in range(0, len(joined), width))
         for name, joined in about["xxh3"].items()
     }
+    check_form(found, {OTHERS: [checksum]}, f"{what}['blocks']")
+    return found
 
 
 def _parse(path: str, raw: bytes) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from accel_cli.render import show_facts
 from accel_state.config.merge import Origin, Resolved, resolve
 from accel_state.config.schema import schema_of, value_of
 from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.messages import HIDDEN, without_secrets
 
 __all__ = ["app", "collect"]
 
@@ -124,6 +125,6 @@ def _in_force(resolved: Resolved) -> dict[str, Any]:
     for bound in schema_of(type(config)).options:
         origin = resolved.origin(bound.path)
         if origin != Origin.DEFAULT:
-            value = "***" if bound.about.secret else value_of(config, bound)
+            value = HIDDEN if bound.about.secret else without_secrets(value_of(config, bound))
             rows[bound.path] = value if origin == Origin.FILE else f"{value} (from the environment)"
     return rows

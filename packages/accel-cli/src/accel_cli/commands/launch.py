@@ -18,6 +18,7 @@ from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.engines import check_available, check_installed, unused_options
 from accel_state.launching.target import Target
+from accel_state.messages import without_secrets
 
 __all__ = ["LaunchCommand", "app", "main", "target_of"]
 
@@ -132,7 +133,7 @@ def _submit(
     job = Job(config, (sys.executable, "-m", "accel_cli", "launch", *kept), target.name)
     submission = SUBMISSIONS[str(config.submit)]
     if config.dry_run:
-        sys.stdout.write(submission.script(job))
+        sys.stdout.write(without_secrets(submission.script(job)))
     else:
         sys.stdout.write(f"accel: {submission.submit(job, environ)}\n")
     return 0

@@ -16,6 +16,7 @@ from accel_state.config.sections.tpu import TpuSection
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError
 from accel_state.launching.machines.tpu_pod import run_on_pod, ssh_commands
+from accel_state.messages import without_secrets
 
 __all__ = ["app"]
 
@@ -93,7 +94,7 @@ def tpu_config(
         tpu, [_script(tpu, _installed(accel_version) if install_accel else None)], alpha=use_alpha
     )
     if debug:
-        typer.echo(f"Running {shlex.join(words)}")
+        typer.echo(f"Running {shlex.join(without_secrets(words))}")
         return 0
     code = run_on_pod([words], environ)
     if code == 0:

@@ -195,6 +195,7 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     from accel_state.config.schema import schema_of, variables_of
     from accel_state.constants import RANK_PREFIXED, RUN_FOLDER, STORE_SECRET
     from accel_state.launching.hardware import COUNT_VARIABLE
+    from accel_state.messages import HIDDEN, is_secret
 
     known = {name for bound in schema_of(LaunchConfig).options for name in variables_of(bound)}
     known |= {*OTHER_VARIABLES, COUNT_VARIABLE, RANK_PREFIXED, RUN_FOLDER, STORE_SECRET}
@@ -208,7 +209,9 @@ def _variables(machine: Machine) -> Iterator[Finding]:
     for name in wrong:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "nothing reads it; unset it"
-        yield Finding("variables", "warning", f"{name}={machine.environ[name]}", hint)
+        yield Finding(
+            "variables", "warning", f"{name}={HIDDEN if is_secret(name) else machine.environ[name]}", hint
+        )
     given = [name for name in sorted(machine.environ) if name in known and name.startswith("ACCELERATE_")]
     if not wrong:
         yield Finding("variables", "ok", ", ".join(given) or "none of this library is set")

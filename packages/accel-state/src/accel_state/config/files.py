@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from accel_state.config.option_types import JsonObject
 from accel_state.config.schema import BoundOption, Schema, build, schema_of, unknown
 from accel_state.config.sources import Place
 from accel_state.errors import ConfigError, ConfigNotFoundError, UnknownKeyError
+from accel_state.messages import shown, without_secrets
 
 if TYPE_CHECKING:
     from accel_state.config.sagemaker import SageMakerConfig
@@ -34,6 +36,7 @@ __all__ = [
 ]
 
 _NAME = "default_config.yaml"
+_MOST_VALUES = 100_000
 
 # Keys of older versions without effect: reported in a note, not an error.
 _RETIRED: Mapping[str, str] = {
@@ -262,7 +265,13 @@ def _parse_json(text: str, path: Path) -> tuple[Any, Lines]:
 
     try:
         return json.loads(text, object_pairs_hook=table), _lines_of_json(text)
-    except json.JSONDecodeError as error:
+    except RecursionError:
+        raise ConfigError(
+            f"{path} is nested too deeply; a configuration has mappings in mappings at most"
+        ) from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # also for a number of thousands of digits
         raise ConfigError(f"{path} is not valid JSON: {error}") from error
 
 
@@ -297,16 +306,50 @@ def _parse_yaml(text: str, path: Path) -> tuple[Any, Lines]:
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
+        _refuse_bombs(node, path)
         lines: dict[tuple[str, ...], int] = {}
         for above, table in _tables(node, ()):
             keys = [key for key, _ in table.value if isinstance(key.value, str)]
             _refuse_repeated([key.value for key in keys], path)
             lines |= {(*above, key.value): key.start_mark.line + 1 for key in keys}
         return (None if node is None else loader.construct_document(node)), lines
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ConfigError(
+            f"{path} is nested too deeply; a configuration has mappings in mappings at most"
+        ) from None
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # the latter for dates and numbers that there are not
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     finally:
         loader.dispose()
+
+
+def _refuse_bombs(node: Any, path: Path) -> None:
+    """Refuse aliases that multiply to more values than memory holds, or lead back to where they are."""
+    sizes: dict[int, int] = {}
+    above: set[int] = set()
+
+    def size_of(node: Any) -> int:
+        if getattr(node, "id", "scalar") == "scalar":
+            return 1
+        if id(node) in above:
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: an alias is inside of what it stands for"
+            )
+        if id(node) not in sizes:
+            above.add(id(node))
+            parts = [part for pair in node.value for part in pair] if node.id == "mapping" else node.value
+            sizes[id(node)] = 1 + sum(map(size_of, parts))
+            above.discard(id(node))
+        if sizes[id(node)] > _MOST_VALUES:
+            raise ConfigError(
+                f"{path}, line {node.start_mark.line + 1}: with its aliases this holds more than {_MOST_VALUES:,} "
+                "values, which no configuration has; write it without aliases"
+            )
+        return sizes[id(node)]
+
+    size_of(node)
 
 
 def _tables(node: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -319,9 +362,9 @@ def _tables(node: Any, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def _refuse_repeated(keys: Sequence[str], path: Path) -> None:
     # The parsers would silently use the last one.
-    for key in keys:
-        if keys.count(key) > 1:
-            raise ConfigError(f"{path}: key {key} occurs {keys.count(key)} times; keep one of them")
+    for key, count in Counter(keys).items():
+        if count > 1:
+            raise ConfigError(f"{path}: key {key[:200]} occurs {count} times; keep one of them")
 
 
 class _Reader:
@@ -380,7 +423,7 @@ class _Reader:
         if environment == SageMakerConfig.compute_environment:
             return SageMakerConfig
         raise ConfigError(
-            f"{self._where('compute_environment')}: compute_environment is {environment!r}; expected one of "
+            f"{self._where('compute_environment')}: compute_environment is {shown(environment)}; expected one of "
             f"{LaunchConfig.compute_environment}, {SageMakerConfig.compute_environment}"
         )
 
@@ -392,7 +435,8 @@ class _Reader:
         except ValueError:
             self.problems.append(
                 ConfigError(
-                    f"{self._where(file_key)}: {file_key} is {value!r}; expected a mapping of options to values"
+                    f"{self._where(file_key)}: {file_key} is {shown(without_secrets(value))}; expected a mapping of "
+                    "options to values"
                 )
             )
             return
@@ -400,6 +444,9 @@ class _Reader:
             self._entry(known, file_key, str(key), item)
 
     def _entry(self, known: Schema, file_key: str | None, key: str, value: Any) -> None:
+        if len(key) > 200:  # which would be compared with all names of options
+            self.problems.append(UnknownKeyError(f"{self.source}: key {shown(key)} does not exist"))
+            return
         keys = (file_key, key) if file_key else (key,)
         full, where = ".".join(keys), self._where(*keys)
         bound = known.by_key.get((file_key, key)) or known.by_path.get(_MOVED.get((file_key, key), ""))

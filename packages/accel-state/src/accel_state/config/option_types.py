@@ -74,7 +74,7 @@ class Int(OptionType):
 
     def parse(self, text: str) -> int:
         try:
-            return int(text)
+            return self._bounded(int(text))
         except ValueError:
             return self._integral(text)
 
@@ -82,7 +82,7 @@ class Int(OptionType):
         if isinstance(data, bool):
             raise ValueError(self.expected)
         if isinstance(data, int):
-            return data
+            return self._bounded(data)
         if isinstance(data, str):
             return self.parse(data)
         if isinstance(data, float):
@@ -96,7 +96,12 @@ class Int(OptionType):
             raise ValueError(self.expected) from None
         if not number.is_integer():
             raise ValueError(self.expected)
-        return int(number)
+        return self._bounded(int(number))
+
+    def _bounded(self, number: int) -> int:
+        if not -(1 << 63) <= number < 1 << 63:
+            raise ValueError(f"{self.expected} of at most 64 bits")
+        return number
 
 
 class Float(OptionType):

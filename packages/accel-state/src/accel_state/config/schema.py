@@ -9,6 +9,7 @@ from typing import Any
 from accel_state.config.option import Carrier, Option, Section
 from accel_state.config.option_types import BoolOrName, OptionType, option_type_of
 from accel_state.errors import ConfigError, UnknownKeyError
+from accel_state.messages import HIDDEN, shown, without_secrets
 
 __all__ = [
     "BoundOption",
@@ -100,8 +101,8 @@ class BoundOption:
             value = self._check(convert(data))
             return None if value in ((), {}) else value  # old files have empty lists for unset options
         except ValueError as error:
-            shown = "***" if self.about.secret else repr(data)
-            raise ConfigError(f"{where} is {shown}; expected {error}") from None
+            text = HIDDEN if self.about.secret else shown(without_secrets(data))
+            raise ConfigError(f"{where} is {text}; expected {error}") from None
 
     def _check(self, value: Any) -> Any:
         about = self.about

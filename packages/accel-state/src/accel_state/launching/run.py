@@ -46,6 +46,7 @@ from accel_state.launching.target import Target, check_target
 from accel_state.launching.watching.monitor import CAN_WATCH, Limits, Monitor
 from accel_state.launching.watching.output import Console, RankOutput, StreamName, open_log
 from accel_state.launching.watching.tracebacks import fold_frames
+from accel_state.messages import without_secrets
 from accel_state.world.topology import detect
 
 if TYPE_CHECKING:
@@ -169,12 +170,16 @@ def _who_restarts(config: LaunchConfig) -> str:
 
 
 def describe(prepared: LaunchPlan) -> str:
-    """The plan as shell commands that can be copied: one per process, with its environment variables."""
+    """The plan as shell commands that can be copied: one per process, with its environment variables.
+
+    Values of variables and flags that are named as secrets are hidden.
+    """
     blocks = []
     for spec in prepared.processes:
         unset = [f"-u {name}" for name in sorted(spec.drop)]
-        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
-        command = shlex.join(spec.argv)
+        shown = without_secrets(dict(spec.env))
+        settings = [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
+        command = shlex.join(without_secrets(spec.argv))
         words = ["env", *unset, *settings] if unset or settings else []
         title = f"# rank {spec.rank} of {prepared.world.size}"
         if prepared.style == "agent":

@@ -1,7 +1,7 @@
 """What ranks tell each other through the store of their world, and who can reach that store.
 
-torch's store knows no users: whoever reaches its port reads and writes every key. So on one machine it listens on a
-loopback address only, and where the launcher gave the ranks a secret, each message is signed with it.
+torch's store knows no users: every program that reaches its port reads and writes every key. So on one machine it
+listens on a loopback address only, and where the launcher gave the ranks a secret, each message is signed with it.
 """
 
 from __future__ import annotations

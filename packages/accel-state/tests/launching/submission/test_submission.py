@@ -131,3 +131,21 @@ def test_the_job_runs_the_command_without_the_flags_of_the_submission():
         words, None, lambda name: name in ("submit", "dry_run") or name.startswith("submit_")
     )
     assert left == ["--cpu", "--num-processes", "2", "--no-resume", "train.py", "--submit", "kept"]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--submit_partition", "--submit_account", "--submit_job_name", "--submit_output", "--log_dir",
+             "--submit_gpus_per_machine", "--submit_args"]
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["\n", "\r", "\x00", "\x1b", "\u2028"])
+def test_a_value_with_a_line_break_is_no_line_of_the_script(flag, end):
+    """What follows it would be run by the shell."""
+    with pytest.raises(ConfigError, match=r"a value in a batch script is one line of printable characters"):
+        SLURM.script(job("--cpu", f"{flag}=--x{end}touch stolen"))
+
+
+def test_arguments_of_the_command_are_quoted():
+    made = job("--cpu")
+    made = Job(made.config, ("accel", "launch", "train.py", "--note", "a\n$(touch stolen)"), made.script)
+    assert subprocess.run(["bash", "-n"], input=SLURM.script(made), text=True, check=False).returncode == 0
+    assert "'a\n$(touch stolen)'" in SLURM.script(made)

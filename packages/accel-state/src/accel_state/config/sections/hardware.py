@@ -56,6 +56,7 @@ class HardwareOptions(CommonOptions):
     num_processes: int | None = option(
         help="Total number of processes over all machines; --nproc_per_node: on each machine.",
         low=1,
+        high=1_000_000,
         flags=("--nproc_per_node",),
         prompt="How many processes in total will you use?",
     )

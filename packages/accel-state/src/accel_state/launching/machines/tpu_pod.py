@@ -56,6 +56,12 @@ def ssh_commands(tpu: TpuSection, command: Sequence[str], *, alpha: bool = False
     Raises:
         ConfigError: the pod has no name, or numbers and names are mixed.
     """
+    given = [("tpu_name", tpu.tpu_name), ("tpu_zone", tpu.tpu_zone), *(("vm", vm) for vm in tpu.tpu_vm or ())]
+    for flag, name in given:
+        if name and (name.startswith("-") or not name.isprintable()):
+            raise ConfigError(
+                f"--{flag} is {name[:80]!r}, which gcloud would not take for a name; correct it"
+            )
     start = ("gcloud", *(("alpha",) if alpha else ()), "compute")
     zone = ("--zone", tpu.tpu_zone) if tpu.tpu_zone else ()
     names = _named(tpu)

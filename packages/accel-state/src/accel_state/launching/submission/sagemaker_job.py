@@ -17,6 +17,7 @@ from accel_state.config.codec import encode
 from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.errors import ConfigError, LaunchError, NotAvailableError
 from accel_state.launching.target import Target, check_target
+from accel_state.messages import without_secrets
 
 __all__ = [
     "Credentials",
@@ -271,4 +272,4 @@ def describe_job(job: SageMakerJob, credentials: Credentials) -> str:
     if credentials.key is not None:
         data["aws_access_key_id"] = data["aws_secret_access_key"] = "***"
     del data["notes"]
-    return json.dumps(data, indent=2, default=str)
+    return json.dumps(without_secrets(data), indent=2, default=str)

@@ -21,6 +21,14 @@ __all__ = ["SlurmSubmission"]
 
 # The forms that the manual page of sbatch lists under --time.
 _TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d+(:\d{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
+_FLAGS = {
+    "job-name": "--submit_name, or the name of the script,",
+    "gpus-per-node": "--submit_gpus_per_machine",
+    "cpus-per-task": "--submit_cpus_per_task",
+    "partition": "--submit_partition",
+    "account": "--submit_account",
+    "output": "--submit_output, or --log_dir,",
+}
 _JOB = re.compile(r"(\d+)(?:;\S+)?\s*$")
 
 
@@ -86,6 +94,8 @@ def _options(job: Job) -> list[str]:
         raise ConfigError(
             f"--submit_time {about.time} is no time of Slurm; expected minutes, 4:00:00, 2-12 (days-hours) or UNLIMITED"
         )
+    for name, value in found.items():
+        _one_line(_FLAGS.get(name, f"the option {name} of sbatch"), value)
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in found.items() if value is not None]
     if config.resume and about.time is not None and _seconds(about.time) <= about.signal_time:
         raise ConfigError(
@@ -97,13 +107,27 @@ def _options(job: Job) -> list[str]:
         if about.signal_time:
             options.append(f"--signal=USR1@{about.signal_time}")
     for extra in about.args or ():
-        if not extra.startswith("-") or "\n" in extra:
+        _one_line("--submit_args", extra)
+        if not extra.startswith("-"):
             raise ConfigError(
                 f"--submit_args {extra!r} is no option of sbatch; write it with its dashes: "
                 f"--submit_args=--constraint=a100"
             )
         options.append(extra)
     return options
+
+
+def _one_line(flag: str, value: object) -> None:
+    """Refuse what would end the comment in which it stands: the rest would be run as a line of the script.
+
+    Raises:
+        ConfigError: the value has a line break or another control character.
+    """
+    if value is not None and not str(value).isprintable():
+        raise ConfigError(
+            f"{flag} is {str(value)[:80]!r}; a value in a batch script is one line of printable characters. Remove the "
+            "others"
+        )
 
 
 def _seconds(time: str) -> float:
