@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -16,10 +17,12 @@ from accel_state.enums import RNGType
 from accel_state.errors import ConfigError, StateError
 from accel_state.host import xla
 from accel_state.host.devices import accelerator_module, default_device, device_backend, device_count
+from accel_state.messages import first_line
 from accel_state.world.process import PartialState, current_state
 from accel_state.world.topology import detect
 
 __all__ = [
+    "check_rng_state",
     "derive_rng_state",
     "get_rng_state",
     "numpy_state",
@@ -140,22 +143,58 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     Raises:
         StateError: a part is missing or does not match this machine; nothing is changed.
     """
+    _setter(state)()
+
+
+def check_rng_state(state: Mapping[str, Any]) -> None:
+    """Check that ``set_rng_state`` can restore a state; changes nothing.
+
+    Raises:
+        StateError: as ``set_rng_state``.
+    """
+    _setter(state)
+
+
+def _setter(state: Mapping[str, Any]) -> Callable[[], None]:
     missing = {"python", "numpy", "torch"} - set(state)
     if missing:
         raise StateError(
             f"the RNG state lacks {', '.join(sorted(missing))}; it does not come from get_rng_state()"
         )
     template = np.random.get_state(legacy=False)
-    if state["numpy"].get("bit_generator") != template["bit_generator"]:
+    kind = state["numpy"].get("bit_generator") if isinstance(state["numpy"], Mapping) else None
+    if kind != template["bit_generator"]:
         raise StateError(
-            f"the saved random state of NumPy is of {state['numpy'].get('bit_generator')!r}, but the global "
-            f"generator is {template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
+            f"the saved random state of NumPy is of {kind!r}, but the global generator is "
+            f"{template['bit_generator']!r}; set that first with numpy.random.set_bit_generator"
         )
     set_devices = _device_setter(state.get("device"))
-    random.setstate(python_state(state["python"]))
-    np.random.set_state(numpy_state(state["numpy"], template))
-    torch.set_rng_state(state["torch"])
-    set_devices()
+    for_python, for_numpy = _tried(state, template)
+
+    def write() -> None:
+        random.setstate(for_python)
+        np.random.set_state(for_numpy)
+        torch.set_rng_state(state["torch"])
+        set_devices()
+
+    return write
+
+
+def _tried(state: Mapping[str, Any], template: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The states for Python and NumPy, after generators that nothing else uses have taken them and that for torch."""
+    try:
+        for_python, for_numpy = python_state(state["python"]), numpy_state(state["numpy"], template)
+        random.Random().setstate(for_python)
+        if not 0 <= int(for_numpy["has_gauss"]) <= 1:
+            raise ValueError("has_gauss of NumPy is neither 0 nor 1")
+        np.random.RandomState(getattr(np.random, template["bit_generator"])()).set_state(for_numpy)
+        torch.Generator().set_state(state["torch"])
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise StateError(
+            f"the random state cannot be taken up: {first_line(error)}; nothing was changed. It is damaged, or does "
+            "not come from get_rng_state()"
+        ) from error
+    return for_python, for_numpy
 
 
 def derive_rng_state(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -254,8 +293,16 @@ def numpy_state_tree(node: Any) -> Any:
 def numpy_state(node: Any, template: Any) -> Any:
     """The inverse of ``numpy_state_tree``; `template` is a state of the same type of bit generator."""
     if isinstance(template, dict):
-        return {key: numpy_state(node[key], value) for key, value in template.items()}
+        found = {key: numpy_state(node[key], value) for key, value in template.items()}
+        # NumPy reads the words of a Mersenne twister from this position, wherever it is.
+        if "pos" in found and not 0 <= operator.index(found["pos"]) <= len(found["key"]):
+            raise ValueError(f"the position {found['pos']} is outside of the {len(found['key'])} words")
+        return found
     if isinstance(template, np.ndarray):
         wide = node.numpy()
+        if wide.shape != template.shape or wide.dtype != np.int64:
+            raise ValueError(
+                f"words of shape {wide.shape} and {wide.dtype}, where {template.shape} were expected"
+            )
         return wide.view(template.dtype) if template.dtype.itemsize == 8 else wide.astype(template.dtype)
     return node

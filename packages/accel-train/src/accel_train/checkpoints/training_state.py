@@ -7,23 +7,29 @@ has trees of its own: random generators, the places of its loaders, and its unfi
 from __future__ import annotations
 
 import hashlib
+import numbers
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed import DistError
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess
 from accel_ckpt.format import tagged_json
+from accel_ckpt.format.forms import OTHERS, check_form, natural
 from accel_ckpt.modules.named_model import NamedModel
 from accel_ckpt.saving.drift import replica_marks, warn_of_drift
 from accel_ckpt.tensor_storage import as_bytes
+from accel_state.errors import AccelError
 from accel_state.log import get_logger
-from accel_state.seeding import derive_rng_state, get_rng_state, set_rng_state
+from accel_state.messages import first_line
+from accel_state.seeding import check_rng_state, derive_rng_state, get_rng_state, set_rng_state
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.chosen_parts import ALL, MODELS, Parts, left_out, limit, part_of, trains
 from accel_train.checkpoints.model_weights import CheckpointModel, WholeModel
@@ -251,8 +257,37 @@ def read(
         StateMismatchError: other objects are prepared or registered than were saved.
         OptionError: an object was pickled, and it is not said here that it is trusted.
     """
-    if accel_ckpt.is_accelerate_checkpoint(directory):
-        return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects, parts)
+    with _taken_up("it", directory):
+        if accel_ckpt.is_accelerate_checkpoint(directory):
+            return _read_foreign(here, directory, allow_missing_rng, trust_custom_objects, parts)
+        return _read_own(here, directory, allow_missing_rng, trust_custom_objects, parts)
+
+
+@contextmanager
+def _taken_up(what: str, directory: Path) -> Iterator[None]:
+    """What objects raise when a state is not what they have written is one error, that names the checkpoint."""
+    try:
+        yield
+    except (AccelError, MemoryError, OSError, torch.OutOfMemoryError, DistError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise accel_ckpt.CorruptCheckpointError(
+            f"{directory}: {what} is not what save_state() writes ({type(error).__name__}: {first_line(error)[:200]}). "
+            "The checkpoint is damaged, or something else wrote it; load another one"
+        ) from error
+
+
+_SHARED = {
+    "step": natural,
+    "progress": {"save_iteration": natural, "optimizers": [{"skipped": bool, "spent": bool}]},
+}
+_RANK = {"rng": {}, "windows": window_state.FORM, "replicas": [{}], "buffers": {OTHERS: torch.Tensor}}
+
+
+def _read_own(
+    here: Prepared, directory: Path, allow_missing_rng: bool, trust_custom_objects: bool, parts: Parts
+) -> Saved:
+    """What `save_state` wrote."""
     checkpoint = accel_ckpt.open_training_state(directory)
     if parts == ALL and not trains(here) and "optimizer_0" in checkpoint.lazy_shared(_OPTIMIZERS):
         parts = MODELS
@@ -262,9 +297,11 @@ def read(
     # Whole tensors are views of the files, which optimizers copy; of divided ones each rank reads its part.
     lazy = any(here.plan.strategy.is_divided(model) for model in here.prepared_models)
     shared = dict(checkpoint.lazy_shared(optimizers) if lazy else checkpoint.mapped_shared(optimizers))
+    check_form(shared, _SHARED, f"{directory}: the shared state")
     saved_by = 1 if shared["progress"].get("main_process_alone") else checkpoint.manifest.world_size
     own = checkpoint.per_rank(_home(here, checkpoint, saved_by), allow_missing=allow_missing_rng)
     known = own or checkpoint.per_rank(min(checkpoint.manifest.ranks)) or {}
+    check_form(known, _RANK, f"{directory}: the state of a rank")
     trees = {*shared, *(name for name in known if name.startswith("loader_"))}
     _check_parts(here, trees, directory)
     if not here.hooks.load:  # which may load models themselves
@@ -416,6 +453,7 @@ def _read_rng(
                 f"{checkpoint.directory} was saved by {saved_by} ranks; rank {others} is new and derives its random "
                 "state from a saved one."
             )
+    check_rng_state(rng)
     return rng if rank < saved_by else derive_rng_state(rng, rank)
 
 
@@ -566,17 +604,49 @@ def fit(here: Prepared, saved: Saved, models: list[nn.Module], strict: bool) -> 
                 f"{'; '.join(problems)}. Nothing was changed. Build the model as it was when the state was saved"
             )
     for index, optimizer in enumerate(here.optimizers):
-        here.plan.strategy.check_optimizer_state(
-            optimizer.optimizer, _optimizer_tree(saved, index), here.models
+        with _taken_up(f"the state of optimizer {index}", saved.directory):
+            here.plan.strategy.check_optimizer_state(
+                optimizer.optimizer, _optimizer_tree(saved, index), here.models
+            )
+    for index, scheduler in enumerate(here.schedulers):
+        _check_scheduler(
+            scheduler, saved.shared[f"scheduler_{index}"], f"{saved.directory}: scheduler {index}"
         )
     return pairs
+
+
+def _check_scheduler(scheduler: Any, state: Any, where: str) -> None:
+    """A scheduler of torch takes every entry as an attribute of its own, also one that is a method."""
+    check_form(state, {}, where)
+    inner = getattr(scheduler, "scheduler", scheduler)
+    known = inner.state_dict()
+    taken = [key for key in state if not isinstance(key, str) or (key not in known and hasattr(inner, key))]
+    if taken:
+        raise accel_ckpt.StateMismatchError(
+            f"{where} has the entries {', '.join(str(key)[:80] for key in taken[:5])}, which would replace parts of "
+            f"{type(inner).__name__} that are no state. Prepare the same scheduler as the script that saved it"
+        )
+    counts = [key for key, value in known.items() if type(value) in (int, float) and key in state]
+    check_form(state, dict.fromkeys(counts, _number), where)
+    for nested, its_state in zip(
+        getattr(inner, "_schedulers", ()), state.get("_schedulers", ()), strict=False
+    ):
+        _check_scheduler(nested, its_state, where)
+
+
+def _number(value: Any) -> bool:
+    """A number, or a tensor of one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     """Put everything back that is restored."""
     for model, weights in pairs:
         here.plan.strategy.load_model_state(model, weights, strict)
-    _restore_replicas(here, saved.replicas)
+    with _taken_up("what a rank has of its own", saved.directory):
+        _restore_replicas(here, saved.replicas)
     if "models" in saved.parts:
         kept = "optimizers" not in saved.parts and here.plan.strategy.optimizers_differ(here.inner_optimizers)
         here.plan.strategy.state_loaded(optimizers_differ=kept or saved.optimizers is not None)
@@ -585,22 +655,27 @@ def apply(here: Prepared, saved: Saved, pairs: Pairs, strict: bool) -> None:
     progress = shared.get("progress", {})
     for index, optimizer in enumerate(here.optimizers):
         tree = _optimizer_tree(saved, index)
-        here.plan.strategy.load_optimizer_state(optimizer.optimizer, tree, here.models)
+        with _taken_up(f"the state of optimizer {index}", saved.directory):
+            here.plan.strategy.load_optimizer_state(optimizer.optimizer, tree, here.models)
     for optimizer, flags in zip(here.optimizers, progress.get("optimizers", []), strict=False):
         optimizer.restore_flags(**flags)
     for index, scheduler in enumerate(here.schedulers):
-        scheduler.load_state_dict(shared[f"scheduler_{index}"])
+        with _taken_up(f"the state of scheduler {index}", saved.directory):
+            scheduler.load_state_dict(shared[f"scheduler_{index}"])
     if "scaler" in shared:
-        here.plan.precision.load_state_dict(shared["scaler"], here.inner_optimizers)
+        with _taken_up("the state of the gradient scaler", saved.directory):
+            here.plan.precision.load_state_dict(shared["scaler"], here.inner_optimizers)
     for index, registered in enumerate(here.registered):
         registered.item.load_state_dict(shared[f"custom_{index}"])
     for index, state in saved.loaders.items():
-        here.loaders[index].load_state_dict(state)
+        with _taken_up(f"the state of loader {index}", saved.directory):
+            here.loaders[index].load_state_dict(state)
     if saved.windows is not None:
         window_state.load(here.accumulator, _trained(here), saved.windows)
     guard = here.accumulator.guard
     if guard is not None and saved.guard is not None:
-        guard.load_state_dict(progress["guard"], saved.guard, here.optimizers)
+        with _taken_up("the state of the guard of steps", saved.directory):
+            guard.load_state_dict(progress["guard"], saved.guard, here.optimizers)
     if saved.parts == ALL:
         here.step = shared["step"]
         if "save_iteration" in progress:
