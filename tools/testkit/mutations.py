@@ -1,7 +1,7 @@
 """Every value of a checkpoint's files, changed one at a time, with all checksums right: as an enemy would write them.
 
-A *site* is one value: a field of a JSON file, of a safetensors header, of a manifest, or an opcode of a pickle. Its
-*mutations* are values of other types, and extreme ones of its own type.
+A value is a field of a JSON file, of a safetensors header, of a manifest, or an opcode of a pickle. Its mutations are
+values of other types, and extreme ones of its own type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-__all__ = ["Site", "mutations", "rewrite_manifest", "sites"]
+__all__ = ["Mutation", "mutated", "rewrite_manifest"]
 
 _OTHERS: tuple[Any, ...] = (
     None, True, -1, 0, 1 << 62, 10**30, 1.5, "", "x", "../x", [], [[1]], {}, {"!": "tensor", "v": "x"},
@@ -26,21 +26,33 @@ _OTHERS: tuple[Any, ...] = (
 _GONE = object()
 
 
-class Site(NamedTuple):
-    """One value of one file.
+class Mutation(NamedTuple):
+    """One value of one file, and what takes its place.
 
     Args:
-        where: file and path inside it, for messages.
-        change: writes the file with another value in its place.
-        value: what is there.
+        where: file, place and new value, for messages.
+        write: changes the file in a copy of the folder.
     """
 
     where: str
-    change: Callable[[Any], None]
-    value: Any
+    write: Callable[[Path], None]
 
 
-def mutations(value: Any) -> Iterator[Any]:
+def mutated(folder: Path) -> Iterator[Mutation]:
+    """Every mutation of every value of all files of a folder."""
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder)
+        if path.suffix == ".json":
+            yield from _of_json(name, path.read_text())
+        elif path.suffix == ".safetensors":
+            yield from _of_header(name, path.read_bytes())
+        elif zipfile.is_zipfile(path) and path.read_bytes()[:2] == b"PK":
+            yield from _of_archive(name, path.read_bytes())
+        elif path.read_bytes()[:1] == b"\x80":
+            yield from _of_pickle(name, path.read_bytes())
+
+
+def _others(value: Any) -> Iterator[Any]:
     """Values to put in the place of one, the last being that there is none."""
     for other in _OTHERS:
         if type(other) is not type(value) or other != value:
@@ -52,64 +64,46 @@ def mutations(value: Any) -> Iterator[Any]:
     yield _GONE
 
 
-def sites(folder: Path) -> Iterator[Site]:
-    """All values of all files of a folder."""
-    for path in sorted(folder.rglob("*")):
-        if path.suffix == ".json":
-            yield from _of_json(folder, path)
-        elif path.suffix == ".safetensors":
-            yield from _of_header(folder, path)
-        elif path.is_file() and zipfile.is_zipfile(path):
-            yield from _of_archive(path)
-        elif path.is_file() and path.read_bytes()[:1] == b"\x80":
-            yield from _of_pickle(path)
-
-
-def _of_json(folder: Path, path: Path) -> Iterator[Site]:
-    text = path.read_text()
+def _of_json(name: Path, text: str) -> Iterator[Mutation]:
     for place, value in _places(json.loads(text)):
+        for new in _others(value):
 
-        def change(new: Any, place: tuple[Any, ...] = place) -> None:
-            changed = json.dumps(_with(json.loads(text), place, new))
-            path.write_text(changed)
-            rewrite_manifest(folder)
+            def write(folder: Path, place: tuple[Any, ...] = place, new: Any = new) -> None:
+                (folder / name).write_text(json.dumps(_with(json.loads(text), place, new)))
+                rewrite_manifest(folder)
 
-        yield Site(f"{path.name}{list(place)}", change, value)
+            yield Mutation(f"{name}{list(place)} -> {new!r}", write)
 
 
-def _of_header(folder: Path, path: Path) -> Iterator[Site]:
-    raw = path.read_bytes()
+def _of_header(name: Path, raw: bytes) -> Iterator[Mutation]:
     length = int.from_bytes(raw[:8], "little")
-    header, body = json.loads(raw[8 : 8 + length]), raw[8 + length :]
-    for place, value in _places(header):
+    header, body = raw[8 : 8 + length].decode(), raw[8 + length :]
+    for place, value in _places(json.loads(header)):
+        for new in _others(value):
 
-        def change(new: Any, place: tuple[Any, ...] = place) -> None:
-            changed = json.dumps(_with(json.loads(json.dumps(header)), place, new)).encode()
-            path.write_bytes(struct.pack("<Q", len(changed)) + changed + body)
-            rewrite_manifest(folder)
+            def write(folder: Path, place: tuple[Any, ...] = place, new: Any = new) -> None:
+                changed = json.dumps(_with(json.loads(header), place, new)).encode()
+                (folder / name).write_bytes(struct.pack("<Q", len(changed)) + changed + body)
+                rewrite_manifest(folder)
 
-        yield Site(f"{path.name}{list(place)}", change, value)
+            yield Mutation(f"{name}{list(place)} -> {new!r}", write)
 
 
-def _of_archive(path: Path) -> Iterator[Site]:
-    content = path.read_bytes()
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        members = {name: archive.read(name) for name in archive.namelist()}
-    name = next(name for name in members if name.endswith("data.pkl"))
+def _of_archive(name: Path, raw: bytes) -> Iterator[Mutation]:
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        members = {member: archive.read(member) for member in archive.namelist()}
+    inner = next(member for member in members if member.endswith("data.pkl"))
 
-    def write(pickled: bytes) -> None:
+    def write(path: Path, pickled: bytes) -> None:
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
             for member, data in members.items():
-                archive.writestr(member, pickled if member == name else data)
+                archive.writestr(member, pickled if member == inner else data)
 
-    yield from _opcodes(path, members[name], write)
+    yield from _opcodes(name, members[inner], write)
 
 
-def _of_pickle(path: Path) -> Iterator[Site]:
-    def write(pickled: bytes) -> None:
-        path.write_bytes(pickled)
-
-    yield from _opcodes(path, path.read_bytes(), write)
+def _of_pickle(name: Path, raw: bytes) -> Iterator[Mutation]:
+    yield from _opcodes(name, raw, lambda path, pickled: path.write_bytes(pickled))
 
 
 # What stands in the place of a value in a pickle, as opcodes.
@@ -123,21 +117,16 @@ _VALUES = frozenset({
 })  # fmt: skip
 
 
-def _opcodes(path: Path, pickled: bytes, write: Callable[[bytes], None]) -> Iterator[Site]:
+def _opcodes(name: Path, pickled: bytes, store: Callable[[Path, bytes], Any]) -> Iterator[Mutation]:
     found = list(pickletools.genops(pickled))
     ends = [position for _, _, position in found[1:]] + [len(pickled)]
     for (opcode, argument, start), end in zip(found, ends, strict=True):
-        if opcode.name in _VALUES:
+        for new in _PICKLED if opcode.name in _VALUES else ():
 
-            def change(new: Any, start: int = start, end: int = end) -> None:
-                write(pickled[:start] + new + pickled[end:])
+            def write(folder: Path, start: Any = start, end: int = end, new: bytes = new) -> None:
+                store(folder / name, pickled[:start] + new + pickled[end:])
 
-            yield Site(f"{path.name} {opcode.name} {str(argument)[:40]} at {start}", change, bytes)
-
-
-def pickle_mutations() -> tuple[bytes, ...]:
-    """What takes the place of a value in a pickle."""
-    return _PICKLED
+            yield Mutation(f"{name} {opcode.name} {str(argument)[:40]} at {start} -> {new!r}", write)
 
 
 def _places(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
