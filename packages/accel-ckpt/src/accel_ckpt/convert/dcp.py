@@ -21,6 +21,7 @@ import torch
 from accel_ckpt.convert.pickles import FileSlice, read_plain, unpickle
 from accel_ckpt.convert.pieces import Piece, PiecedTensor
 from accel_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from accel_ckpt.format.forms import OTHERS, check_form
 from accel_ckpt.format.index import inside
 from accel_state.errors import NotAvailableError
 
@@ -154,6 +155,8 @@ class DcpFolder:
         self.keys: dict[str, tuple[str | int, ...]] = {
             name: tuple(keys.get(name, (name,))) for name in metadata.state_dict_metadata
         }
+        check_form(self.keys, {OTHERS: [(str, int)]}, str(self.folder / DCP_METADATA))
+        check_form([*self.keys], [str], str(self.folder / DCP_METADATA))
 
     def _place(self, info: Any) -> _Place:
         if getattr(info, "transform_descriptors", None):
