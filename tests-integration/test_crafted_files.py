@@ -185,9 +185,8 @@ def attack(name: str, root: Path, share: float, seconds: float) -> list[str]:
         print(mutation.where, file=sys.stderr, flush=True)  # the last one, if the interpreter ends here
         signal.alarm(SECONDS)
         try:
-            load(changed)
-        except AccelError:
-            pass
+            with contextlib.suppress(AccelError):
+                load(changed)
         except BaseException as error:
             wrong.append(f"{mutation.where}: {type(error).__name__}: {str(error)[:200]}")
         finally:

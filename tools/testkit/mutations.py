@@ -6,6 +6,7 @@ values of other types, and extreme ones of its own type.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import pickletools
@@ -156,8 +157,9 @@ def rewrite_manifest(folder: Path) -> None:
     path = folder / "manifest.json"
     if not path.is_file():
         return
-    try:
-        manifest = json.loads(path.read_text())
+    manifest = json.loads(path.read_text())
+    # The mutation may be in the list of files.
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
         for name, record in manifest["files"].items():
             file = folder / name
             if isinstance(record, dict) and file.is_file() and "/" not in name:
@@ -166,8 +168,6 @@ def rewrite_manifest(folder: Path) -> None:
                     record["size"] = len(content)
                 if isinstance(record.get("xxh3"), str) and len(record["xxh3"]) == 16:
                     record["xxh3"] = xxhash.xxh3_64_hexdigest(content)
-    except (KeyError, TypeError, AttributeError, ValueError):
-        pass  # the mutation is in the list of files
     if "manifest_xxh3" not in manifest:
         return
     manifest["manifest_xxh3"] = "0" * 16

@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["HIDDEN", "first_line", "is_secret", "shown", "without_secrets"]
 
 HIDDEN = "***"
-"""What stands in the place of a secret."""
+"""What is shown instead of a secret."""
 
 # A tokenizer, and a number of tokens, are none.
 _WORDS = (

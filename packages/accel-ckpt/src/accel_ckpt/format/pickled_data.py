@@ -69,8 +69,9 @@ def _structure(names: Any, fields: Any, size: Any) -> np.dtype[Any]:
     parts = [fields[name] for name in names]
     if not all(isinstance(part, tuple) and len(part) >= 2 and isinstance(part[0], _Dtype) for part in parts):
         raise pickle.UnpicklingError("a NumPy dtype with a field that has no dtype")
-    about = {"names": list(names), "formats": [part[0].real for part in parts]}
-    return _checked(np.dtype({**about, "offsets": [part[1] for part in parts], "itemsize": size}))
+    about: Any = {"names": list(names), "formats": [part[0].real for part in parts], "itemsize": size}
+    about["offsets"] = [part[1] for part in parts]
+    return _checked(np.dtype(about))
 
 
 def _flexible(kind: str, size: Any) -> np.dtype[Any]:
@@ -108,7 +109,7 @@ class _Array(np.ndarray[Any, Any]):
             raise pickle.UnpicklingError(
                 f"{len(raw)} bytes for a NumPy array of {str(shape)[:80]} {dtype.real}"
             )
-        super().__setstate__((1, shape, dtype.real, bool(fortran), raw))  # type: ignore[misc]
+        super().__setstate__((1, shape, dtype.real, bool(fortran), raw))  # type: ignore[arg-type]
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:

@@ -57,7 +57,7 @@ class SignedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """As torch's."""
-        self._store.set(key, self._sealed(key, value))
+        self._store.set(key, self._sealed(key, value))  # type: ignore[arg-type] # bytes, too
 
     def get(self, key: str) -> bytes:
         """As torch's.
@@ -77,7 +77,7 @@ class SignedStore(Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """As torch's; the error is that of `get`."""
         old = self._sealed(key, expected) if expected else b""
-        found = self._store.compare_set(key, old, self._sealed(key, desired))
+        found = self._store.compare_set(key, old, self._sealed(key, desired))  # type: ignore[arg-type] # bytes, too
         return self._opened(key, found) if found else b""
 
     def add(self, key: str, amount: int) -> int:
@@ -88,7 +88,7 @@ class SignedStore(Store):
         """As torch's."""
         return bool(self._store.check(list(keys)))
 
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """As torch's."""
         if timeout is None:
             self._store.wait(list(keys))
