@@ -279,6 +279,8 @@ def _misfit(key: str, value: Any, shape: torch.Size) -> str | None:
     """What a state is that should have a shape; None: it has."""
     if key == "momentum_buffer" and value is None:  # before the first step
         return None
+    if isinstance(value, SavedTensor) and shape:
+        return None  # of a divided parameter, which may show its part's shape here
     if isinstance(value, Tensor | SavedTensor):
         if isinstance(value, Tensor) and why_not_plain(value) is not None and not is_sharded(value):
             return None if value.is_sparse and value.shape == shape else f"one {value.layout} tensor"
