@@ -308,17 +308,21 @@ def test_the_models_that_a_load_hook_left_are_paired_by_identity(tmp_path):
 
 
 def test_replicas_that_drift_apart_are_named_when_they_are_saved(tmp_path):
-    def work(folder, through_wrapper):
+    def work(folder, alike):
         torch.manual_seed(0)
         accelerator = Accelerator()
         plain = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 1))
         model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters()))
         inputs = torch.randn(4, 300, generator=torch.Generator().manual_seed(accelerator.process_index))
-        trained = model if through_wrapper else accelerator.unwrap_model(model)
         for _ in range(2):
-            accelerator.backward(trained(inputs).square().mean())
+            accelerator.backward(model(inputs).square().mean())
             optimizer.step()
             optimizer.zero_grad()
+        if not alike and accelerator.process_index == 1:  # as a script does that clips weights on one rank
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter.mul_(0.5)
+                    optimizer.state[parameter]["exp_avg"].mul_(0.5)
         said = []
         for asynchronous in (False, True):
             with warnings.catch_warnings(record=True) as caught:
