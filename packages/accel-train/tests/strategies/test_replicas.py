@@ -186,17 +186,6 @@ def raw_backward(accelerator, model, optimizer, x):
     optimizer.step()
 
 
-def later(accelerator, model, optimizer, x):
-    """The eighth step is checked, when all before it were in order."""
-    for number in range(8):
-        step(
-            accelerator,
-            model,
-            optimizer,
-            loss_of((model if number < 7 else accelerator.unwrap_model(model))(x)),
-        )
-
-
 def own_noise(accelerator, model, optimizer, x):
     accelerator.backward(loss_of(model(x)))
     for parameter in model.parameters():
@@ -245,7 +234,6 @@ def own_rates(accelerator, model, optimizer, x):
 
 REFUSED = {
     raw_backward: ("AccumulationError", "the loss went to loss.backward()"),
-    later: ("AccumulationError", "different gradients of 6 of 6 parameters, the first 'body.weight' of Net"),
     own_noise: ("AccumulationError", "gradients were changed after accelerator.backward()"),
     added: ("PrepareError", "'adapter.weight' of Net"),
     evaluated: ("PrepareError", "prepared for evaluation"),
@@ -368,3 +356,70 @@ def compare():
 def test_gradients_are_compared_by_norm_sum_and_presence():
     # The same values in another order have the same norm and sum: no two samples give them.
     assert worlds.run(compare, 2) == [[[], [], [0, 2, 3], [0, 1]]] * 2
+
+
+def later():
+    """The wrapper is called at first, and left out from the eighth step on."""
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(10):
+            used = model if number < 7 else accelerator.unwrap_model(model)
+            step(
+                accelerator,
+                model,
+                optimizer,
+                loss_of(used(rows(2, number).chunk(2)[accelerator.process_index])),
+            )
+    said = [str(warning.message) for warning in caught]
+    return said, weights_of(accelerator.unwrap_model(model))
+
+
+def test_a_wrapper_that_is_left_out_later_is_found_at_the_first_backward():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for number in range(10):
+        loss_of(model(rows(2, number))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    (said, first), (_, second) = worlds.run(later, 2)
+    assert first == second == pytest.approx(weights_of(model), rel=1e-9)
+    assert len(said) == 1
+    assert "ddp did not average 6 of 6 gradients of Net" in said[0]
+
+
+def comparisons_of_an_adversary():
+    """How often two models that take turns are compared, after the first steps."""
+    from accel_train import Accelerator
+    from accel_train.strategies import replicas
+
+    accelerator = Accelerator()
+    one, two = Net(), Net()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two)]
+    one, two, *optimizers = accelerator.prepare(one, two, *optimizers)
+    counted = []
+    differing = replicas.differing
+    replicas.differing = lambda *args: counted.append(1) or differing(*args)
+    try:
+        for number in range(40):
+            if number == 10:
+                counted.clear()
+            x = rows(2, number).chunk(2)[accelerator.process_index]
+            for net, optimizer in zip((one, two), optimizers, strict=True):
+                accelerator.backward(loss_of(net(x)))
+                optimizer.step()
+                if number % 2:
+                    optimizer.zero_grad()
+    finally:
+        replicas.differing = differing
+    return len(counted)
+
+
+def test_models_that_take_turns_are_not_suspected():
+    # At the steps 16 and 32 of each optimizer gradients are compared anyway.
+    assert worlds.run(comparisons_of_an_adversary, 2) == [4, 4]

@@ -160,7 +160,7 @@ class DDPStrategy(Strategy):
     ) -> None:
         """DDP reduces in backward; what it was not told of is found at the first ones, and averaged afterwards."""
         super().backward(models, loss, pending=pending, kwargs=kwargs)
-        if self._replicas.compares and not self._joins:
+        if not self._joins:
             self._replicas.after_backward()
 
     def averaged_over(self, models: Sequence[nn.Module]) -> Ranks:

@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import torch
@@ -29,6 +29,9 @@ __all__ = ["Difference", "Replicas", "differing", "differing_rates"]
 #: Backward passes for each model after which gradients are compared.
 _FIRST_BACKWARDS = 4
 _NONE = -1.0  # the norm of no gradient
+_SEEN = 1
+"""What `require_forward_param_sync` of a wrapper is after a backward: as true as the `True` of a forward."""
+_SAMPLE = 8  # parameters that tell whether a backward reached a model
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,28 @@ class _Watched:
     parameters: list[nn.Parameter]
     dtype: torch.dtype  # of the first
     late: bool = False  # gradients came past the reducer once, and are averaged after every backward
+    marks: list[tuple[int, int]] = field(default_factory=list)  # of some gradients after the last backward
+
+    def unarmed(self, alone: bool) -> bool:
+        """Whether gradients came of a backward that no forward of the wrapper prepared; notes that one ran.
+
+        The wrapper itself notes its forward passes.
+
+        Args:
+            alone: it is the only model. Of several, those that a backward did not reach keep their gradients.
+        """
+        state = vars(self.wrapped)
+        if not state["require_backward_grad_sync"]:
+            return False
+        armed = state["require_forward_param_sync"]
+        if armed is not _SEEN:
+            state["require_forward_param_sync"] = armed and _SEEN
+        if alone:
+            return armed is _SEEN
+        every = max(len(self.parameters) // _SAMPLE, 1)
+        grads = [parameter.grad for parameter in self.parameters[::every]]
+        before, self.marks = self.marks, [(id(grad), grad._version) for grad in grads if grad is not None]
+        return armed is _SEEN and any(mark not in before for mark in self.marks)
 
     @property
     def owner(self) -> str:
@@ -90,13 +115,16 @@ class Replicas:
 
     # After backward
 
-    @property
-    def compares(self) -> bool:
-        """Whether `after_backward` has something to do."""
-        return self._to_compare > 0 or any(item.late for item in self._watched)
-
     def after_backward(self) -> None:
-        """Average what came past the reducers of models that are to be reduced now; a collective.
+        """Average what came past the reducers; a collective after the first backward passes, and when one may have."""
+        suspected, alone = False, len(self._watched) == 1
+        for item in self._watched:
+            suspected |= item.unarmed(alone) or item.late
+        if suspected or self._to_compare > 0:
+            self._make_up(suspected)
+
+    def _make_up(self, suspected: bool) -> None:
+        """Average what came past the reducers of models that are to be reduced now.
 
         A reduction that has begun and not ended is left alone: another backward, or a check before the step, ends it.
         """
@@ -107,7 +135,7 @@ class Replicas:
             if item.late:
                 average(item.parameters, self._ranks)
         unproven = [item for item in due if not item.late]
-        if self._to_compare <= 0 or not unproven:
+        if not unproven or not (suspected or self._to_compare > 0):
             return
         self._to_compare -= 1
         found = {
