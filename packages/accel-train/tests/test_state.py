@@ -1,13 +1,15 @@
 """The states of an accelerator: what scripts read from them, and write to the gradient state."""
 
 import gc
+import weakref
 
 import pytest
 import torch
 
+from accel_state.enums import DistributedType
 from accel_state.errors import StateError
-from accel_train import Accelerator, ArgumentTypeError, GradientAccumulationPlugin
-from accel_train.state import AcceleratorState, GradientState
+from accel_train import Accelerator, ArgumentTypeError, GradientAccumulationPlugin, OptionError
+from accel_train.state import AcceleratorState, GradientState, is_initialized
 
 
 def test_the_accumulation_options_are_shown_as_they_are_now():
@@ -20,9 +22,16 @@ def test_the_accumulation_options_are_shown_as_they_are_now():
     assert Accelerator().gradient_state.plugin_kwargs.get("sync_each_batch") is None
 
 
-def test_writing_to_the_shown_options_is_not_lost_silently():
-    with pytest.raises(TypeError):
-        Accelerator().gradient_state.plugin_kwargs["num_steps"] = 4
+def test_writing_to_the_shown_options_has_an_effect_or_is_refused():
+    accelerator = Accelerator()
+    state = accelerator.gradient_state
+    state.plugin_kwargs["num_steps"] = 4
+    assert accelerator.gradient_accumulation_steps == 4
+    state.plugin_kwargs.update({"num_steps": 2, "sync_with_dataloader": False})
+    assert (state.num_steps, state.sync_with_dataloader) == (2, False)
+    assert state.plugin_kwargs == {"num_steps": 2, "sync_with_dataloader": False}
+    with pytest.raises(OptionError, match=r"GradientAccumulationPlugin\(sync_each_batch=True\)"):
+        state.plugin_kwargs["sync_each_batch"] = True
 
 
 def test_gradients_that_are_declared_incomplete_are_not_stepped_with():
@@ -54,7 +63,10 @@ def test_only_a_truth_value_declares_it(value):
         Accelerator().gradient_state._set_sync_gradients(value)
 
 
-def test_calls_without_arguments_give_the_newest_live_accelerator():
+def test_calls_without_arguments_give_the_newest_accelerator():
+    AcceleratorState._reset_state()
+    assert AcceleratorState._shared_state == {}
+    assert not is_initialized()
     with pytest.raises(RuntimeError, match="Create `Accelerator"):
         AcceleratorState()
     first = Accelerator()
@@ -63,10 +75,25 @@ def test_calls_without_arguments_give_the_newest_live_accelerator():
     assert AcceleratorState().mixed_precision == "bf16"
     assert GradientState().num_steps == 3
     assert AcceleratorState().num_processes == first.num_processes == 1
+    gone = weakref.ref(second.strategy)
     del second
     gc.collect()
+    assert gone() is None, "its strategy, and the models that this knows, are free"
+    state = AcceleratorState()
+    assert (state.mixed_precision, state.num_processes) == ("bf16", 1)
+    assert is_initialized()
+    assert AcceleratorState._shared_state["mixed_precision"] == "bf16"
+    with pytest.raises(StateError, match="is gone"):
+        _ = state.strategy
     with pytest.raises(RuntimeError, match="Create `Accelerator"):
-        AcceleratorState()
+        GradientState()
+
+
+def test_clients_may_write_what_a_state_answers():
+    state = Accelerator().state
+    state.distributed_type = DistributedType.MULTI_CPU
+    state.device_mesh = mesh = object()
+    assert (state.distributed_type, state.device_mesh) == (DistributedType.MULTI_CPU, mesh)
 
 
 @pytest.mark.parametrize("arguments", [{"mixed_precision": "bf16"}, {"cpu": True}])

@@ -33,7 +33,7 @@ class KwargsHandler:
 
     def to_dict(self) -> dict[str, Any]:
         """A deep copy of all fields."""
-        return copy.deepcopy(self.__dict__)
+        return copy.deepcopy({name: value for name, value in vars(self).items() if not name.startswith("_")})
 
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults, and those without one; see ``defaults``."""

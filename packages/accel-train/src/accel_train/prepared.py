@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from accel_train.list_view import ListView
 from accel_train.strategies.relink import Replaced
 
 if TYPE_CHECKING:
@@ -136,6 +137,23 @@ class Prepared:
     def inner_optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers inside the wrappers that `prepare()` returned."""
         return [optimizer.optimizer for optimizer in self.optimizers]
+
+    def models_view(self) -> ListView[nn.Module]:
+        """The script's own modules, as a list whose changes are those of the prepared ones too."""
+
+        def write(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+            known = zip(self.models, self.prepared_models, strict=True)
+            return next(((own, done) for own, done in known if model is own or model is done), (model, model))
+
+        return ListView(self.models, self.prepared_models, read=lambda model: model, write=write)
+
+    def registered_view(self) -> ListView[Any]:
+        """The registered objects, as a list."""
+
+        def write(item: Any) -> tuple[Registered]:
+            return (next((known for known in self.registered if known.item is item), Registered(item)),)
+
+        return ListView(self.registered, read=lambda registered: registered.item, write=write)
 
     def clear(self) -> None:
         """Forget everything prepared; what is registered stays."""

@@ -1,20 +1,20 @@
 """State of one `Accelerator`: what it decided, and where its gradient windows stand.
 
 Both classes belong to an `Accelerator`. Called without arguments, as scripts written for other libraries do, they give
-the state of the newest `Accelerator` that is alive.
+the state of the newest `Accelerator`: what it decided is known as long as the process runs, as clients of Accelerate
+expect, and where its windows stand as long as it is alive.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from accel_state.enums import DistributedType
 from accel_state.errors import StateError
 from accel_state.world.process import PartialState
-from accel_train.errors import ArgumentTypeError
+from accel_train.errors import ArgumentTypeError, OptionError
 
 if TYPE_CHECKING:
     from accel_train.data.active_loaders import ActiveLoaders
@@ -35,14 +35,16 @@ class _Owner(Protocol):
     def strategy(self) -> Strategy: ...
 
 
-# The one exception to "no process-wide state": a weak reference, read only by calls without arguments.
+# The one exception to "no process-wide state": read only by calls without arguments. The state of an `Accelerator` is
+# kept when that is gone; it holds no models.
 _newest: weakref.ref[Any] | None = None
+_newest_state: AcceleratorState | None = None
 
 
 def register_newest(accelerator: _Owner) -> None:
     """Make `accelerator` the one that calls without arguments refer to."""
-    global _newest
-    _newest = weakref.ref(accelerator)
+    global _newest, _newest_state
+    _newest, _newest_state = weakref.ref(accelerator), accelerator.state
 
 
 def _newest_alive() -> _Owner | None:
@@ -56,32 +58,39 @@ def newest_strategy() -> Strategy | None:
 
 
 def is_initialized() -> bool:
-    """Whether an `Accelerator` is alive in this process."""
-    return _newest_alive() is not None
+    """Whether an `Accelerator` was created in this process."""
+    return _newest_state is not None
+
+
+class _SharedState:
+    """What `AcceleratorState()` would say, as a dictionary; empty before there is an `Accelerator`."""
+
+    def __get__(self, state: AcceleratorState | None, owner: type[AcceleratorState]) -> dict[str, Any]:
+        state = _newest_state if state is None else state
+        return {} if state is None else {**vars(state.process_state), **vars(state)}
 
 
 class AcceleratorState:
     """What an `Accelerator` decided; the process's own facts are passed through from `PartialState`.
 
     Raises:
-        StateError: called without arguments while no `Accelerator` is alive, or with options of one.
+        StateError: called without arguments before there is an `Accelerator`, or with options of one.
     """
 
     mixed_precision: str
     dynamo_plugin: TorchDynamoPlugin
-    strategy: Strategy
     parallelism_config: ParallelismConfig | None = None
+    _shared_state = _SharedState()
 
     def __new__(cls, process_state: PartialState | None = None, **decided: Any) -> AcceleratorState:
         """A new state, or without arguments the newest accelerator's."""
         if process_state is None and not decided:
-            newest = _newest_alive()
-            if newest is None:
+            if _newest_state is None:
                 raise StateError(
                     "AcceleratorState() gives the state of the newest Accelerator, and there is none. Create "
                     "`Accelerator()` first; for ranks and devices alone use `PartialState()`."
                 )
-            return newest.state
+            return _newest_state
         if not isinstance(process_state, PartialState):
             option = next(iter(decided), "mixed_precision")
             raise StateError(
@@ -90,13 +99,22 @@ class AcceleratorState:
             )
         return super().__new__(cls)
 
-    def __init__(self, process_state: PartialState | None = None, **decided: Any) -> None:
-        if process_state is None:
+    def __init__(
+        self, process_state: PartialState | None = None, *, strategy: Strategy | None = None, **decided: Any
+    ) -> None:
+        if process_state is None or strategy is None:
             return  # __new__ returned a state that exists
-        self.__dict__.update(decided, _process_state=process_state)
+        # A strategy knows the models that it trains, and this object outlives them.
+        self.__dict__.update(decided, _process_state=process_state, _strategy=weakref.ref(strategy))
+        options = strategy.options
+        self._config, self._kind = options.config, strategy.distributed_type or process_state.distributed_type
+        mesh = options.mesh.device_mesh
+        asked = self.parallelism_config is not None
+        divided = mesh is not None and any(not name.startswith("dp_") for name in mesh.mesh_dim_names)
+        self._mesh = mesh if asked or divided else None
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_process_state":
+        if name.startswith("__") or name in ("_process_state", "_strategy"):
             raise AttributeError(name)
         return getattr(self._process_state, name)
 
@@ -105,16 +123,48 @@ class AcceleratorState:
         """Always true: the object exists with its `Accelerator`."""
         return True
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored, ({**vars(self), "_strategy": self._strategy()},)
+
+    @property
+    def process_state(self) -> PartialState:
+        """The process's own facts."""
+        state: PartialState = self._process_state
+        return state
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy of the `Accelerator`.
+
+        Raises:
+            StateError: the `Accelerator` is gone.
+        """
+        strategy: Strategy | None = self._strategy()
+        if strategy is None:
+            raise StateError("The Accelerator of this AcceleratorState is gone, and its strategy with it.")
+        return strategy
+
     @property
     def distributed_type(self) -> DistributedType:
-        """How processes cooperate."""
-        kind: DistributedType = self._process_state.distributed_type
-        return self.strategy.distributed_type or kind
+        """How processes cooperate. A client may write another answer, which changes nothing else."""
+        return self._kind
+
+    @distributed_type.setter
+    def distributed_type(self, kind: DistributedType) -> None:
+        self._kind = DistributedType(kind)
 
     @property
     def device_mesh(self) -> Any:
-        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone."""
-        return self.strategy.options.mesh.device_mesh
+        """PyTorch's mesh of the dimensions with more than one rank; None for data parallelism alone.
+
+        Replicas and shards that no `ParallelismConfig` asked for count as that, as clients expect. A client may write
+        another answer, which changes nothing else.
+        """
+        return self._mesh
+
+    @device_mesh.setter
+    def device_mesh(self, mesh: Any) -> None:
+        self._mesh = mesh
 
     @property
     def deepspeed_plugin(self) -> Any:
@@ -160,8 +210,7 @@ class AcceleratorState:
         return self._plugin("torch_tp_plugin")
 
     def _plugin(self, argument: str) -> Any:
-        config = self.strategy.options.config
-        return config if getattr(type(config), "argument", None) == argument else None
+        return self._config if getattr(type(self._config), "argument", None) == argument else None
 
     @property
     def is_fsdp2(self) -> bool:
@@ -171,13 +220,53 @@ class AcceleratorState:
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget the newest `Accelerator`, and the process state too if asked; for tests."""
-        global _newest
-        _newest = None
+        global _newest, _newest_state
+        _newest = _newest_state = None
         if reset_partial_state:
             PartialState.reset()
 
     def __repr__(self) -> str:
         return f"{self._process_state!r}Mixed precision type: {self.mixed_precision}\n"
+
+
+def _restored(facts: dict[str, Any]) -> AcceleratorState:
+    """A state that was pickled; without arguments the class would return the newest one."""
+    state = object.__new__(AcceleratorState)
+    strategy = facts["_strategy"]
+    vars(state).update(facts, _strategy=_gone if strategy is None else weakref.ref(strategy))
+    return state
+
+
+def _gone() -> None:
+    return None
+
+
+class _PluginKwargs(dict[str, Any]):
+    """Options of accumulation; what is written changes them.
+
+    Args:
+        accumulator: has those that may change.
+        current: as they are.
+    """
+
+    def __init__(self, accumulator: Accumulator, current: Mapping[str, Any]) -> None:
+        super().__init__(current)
+        self._accumulator = accumulator
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in ("num_steps", "sync_with_dataloader"):
+            raise OptionError(
+                f"plugin_kwargs[{name!r}] cannot be written. Pass Accelerator(gradient_accumulation_plugin="
+                f"GradientAccumulationPlugin({name}={value!r}))."
+            )
+        setattr(self._accumulator, name, value)
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Write several."""
+        for name, value in dict(*args, **kwargs).items():
+            if name not in self or self[name] != value:
+                self[name] = value
 
 
 class GradientState:
@@ -210,15 +299,17 @@ class GradientState:
         return True
 
     @property
-    def plugin_kwargs(self) -> Mapping[str, Any]:
-        """The accumulation options that differ from their defaults, as they are now; read-only.
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The accumulation options that differ from their defaults, as they are now.
 
-        The number of steps is changed by `Accelerator.gradient_accumulation_steps`.
+        ``num_steps`` and ``sync_with_dataloader`` may be written; the others are options of the plugin.
         """
         current = self._plugin.to_kwargs()
-        if self.num_steps != (self._plugin.num_steps or 1):
-            current["num_steps"] = self.num_steps
-        return MappingProxyType(current)
+        for name, default in (("num_steps", 1), ("sync_with_dataloader", True)):
+            value = getattr(self._accumulator, name)
+            if value != (getattr(self._plugin, name) or default):
+                current[name] = value
+        return _PluginKwargs(self._accumulator, current)
 
     @property
     def num_steps(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from accel_train.plugins import ProjectConfiguration
@@ -30,6 +31,10 @@ class TrackingView:
     def trackers(self) -> list[GeneralTracker]:
         """The trackers that run on this rank, since `init_trackers`."""
         return self._trackers.running
+
+    @trackers.setter
+    def trackers(self, trackers: Iterable[GeneralTracker]) -> None:
+        self._trackers.keep(trackers)
 
     def init_trackers(
         self,

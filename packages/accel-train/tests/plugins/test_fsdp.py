@@ -211,3 +211,44 @@ def test_the_guide_says_of_every_field_whether_it_works():
     for name in (name for name, what in said.items() if what == "refused"):
         with pytest.raises(OptionError, match=f"{name}=.*Leave it out"):
             Plugin(**{name: FullStateDictConfig()})
+
+
+def test_a_plugin_can_be_written_until_it_is_used():
+    plugin = Plugin()
+    plugin.auto_wrap_policy = policy = functools.partial(lambda module: False)
+    plugin.transformer_cls_names_to_wrap = ["Block"]
+    plugin.sharding_strategy = "SHARD_GRAD_OP"
+    plugin.activation_checkpointing = True
+    assert plugin.auto_wrap_policy is policy
+    assert plugin.transformer_cls_names_to_wrap == ("Block",), "in the normal form"
+    assert plugin.reshard_after_forward is False, "what follows from a value follows from the new one"
+    with pytest.raises(OptionError, match="sharding_strategy is 'SOME'; known: FULL_SHARD"):
+        plugin.sharding_strategy = "SOME"
+    assert plugin.sharding_strategy == "SHARD_GRAD_OP", "a refused value changes nothing"
+    with pytest.raises(OptionError, match="has no option sharding_stategy"):
+        plugin.sharding_stategy = "FULL_SHARD"
+    plugin.mark_used()
+    plugin.sharding_strategy = "SHARD_GRAD_OP"
+    with pytest.raises(OptionError, match="after a model was prepared"):
+        plugin.sharding_strategy = "FULL_SHARD"
+    plugin.set_state_dict_type("FULL_STATE_DICT")
+    assert plugin.state_dict_type == "FULL_STATE_DICT"
+
+
+def test_methods_that_finish_a_plugin():
+    plugin = Plugin(transformer_cls_names_to_wrap=["Linear"])
+    plugin.set_mixed_precision("bf16")
+    assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16
+    plugin.set_mixed_precision(torch.float16)
+    assert plugin.mixed_precision_policy.param_dtype is torch.bfloat16, "there was one"
+    plugin.set_mixed_precision(torch.float16, override=True)
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.float16
+    plugin.validate_mixed_precision_policy()
+    plugin.validate_cpu_offload()
+    plugin.set_auto_wrap_policy(torch.nn.Sequential(torch.nn.Linear(1, 1)))
+    with pytest.raises(
+        OptionError, match=r"names 'Linear', and ReLU has no module of that class. It has: ReLU"
+    ):
+        plugin.set_auto_wrap_policy(torch.nn.ReLU())
+    plugin.set_state_dict_type()
+    assert plugin.state_dict_type == "SHARDED_STATE_DICT"

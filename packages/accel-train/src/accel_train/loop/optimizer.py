@@ -101,6 +101,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._steps = 0  # those that all ranks have taken
         self._next_check = 1
 
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler of the `Accelerator`; None unless mixed_precision is "fp16"."""
+        return self._strategy.precision.scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._strategy.precision.replace_scaler(scaler)
+
     # The wrapped optimizer's own
 
     @property

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self, TypeVar
 from accel_state import environment
 from accel_state.config.option import Section
 from accel_state.handlers import KwargsHandler
+from accel_train.errors import OptionError
 
-__all__ = ["SectionPlugin", "StrategyPlugin", "positional"]
+__all__ = ["SectionPlugin", "StrategyPlugin", "positional", "writable"]
 
 T = TypeVar("T")
 
@@ -68,9 +69,51 @@ class SectionPlugin(KwargsHandler):
         """Check the values of a complete plugin; returns those that are to be replaced by a normalised form."""
         return {}
 
+    _used: ClassVar[bool] = False
+    """Whether a model was prepared with it, so that what is written would come too late."""
+
+    def rewrite(self, values: Mapping[str, Any]) -> None:
+        """Change fields after construction.
+
+        Args:
+            values: by field name, as the constructor takes them.
+
+        Raises:
+            OptionError: there is no such field, or a model is prepared with the plugin; nothing is changed.
+        """
+        known = {field.name for field in fields(self)}  # type: ignore[arg-type]
+        for name in values.keys() - known:
+            raise OptionError(
+                f"{type(self).__name__} has no option {name}. It has: {', '.join(sorted(known))}."
+            )
+        if self._used and any(getattr(self, name) != value for name, value in values.items()):
+            raise OptionError(
+                f"{', '.join(values)} of a {type(self).__name__} was written after a model was prepared with it, which "
+                "would change nothing. Write it before prepare()."
+            )
+        before = {name: getattr(self, name) for name in known}
+        self._assign({**before, **self._given, **values})
+        try:
+            self._complete()
+        except BaseException:
+            self._assign(before)
+            raise
+        self._given.update(values)
+
+    def mark_used(self) -> None:
+        """A model is prepared with the plugin."""
+        object.__setattr__(self, "_used", True)
+
+    @functools.cached_property
+    def _given(self) -> dict[str, Any]:
+        """The values before `check` gave them their normal form, of fields that have one."""
+        return {}
+
     def _complete(self) -> None:
         self._assign({name: value for name, value in self.when_unset.items() if getattr(self, name) is None})
-        self._assign(self.check())
+        normal = self.check()
+        self._given.update((name, getattr(self, name)) for name in normal)
+        self._assign(normal)
 
     def _assign(self, values: Mapping[str, Any]) -> None:
         for name, value in values.items():
@@ -88,6 +131,19 @@ class SectionPlugin(KwargsHandler):
         return next(
             base for base in cls.__mro__ if issubclass(base, Section) and not issubclass(base, SectionPlugin)
         )
+
+
+def writable(cls: type[T]) -> type[T]:
+    """Class decorator for a `SectionPlugin`: its fields can be written until a model is prepared with it.
+
+    Clients of Accelerate finish a plugin after it was made. Each value is checked as the constructor checks it.
+    """
+
+    def write(self: Any, name: str, value: Any) -> None:
+        self.rewrite({name: value})
+
+    cls.__setattr__ = write  # type: ignore[assignment, method-assign]
+    return cls
 
 
 class StrategyPlugin:

@@ -19,7 +19,7 @@ from accel_state.config.sections.fsdp import (
     FsdpSection,
 )
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, OptionError
-from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional
+from accel_train.plugins.base import SectionPlugin, StrategyPlugin, positional, writable
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -47,6 +47,7 @@ _TRUTHS = (
 _POLICY_FIELDS = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 
 
+@writable
 @positional(
     "fsdp_version",
     "sharding_strategy",
@@ -192,13 +193,55 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             "auto_wrap_policy": self._read_wrap_policy(),
             "cpu_offload": _read_offload(self.cpu_offload),
             "ignored_modules": _read_ignored(self.ignored_modules),
-            "state_dict_type": self._read_state_dict_type(),
+            "state_dict_type": _state_dict_type(self.state_dict_type),
             "transformer_cls_names_to_wrap": _read_names(self.transformer_cls_names_to_wrap),
             "min_num_params": _read_count("min_num_params", self.min_num_params, 0),
             "mixed_precision_policy": _read_precision(self.mixed_precision_policy),
             "dp_replicate_size": self._read_replicas(sharding),
             "activation_checkpointing": self._read_checkpointing(),
         }
+
+    # Methods by which clients of Accelerate finish a plugin
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose `state_dict_type`; at any time, since checkpoints are the same for all of them."""
+        if state_dict_type is not None:
+            object.__setattr__(self, "state_dict_type", _state_dict_type(state_dict_type))
+
+    def set_mixed_precision(
+        self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False
+    ) -> None:
+        """Choose `mixed_precision_policy` if there is none.
+
+        Args:
+            mixed_precision: a dtype, or its name.
+            buffer_autocast: of version 1; buffers keep their dtype.
+            override: also where there is one.
+        """
+        if self.mixed_precision_policy is None or override:
+            self.rewrite({"mixed_precision_policy": mixed_precision})
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Check that the classes of `transformer_cls_names_to_wrap` occur in a model; units are found in `prepare`.
+
+        Raises:
+            OptionError: one does not.
+        """
+        present = {type(module).__name__ for module in model.modules()}
+        for name in self.transformer_cls_names_to_wrap or ():
+            if name not in present:
+                raise OptionError(
+                    f"transformer_cls_names_to_wrap names {name!r}, and {type(model).__name__} has no module of that "
+                    f"class. It has: {', '.join(sorted(present))}."
+                )
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Check `mixed_precision_policy`, as construction does."""
+        _read_precision(self.mixed_precision_policy)
+
+    def validate_cpu_offload(self) -> None:
+        """Check `cpu_offload`, as construction does."""
+        _read_offload(self.cpu_offload)
 
     @property
     def is_hybrid(self) -> bool:
@@ -278,16 +321,6 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
             return policy
         return _name_of("auto_wrap_policy", policy, _POLICIES)
 
-    def _read_state_dict_type(self) -> str:
-        known = ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
-        name = _name_of("state_dict_type", self.state_dict_type, known)
-        if name == "LOCAL_STATE_DICT":
-            raise OptionError(
-                "state_dict_type=LOCAL_STATE_DICT is of FSDP version 1; use SHARDED_STATE_DICT or FULL_STATE_DICT."
-            )
-        assert name is not None, "it has a default"
-        return name
-
     def _read_replicas(self, sharding: str | None) -> int | None:
         if self.dp_replicate_size is None:
             return None
@@ -298,6 +331,16 @@ class FullyShardedDataParallelPlugin(StrategyPlugin, SectionPlugin, FsdpSection)
                 "Leave sharding_strategy out."
             )
         return count
+
+
+def _state_dict_type(value: object) -> str:
+    name = _name_of("state_dict_type", value, ("FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"))
+    if name == "LOCAL_STATE_DICT":
+        raise OptionError(
+            "state_dict_type=LOCAL_STATE_DICT is of FSDP version 1; use SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
+    assert name is not None, "it has a default"
+    return name
 
 
 def _name_of(option: str, value: object, known: tuple[str, ...]) -> str | None:

@@ -65,6 +65,26 @@ class Precision:
     #: The gradient scaler, None when gradients are not scaled.
     scaler: torch.amp.GradScaler | None = None
 
+    def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Use another scaler, of a precision that has one; None where there is none changes nothing.
+
+        Raises:
+            OptionError: this precision scales no losses, or cannot go without.
+        """
+        if scaler is self.scaler:
+            return
+        if self.scaler is None:
+            raise OptionError(
+                f"mixed_precision={self.name!r} scales no losses, so a {type(scaler).__name__} would never be used. "
+                "Create Accelerator(mixed_precision='fp16')."
+            )
+        if scaler is None:
+            raise OptionError(
+                f"mixed_precision={self.name!r} scales its losses and cannot go without a scaler. Create "
+                "Accelerator(mixed_precision='no'), or a scaler with enabled=False."
+            )
+        self.scaler = scaler
+
     def __init__(self, options: PrecisionOptions) -> None:
         self.options = options
         self._uses_autocast = self.dtype is not None

@@ -20,6 +20,7 @@ from accel_train.errors import PrepareError
 from accel_train.loop.lomo import check_guarded, check_lomo, is_lomo
 from accel_train.loop.optimizer import AcceleratedOptimizer
 from accel_train.loop.scheduler import AcceleratedScheduler
+from accel_train.plugins.base import SectionPlugin
 from accel_train.prepared import Prepared, mark_prepared
 from accel_train.setup.draws import share_draws
 from accel_train.setup.steps import Steps
@@ -204,6 +205,8 @@ class _Objects:
         if plan.sequence is not None:
             for model in plain:
                 plan.sequence.prepare(model)
+        if new and isinstance(strategy.options.config, SectionPlugin):
+            strategy.options.config.mark_used()
         with followed(plain, replaced, lambda: [strategy.plain(model) for model in done.models]):
             done = strategy.prepare(parts, steps)
         for optimizer in [*(_inner(known) for known in here.optimizers), *done.optimizers]:

@@ -125,6 +125,10 @@ class PrecisionVerbs(Protocol):
         """The gradient scaler; None when gradients are not scaled."""
         ...
 
+    def replace_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Use another scaler, of a precision that has one."""
+        ...
+
     @property
     def loss_scale(self) -> float:
         """What losses are multiplied with."""

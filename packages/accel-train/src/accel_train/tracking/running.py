@@ -129,6 +129,15 @@ class Trackers:
         """The trackers that were started on this rank, in the order asked for; those that ended too."""
         return [running.tracker for running in self._running]
 
+    def keep(self, trackers: Iterable[GeneralTracker]) -> None:
+        """Log with these trackers only; those that were not started here are taken as started.
+
+        Args:
+            trackers: in the order in which values are logged.
+        """
+        known = {id(running.tracker): running for running in self._running}
+        self._running = [known.get(id(tracker)) or _Running(tracker, "warn") for tracker in trackers]
+
     # Beginning and ending
 
     def start(
