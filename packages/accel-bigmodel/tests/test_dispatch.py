@@ -22,6 +22,7 @@ from accel_bigmodel import (
     dispatch_model,
     has_offloaded_params,
     init_empty_weights,
+    offload_state_dict,
     offload_stats,
     remove_hook_from_module,
     undispatch,
@@ -703,3 +704,17 @@ def test_hooks_tell_other_libraries_what_they_ask(fake_accelerators):
     assert [type(layer._hf_hook) for layer in model] == [AlignDevicesHook] * 2
     assert [str(layer._hf_hook.execution_device) for layer in model] == ["cuda:0", "cuda:1"]
     assert str(model._hf_hook.execution_device) == "cuda:0"
+
+
+def test_weights_that_were_offloaded_before_are_found_by_their_index(tmp_path):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    expected = model(x)
+    offload_state_dict(
+        tmp_path, {name: value for name, value in model.state_dict().items() if name[0] == "1"}
+    )
+    model[1].to("meta")
+    with pytest.raises(UninitializedTensorError, match=r"1\.weight"):
+        dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path / "empty")
+    found = dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
+    torch.testing.assert_close(found(x), expected, rtol=0, atol=0)

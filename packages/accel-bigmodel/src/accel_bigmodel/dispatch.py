@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -110,7 +111,8 @@ def dispatch_model(
             otherwise the CPU.
         state_dict: values of tensors on the meta device.
         offload_dir: folder for weights on ``"disk"`` that are not in a safetensors file yet.
-        offload_index: what ``offload_dir`` holds, as ``save_offload_index`` writes it, for tensors on the meta device.
+        offload_index: what ``offload_dir`` holds, as ``save_offload_index`` writes it, for tensors on the meta device;
+            by default its ``index.json``, if there is one.
         offload_buffers: offload buffers too, instead of keeping them on the main device. Non-persistent buffers always
             stay there.
         skip_keys: keyword arguments and keys of outputs that are not moved between devices.
@@ -351,13 +353,16 @@ def _values(
 ) -> dict[str, torch.Tensor]:
     """Values for the tensors on the meta device."""
     model = plan.model
-    if state_dict is None and offload_index is None:
+    has_index = offload_index is not None
+    if not has_index and offload_dir is not None and any(tensor.is_meta for tensor in plan.tensors.values()):
+        has_index = (Path(offload_dir) / "index.json").is_file()  # of an earlier offload_state_dict()
+    if state_dict is None and not has_index:
         if any(tensor.is_meta for tensor in plan.tensors.values()):
             check_nothing_on_meta(model)
         return {}
     given = OffloadedWeightsLoader(
         state_dict=dict(state_dict or {}),
-        save_folder=None if offload_index is None else offload_dir,
+        save_folder=offload_dir if has_index else None,
         index=offload_index,
     )
     empty = {

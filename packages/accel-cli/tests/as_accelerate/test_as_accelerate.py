@@ -186,3 +186,12 @@ def test_the_search_path_of_children_has_the_folder_once():
     assert (Path(folder) / "accelerate/__init__.py").is_file()
     assert as_accelerate.environment(once) == once
     assert as_accelerate.environment({})["PYTHONPATH"] == folder
+
+
+def test_children_find_the_command(tmp_path):
+    text = """
+        import subprocess
+        done = subprocess.run(["accelerate", "launch", "--help"], capture_output=True, text=True)
+        print(done.returncode, "num_processes" in done.stdout)
+    """
+    assert run(tmp_path, text).stdout.split() == ["0", "True"]

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_cli.as_accelerate.extras import config, deepspeed, fsdp, launch
+from accel_cli.as_accelerate.extras import config, deepspeed, estimate, fsdp, launch
 from accel_cli.commands import launch as command
 from accel_state.config.flags import parse_flags
+from accel_state.environment import get, patch_environment
 from testkit import worlds
 
 
@@ -18,7 +19,7 @@ from testkit import worlds
 def words(monkeypatch):
     """What ``accel launch`` is given."""
     seen = []
-    monkeypatch.setattr(launch, "main", lambda arguments: seen.extend(arguments) or 0)
+    monkeypatch.setattr(launch, "main", lambda arguments, returns: seen.extend(arguments) or 0)
     return seen
 
 
@@ -55,7 +56,7 @@ def test_it_can_be_a_command_of_another_program(words):
 
 
 def test_a_failed_run_is_an_exit(monkeypatch):
-    monkeypatch.setattr(launch, "main", lambda arguments: 3)
+    monkeypatch.setattr(launch, "main", lambda arguments, returns: 3)
     with pytest.raises(SystemExit) as caught:
         launch.launch_command(launch.launch_command_parser().parse_args(["train.py"]))
     assert caught.value.code == 3
@@ -114,3 +115,36 @@ def test_a_module_class_is_found_by_its_name():
     assert fsdp.get_module_class_from_name(model, "Conv1d") is nn.Conv1d
     assert fsdp.get_module_class_from_name(model, "Sequential") is nn.Sequential
     assert fsdp.get_module_class_from_name(model, "LSTM") is None
+
+
+def test_a_launch_with_one_process_returns(tmp_path):
+    """A program has something to do after it, and learns of a failure."""
+    script = tmp_path / "work.py"
+    script.write_text("import sys; sys.exit(int(sys.argv[1]))")
+    parser = launch.launch_command_parser()
+    launch.launch_command(parser.parse_args(["--cpu", "--num_processes", "1", str(script), "0"]))
+    with pytest.raises(SystemExit, match="3"):
+        launch.launch_command(parser.parse_args(["--cpu", "--num_processes", "1", str(script), "3"]))
+
+
+def test_a_function_for_a_started_process_finds_its_rank():
+    with patch_environment(
+        nproc=2, node_rank=1, world_size=4, rank=None, local_rank=None, fork_launched=None
+    ):
+        seen = []
+        launch.PrepareForLaunch(
+            lambda *args: seen.append((*args, get("RANK"), get("LOCAL_RANK"))), "MULTI_CPU"
+        )(1, "x")
+        assert seen == [("x", "3", "1")]
+        assert get("FORK_LAUNCHED") == "1"
+
+
+def test_an_empty_model_is_made_from_a_configuration(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.GPT2Config(vocab_size=11, n_positions=8, n_embd=4, n_layer=1, n_head=2).save_pretrained(
+        tmp_path
+    )
+    model = estimate.create_empty_model(str(tmp_path), "transformers")
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    with pytest.raises(ValueError, match="HF_TOKEN"):
+        estimate.create_empty_model(str(tmp_path), "transformers", access_token="x")

@@ -110,6 +110,8 @@ def test_multi_gpu_with_one_gpu_is_an_error():
         ("0,0", "names accelerator 0 twice"),
         ("0,,1", "is not a list of ids"),
         ("-1", "is not a list of ids"),
+        ("0\uff0c1", "with a plain comma"),
+        ("0;1", "is not a list of ids"),
     ],
 )
 def test_gpu_ids_are_checked(ids, message):

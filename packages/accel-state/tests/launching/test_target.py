@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from accel_state.errors import LaunchError
+from accel_state.errors import LaunchError, TargetError
 from accel_state.launching.target import Target, check_target
 
 
@@ -86,3 +86,14 @@ def test_a_current_folder_that_is_gone(tmp_path, monkeypatch, name, kind):
     gone.rmdir()
     with pytest.raises(LaunchError, match="the current folder has been removed"):
         check_target(Target(name, kind=kind), {})
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.11", "/usr/bin/python3", "python.exe"])
+def test_an_interpreter_is_no_script(name):
+    with pytest.raises(TargetError, match="leave it out, since the launcher starts Python itself"):
+        check_target(Target(name, ("train.py",)), {})
+
+
+def test_a_script_may_be_called_python(tmp_path):
+    (tmp_path / "python.py").write_text("")
+    check_target(Target(str(tmp_path / "python.py")), {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, cast, overload
@@ -25,10 +25,10 @@ from accel_state.host.memory import release_memory
 from accel_state.world.process import PartialState
 from accel_train.checkpoints import checkpoint
 from accel_train.checkpoints.resume import resume as resume_training
+from accel_train.client_lists_view import ClientListsView
 from accel_train.collectives_view import CollectivesView
 from accel_train.data import ActiveLoaders, skip_first_batches
 from accel_train.errors import ArgumentTypeError, IncompatibleOptionsError, TrackerError
-from accel_train.list_view import replace_items
 from accel_train.loader_view import LoaderView
 from accel_train.loop import clipping, lomo, metrics, profiling
 from accel_train.loop.accumulation import Accumulator
@@ -86,7 +86,9 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 }
 
 
-class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView):
+class Accelerator(
+    CollectivesView, ProcessView, PrecisionView, LoaderView, MeshView, LoopView, TrackingView, ClientListsView
+):
     """Runs a PyTorch training loop on whatever it was started on.
 
     Args:
@@ -934,48 +936,6 @@ class Accelerator(CollectivesView, ProcessView, PrecisionView, LoaderView, MeshV
         )
 
     # The object itself
-
-    # Lists that clients of Accelerate read and write under these names. What is not in them is not part of a state.
-
-    @property
-    def _models(self) -> MutableSequence[nn.Module]:
-        return self._prepared.models_view()
-
-    @_models.setter
-    def _models(self, models: Iterable[nn.Module]) -> None:
-        replace_items(self._models, models)
-
-    @property
-    def _optimizers(self) -> list[AcceleratedOptimizer]:
-        return self._prepared.optimizers
-
-    @_optimizers.setter
-    def _optimizers(self, optimizers: Iterable[AcceleratedOptimizer]) -> None:
-        replace_items(self._prepared.optimizers, optimizers)
-
-    @property
-    def _schedulers(self) -> list[AcceleratedScheduler]:
-        return self._prepared.schedulers
-
-    @_schedulers.setter
-    def _schedulers(self, schedulers: Iterable[AcceleratedScheduler]) -> None:
-        replace_items(self._prepared.schedulers, schedulers)
-
-    @property
-    def _dataloaders(self) -> list[Any]:
-        return self._prepared.loaders
-
-    @_dataloaders.setter
-    def _dataloaders(self, loaders: Iterable[Any]) -> None:
-        replace_items(self._prepared.loaders, loaders)
-
-    @property
-    def _custom_objects(self) -> MutableSequence[Any]:
-        return self._prepared.registered_view()
-
-    @_custom_objects.setter
-    def _custom_objects(self, objects: Iterable[Any]) -> None:
-        replace_items(self._custom_objects, objects)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         # Objects that hold an accelerator are copied by other libraries; there is one per training.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, MutableSequence
 from typing import Any, TypeVar, overload
 
-__all__ = ["ListView", "replace_items"]
+__all__ = ["ListView"]
 
 T = TypeVar("T")
 
@@ -65,8 +65,3 @@ class ListView(MutableSequence[T]):
 
     def __repr__(self) -> str:
         return repr(list(self))
-
-
-def replace_items(items: MutableSequence[T], values: Iterable[T]) -> None:
-    """Give a list other items; it stays the object that others hold."""
-    items[:] = list(values)

@@ -110,7 +110,7 @@ class AcceleratorState:
         self._config, self._kind = options.config, strategy.distributed_type or process_state.distributed_type
         mesh = options.mesh.device_mesh
         asked = self.parallelism_config is not None
-        divided = mesh is not None and any(not name.startswith("dp_") for name in mesh.mesh_dim_names)
+        divided = mesh is not None and any(not name.startswith("dp_") for name in mesh.mesh_dim_names or ())
         self._mesh = mesh if asked or divided else None
 
     def __getattr__(self, name: str) -> Any:

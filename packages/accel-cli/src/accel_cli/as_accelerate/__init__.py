@@ -30,14 +30,21 @@ LEVEL = "1.15.0"
 
 _NAME = "accelerate"
 _PATH = str(Path(__file__).parent / "path")
+_COMMANDS = str(Path(__file__).parent / "bin")
 _CLIENTS = ("transformers", "diffusers", "peft", "trl", "sentence_transformers")
 """Packages that look for Accelerate, or for its version, once, when they are imported."""
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` with a module search path in which processes find this ``accelerate`` first."""
-    others = [part for part in environ.get("PYTHONPATH", "").split(os.pathsep) if part not in ("", _PATH)]
-    return {**environ, "PYTHONPATH": os.pathsep.join([_PATH, *others])}
+    """``environ`` in which processes find this ``accelerate`` first, the module and on POSIX systems the command."""
+    modules = _first(_PATH, environ.get("PYTHONPATH", ""))
+    commands = _first(_COMMANDS, environ.get("PATH", os.defpath))
+    return {**environ, "PYTHONPATH": modules, "PATH": commands, "ACCEL_PYTHON": sys.executable}
+
+
+def _first(folder: str, path: str) -> str:
+    others = [part for part in path.split(os.pathsep) if part not in ("", folder)]
+    return os.pathsep.join([folder, *others])
 
 
 def is_installed() -> bool:

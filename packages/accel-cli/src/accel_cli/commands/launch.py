@@ -49,11 +49,12 @@ def launch_script(context: typer.Context) -> int:
     return main(context.args)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], *, returns: bool = False) -> int:
     """Run the command.
 
     Args:
         arguments: flags, then the script and the script's arguments.
+        returns: always return; else a single process may replace this one.
 
     Returns:
         The exit code.
@@ -107,7 +108,9 @@ def main(arguments: Sequence[str]) -> int:
         _tell_origins(resolved)
     if config.submit is not None:
         return _submit(config, arguments, target, environ)
-    return launch(config, target, environ, joins=surroundings.joins, sources=resolved.sources)
+    return launch(
+        config, target, environ, joins=surroundings.joins, sources=resolved.sources, returns=returns
+    )
 
 
 def _tell_origins(resolved: Resolved) -> None:

@@ -11,6 +11,7 @@ from accel_state.config.sagemaker import SageMakerConfig
 from accel_state.config.schema import schema_of, value_of
 from accel_state.config.sections.megatron_lm import UNAVAILABLE
 from accel_state.errors import ConfigError, NotAvailableError
+from accel_state.launching.deepspeed_file import check_deepspeed_file
 
 if TYPE_CHECKING:
     from accel_state.config.launch import LaunchConfig
@@ -51,7 +52,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
 
     Raises:
         NotAvailableError: an engine does not have an option; the message names the option, and what there is instead.
-        ConfigError: an option that goes with another engine only.
+        ConfigError: an option that goes with another engine only; DeepSpeed's own file is missing, or contradicts it.
     """
     config = resolved.config
     if isinstance(config, SageMakerConfig):
@@ -62,6 +63,7 @@ def check_available(resolved: Resolved) -> LaunchConfig:
     _check_tpu(resolved, config)
     _check_megatron(resolved, config)
     _check_fp8(resolved, config)
+    check_deepspeed_file(resolved, config)
     return config
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ NCCL_DIRECT_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 """Variables set for NCCL on GPUs whose peer-to-peer transfers fail."""
 
 _LOOPBACK = "127.0.0.1"
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]*")  # a number, or a name as drivers give them
 _PLACES = frozenset(
     f"{prefix}{name}" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
 ) | {"NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", RANK_PREFIXED, RUN_FOLDER}
@@ -432,8 +434,11 @@ def _gpu_ids(text: str | None) -> tuple[str, ...] | None:
 def _check_ids(named: str, ids: tuple[str, ...], accelerators: Accelerators) -> None:
     present = accelerators.present
     for name in ids:
-        if not name or name.startswith("-"):
-            raise ConfigError(f"{named} is not a list of ids; pass --gpu_ids with ids such as 0,1, or all")
+        if not _ID.fullmatch(name):
+            raise ConfigError(
+                f"{named} is not a list of ids; pass --gpu_ids with ids such as 0,1 (with a plain comma between two), "
+                "or all"
+            )
         if not present:
             raise DeviceError(
                 f"{named} names accelerator {name}, but no accelerator was found on this machine; "

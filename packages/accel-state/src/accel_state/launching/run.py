@@ -74,10 +74,11 @@ def launch(
     *,
     joins: bool = False,
     sources: Sources | None = None,
+    returns: bool = False,
 ) -> int:
     """Start the ranks of this machine and wait until they have ended.
 
-    A single process that needs no supervision replaces this one (``exec``); then this function does not return.
+    A single process that needs no supervision replaces this one (``exec``), unless the caller has more to do.
 
     Args:
         config: the resolved configuration.
@@ -86,6 +87,7 @@ def launch(
         console: destination of the output; by default the standard streams.
         joins: this process is a rank of a world that a scheduler has started, so it becomes the script.
         sources: where the values of ``config`` come from, for messages.
+        returns: always return, as a call from a program has to.
 
     Returns:
         The exit code for the shell.
@@ -106,7 +108,7 @@ def launch(
             return 0
         if first.style == "direct":
             with _bound(first.processes[0].cpus):
-                return _become(first.processes[0], environ)
+                return _run_alone(first.processes[0], environ, returns)
         if config.log_dir is not None and not config.quiet:
             console.say(f"accel: logs go to {config.log_dir}")
         if config.resume and first.style == "agent" and not config.quiet:
@@ -428,14 +430,15 @@ def parse_tee(text: str | None, ranks: Sequence[int]) -> dict[int, frozenset[Str
     return found
 
 
-def _become(spec: ProcessSpec, environ: Mapping[str, str]) -> int:
-    """Replace this process with the single rank; on systems without ``exec``, run it and wait."""
+def _run_alone(spec: ProcessSpec, environ: Mapping[str, str], returns: bool) -> int:
+    """Replace this process with the single rank; or run it and wait, where the caller or the system asks for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     full = spec.environment(environ)
     try:
-        if os.name != "posix":
-            return subprocess.call(spec.argv, env=full)
+        if returns or os.name != "posix":
+            code = subprocess.call(spec.argv, env=full)
+            return code if code >= 0 else 128 - code
         _exec(spec.argv, full)
     except OSError as error:
         raise LaunchError(f"{spec.argv[0]} could not be started: {error}") from error

@@ -6,6 +6,7 @@ import difflib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -17,6 +18,8 @@ from typing import Literal
 from accel_state.errors import TargetError
 
 __all__ = ["Target", "check_target"]
+
+_INTERPRETER = re.compile(r"python[\d.]*(\.exe)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,10 @@ def _check_script(name: str) -> None:
         raise TargetError(
             f"{name!r} is a notebook, not a script; start processes inside it with accel_train.notebook_launcher, or "
             f"make a script of it (jupyter nbconvert --to script {shlex.quote(name)}) and launch that"
+        )
+    if _INTERPRETER.fullmatch(script.name) and not script.is_dir():
+        raise TargetError(
+            f"{name!r} is not a script; leave it out, since the launcher starts Python itself: accel launch train.py"
         )
     if script.is_dir():
         if not (script / "__main__.py").exists():

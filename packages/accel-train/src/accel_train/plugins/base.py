@@ -142,7 +142,7 @@ def writable(cls: type[T]) -> type[T]:
     def write(self: Any, name: str, value: Any) -> None:
         self.rewrite({name: value})
 
-    cls.__setattr__ = write  # type: ignore[assignment, method-assign]
+    cls.__setattr__ = write  # type: ignore[method-assign]
     return cls
 
 

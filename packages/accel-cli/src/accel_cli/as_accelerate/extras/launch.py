@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accel_cli.commands.launch import main
 from accel_state.config.launch import LaunchConfig
 from accel_state.config.schema import schema_of
+from accel_state.enums import DistributedType
+from accel_state.environment import assign, get
 
-__all__ = ["launch_command", "launch_command_parser"]
+__all__ = ["PrepareForLaunch", "launch_command", "launch_command_parser"]
 
 _SCRIPT = "training_script"
 _ARGUMENTS = "training_script_args"
@@ -50,15 +52,43 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Launch what the namespace says.
+    """Launch what the namespace says, and return when it has ended.
 
     Raises:
         SystemExit: the run failed, with its exit code.
         AccelError: a value is wrong, or the machine does not fit.
     """
-    code = main(_words(args))
+    code = main(_words(args), returns=True)
     if code:
         sys.exit(code)
+
+
+class PrepareForLaunch:
+    """A function for a started process, called with the process's index on its machine.
+
+    It finds its rank in the environment: `RANK` is the index plus `NPROC` times `NODE_RANK`. The program that starts
+    the processes sets `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
+
+    Args:
+        launcher: the function.
+        distributed_type: the type of the world; "NO": one process.
+        debug: a world on the CPU of this machine, whatever the type.
+    """
+
+    def __init__(
+        self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Run the function as the process `index`."""
+        if self.debug or self.distributed_type is not DistributedType.NO:
+            rank = int(get("NPROC", "1")) * int(get("NODE_RANK", "0")) + index
+            assign(RANK=rank, LOCAL_RANK=index)
+        assign(FORK_LAUNCHED=1)
+        self.launcher(*args)
 
 
 def _flags() -> Iterator[tuple[str, tuple[str, ...], bool]]:

@@ -7,10 +7,21 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_bigmodel": (
             "build_pipeline",
+            "calculate_maximum_sizes",
             "find_pippy_batch_size",
             "generate_device_map",
+            "infer_auto_device_map",
             "pippy_forward",
             "prepare_pippy",
+        ),
+        "accel_train": (
+            "PartialState",
+            "convert_bytes",
+            "copy_tensor_to_devices",
+            "ignorant_find_batch_size",
+            "is_pippy_available",
+            "pad_input_tensors",
+            "send_to_device",
         ),
     },
 )

@@ -6,8 +6,19 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_train": (
+            "AcceleratorState",
+            "PartialState",
+            "PrecisionType",
+            "are_libraries_initialized",
+            "check_cuda_p2p_ib_support",
             "debug_launcher",
+            "get_current_device_type",
+            "get_gpu_info",
+            "is_mps_available",
+            "is_rocm_available",
+            "is_torch_version",
             "notebook_launcher",
+            "patch_environment",
         ),
     },
 )

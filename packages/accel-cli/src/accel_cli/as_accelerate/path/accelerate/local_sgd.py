@@ -6,6 +6,8 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_train": (
+            "Accelerator",
+            "DistributedType",
             "LocalSGD",
         ),
     },

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = _answer(
             "MultiProcessAdapter",
         ),
         "accel_train": (
+            "PartialState",
             "get_logger",
         ),
     },

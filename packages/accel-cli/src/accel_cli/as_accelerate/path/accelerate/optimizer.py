@@ -7,6 +7,12 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_train": (
             "AcceleratedOptimizer",
+            "AcceleratorState",
+            "DistributedType",
+            "GradientState",
+            "honor_type",
+            "is_lomo_available",
+            "is_torch_xla_available",
             "move_to_device",
         ),
     },

@@ -6,7 +6,12 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_train": (
+            "DeepSpeedSequenceParallelConfig",
+            "DistributedType",
             "ParallelismConfig",
+            "TorchContextParallelConfig",
+            "TorchTensorParallelConfig",
+            "is_torch_version",
         ),
     },
 )

@@ -7,6 +7,8 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_train": (
             "AcceleratedScheduler",
+            "AcceleratorState",
+            "GradientState",
         ),
     },
 )

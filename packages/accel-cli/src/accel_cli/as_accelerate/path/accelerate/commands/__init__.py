@@ -7,7 +7,14 @@ __getattr__, __dir__, __all__ = _answer(
     {
     },
     (
+        "accelerate_cli",
         "config",
+        "env",
+        "estimate",
         "launch",
+        "merge",
+        "test",
+        "to_fsdp2",
+        "tpu",
     ),
 )

@@ -9,5 +9,8 @@ __getattr__, __dir__, __all__ = _answer(
             "RegressionDataset",
             "RegressionModel",
         ),
+        "accel_train": (
+            "DistributedType",
+        ),
     },
 )

@@ -39,6 +39,9 @@ __getattr__, __dir__, __all__ = _answer(
         "accel_cli.as_accelerate.extras.fsdp": (
             "model_has_dtensor",
         ),
+        "accel_cli.as_accelerate.extras.launch": (
+            "PrepareForLaunch",
+        ),
         "accel_train": (
             "AORecipeKwargs",
             "AutocastKwargs",

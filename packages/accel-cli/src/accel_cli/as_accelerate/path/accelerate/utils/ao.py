@@ -11,6 +11,8 @@ __getattr__, __dir__, __all__ = _answer(
             "filter_linear_layers",
             "find_first_last_linear_layers",
             "has_ao_layers",
+            "is_torchao_available",
+            "torchao_required",
         ),
     },
 )

@@ -6,11 +6,24 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_bigmodel": (
+            "BnbQuantizationConfig",
+            "dispatch_model",
+            "get_balanced_memory",
             "get_keys_to_not_convert",
             "get_quantized_model_device_map",
             "has_4bit_bnb_layers",
+            "infer_auto_device_map",
+            "init_empty_weights",
             "load_and_quantize_model",
+            "load_checkpoint_in_model",
+            "offload_weight",
             "replace_with_bnb_layers",
+        ),
+        "accel_train": (
+            "find_tied_parameters",
+            "is_4bit_bnb_available",
+            "is_8bit_bnb_available",
+            "set_module_tensor_to_device",
         ),
     },
 )

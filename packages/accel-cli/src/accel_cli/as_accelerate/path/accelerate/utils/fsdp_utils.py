@@ -6,14 +6,28 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_cli.as_accelerate.extras.fsdp": (
+            "get_module_class_from_name",
             "get_parameters_from_modules",
         ),
+        "accel_state": (
+            "FSDP_MODEL_NAME",
+        ),
         "accel_train": (
+            "OPTIMIZER_NAME",
+            "SAFE_WEIGHTS_NAME",
+            "WEIGHTS_NAME",
             "disable_fsdp_ram_efficient_loading",
             "enable_fsdp_ram_efficient_loading",
+            "get_logger",
+            "get_module_children_bottom_up",
+            "get_non_persistent_buffers",
+            "is_compiled_module",
+            "is_peft_model",
+            "is_torch_version",
             "load_fsdp_model",
             "load_fsdp_optimizer",
             "merge_fsdp_weights",
+            "save",
             "save_fsdp_model",
             "save_fsdp_optimizer",
         ),

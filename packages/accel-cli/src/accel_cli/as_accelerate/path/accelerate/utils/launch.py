@@ -5,5 +5,32 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_cli.as_accelerate.extras.launch": (
+            "PrepareForLaunch",
+        ),
+        "accel_state": (
+            "DEEPSPEED_MULTINODE_LAUNCHERS",
+            "SageMakerConfig",
+            "get_free_port",
+        ),
+        "accel_train": (
+            "DistributedType",
+            "DynamoBackend",
+            "PrecisionType",
+            "SageMakerDistributedType",
+            "compare_versions",
+            "is_fp8_available",
+            "is_hpu_available",
+            "is_mlu_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_port_in_use",
+            "is_sdaa_available",
+            "is_torch_xla_available",
+            "is_xpu_available",
+            "merge_dicts",
+            "str_to_bool",
+        ),
     },
 )

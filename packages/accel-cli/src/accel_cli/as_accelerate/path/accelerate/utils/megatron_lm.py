@@ -6,11 +6,16 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_train": (
+            "AcceleratedOptimizer",
+            "AcceleratedScheduler",
             "MegatronEngine",
             "MegatronLMDummyDataLoader",
             "MegatronLMDummyScheduler",
             "avg_losses_across_data_parallel_group",
+            "is_megatron_lm_available",
             "prepare_data_loader",
+            "recursively_apply",
+            "send_to_device",
         ),
     },
 )

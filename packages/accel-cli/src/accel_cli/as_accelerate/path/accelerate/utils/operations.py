@@ -7,10 +7,16 @@ __getattr__, __dir__, __all__ = _answer(
     {
         "accel_state": (
             "get_shape",
+            "is_torch_distributed_available",
         ),
         "accel_train": (
+            "AcceleratorState",
             "CannotPadNestedTensorWarning",
             "DistributedOperationException",
+            "DistributedType",
+            "PartialState",
+            "TORCH_DISTRIBUTED_OPERATION_TYPES",
+            "TensorInformation",
             "broadcast",
             "broadcast_object_list",
             "concatenate",
@@ -26,8 +32,11 @@ __getattr__, __dir__, __all__ = _answer(
             "ignorant_find_batch_size",
             "initialize_tensors",
             "is_namedtuple",
+            "is_npu_available",
             "is_tensor_information",
             "is_torch_tensor",
+            "is_torch_version",
+            "is_torch_xla_available",
             "listify",
             "pad_across_processes",
             "pad_input_tensors",

@@ -5,7 +5,21 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_state": (
+            "CUDA_DISTRIBUTED_TYPES",
+        ),
         "accel_train": (
+            "AcceleratorState",
+            "DistributedType",
+            "RNGType",
+            "is_hpu_available",
+            "is_mlu_available",
+            "is_musa_available",
+            "is_neuron_available",
+            "is_npu_available",
+            "is_sdaa_available",
+            "is_torch_xla_available",
+            "is_xpu_available",
             "set_seed",
             "synchronize_rng_state",
             "synchronize_rng_states",

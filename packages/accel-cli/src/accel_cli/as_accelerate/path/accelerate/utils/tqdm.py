@@ -5,7 +5,11 @@ from accel_cli.as_accelerate.names import answer as _answer
 __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
+        "accel_state": (
+            "is_tqdm_available",
+        ),
         "accel_train": (
+            "PartialState",
             "tqdm",
         ),
     },

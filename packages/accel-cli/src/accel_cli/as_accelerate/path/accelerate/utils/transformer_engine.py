@@ -9,6 +9,8 @@ __getattr__, __dir__, __all__ = _answer(
             "apply_fp8_autowrap",
             "contextual_fp8_autocast",
             "has_transformer_engine_layers",
+            "is_hpu_available",
+            "is_transformer_engine_available",
         ),
     },
 )

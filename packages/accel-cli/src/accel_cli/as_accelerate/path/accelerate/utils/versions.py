@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = _answer(
     __name__,
     {
         "accel_state": (
+            "STR_OPERATION_TO_FUNC",
             "torch_version",
         ),
         "accel_train": (
