@@ -54,6 +54,10 @@ def method(accelerator, model, x):
     accelerator.backward(accelerator.unwrap_model(model).compute_loss(x))
 
 
+def method_of_the_wrapper(accelerator, model, x):
+    accelerator.backward(model.compute_loss(x))
+
+
 def functional(accelerator, model, x):
     plain = accelerator.unwrap_model(model)
     accelerator.backward(loss_of(functional_call(plain, dict(plain.named_parameters()), (x,))))
@@ -108,6 +112,7 @@ WAYS = {
     "penalised": (penalised, {}, {}, False),
     "unwrapped": (unwrapped, {}, {}, True),
     "method": (method, {}, {}, True),
+    "method of the wrapper": (method_of_the_wrapper, {}, {}, True),
     "functional": (functional, {}, {}, True),
     "two backwards": (two_backwards, {}, {}, True),
     "two forwards": (two_forwards, {}, {}, True),
@@ -423,3 +428,22 @@ def comparisons_of_an_adversary():
 def test_models_that_take_turns_are_not_suspected():
     # At the steps 16 and 32 of each optimizer gradients are compared anyway.
     assert worlds.run(comparisons_of_an_adversary, 2) == [4, 4]
+
+
+def attributes():
+    from accel_train import Accelerator
+
+    accelerator = Accelerator()
+    model = Net()
+    model.config = {"hidden": 4}
+    wrapped = accelerator.prepare(model)
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'absent'"):
+        _ = wrapped.absent
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert repr(wrapped).startswith("DistributedDataParallel(")
+    assert not hasattr(wrapped, "absent")
+    return wrapped.config, wrapped.head is model.head
+
+
+def test_attributes_of_the_model_are_read_through_the_wrapper():
+    assert worlds.run(attributes, 2) == [({"hidden": 4}, True)] * 2

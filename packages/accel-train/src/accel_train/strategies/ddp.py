@@ -92,7 +92,7 @@ class DDPStrategy(Strategy):
         views = handler.gradient_as_bucket_view and not any(id(p) in self._shared for p in trainable)
         kwargs = {**handler.to_kwargs(), "gradient_as_bucket_view": views}
         with _bytes_to_send(frozen.values()):
-            wrapped = DistributedDataParallel(model, device_ids=device_ids, **kwargs)
+            wrapped = _Transparent(model, device_ids=device_ids, **kwargs)
         self._register_hook(wrapped)
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
@@ -416,6 +416,24 @@ def _can_hold_back(model: DistributedDataParallel) -> bool:
     # With a static graph torch learns the graph from a first backward that reduces, and fails without it. Reducing
     # every micro-batch gives the same gradients.
     return not model.static_graph
+
+
+class _Transparent(DistributedDataParallel):
+    """DDP through which the attributes and methods of the model can be read, as under strategies that do not wrap.
+
+    A loss that a method computes comes past DDP's forward, so its gradients are averaged afterwards; see `replicas.py`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # there is none yet
+                raise
+        return getattr(self.module, name)
+
+
+_Transparent.__name__ = DistributedDataParallel.__name__  # by which people and programs recognise it
 
 
 class _FrozenGuard:
