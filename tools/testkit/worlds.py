@@ -22,6 +22,7 @@ from typing import Any
 
 import cloudpickle
 
+from accel_state.constants import STORE_SECRET
 from accel_state.launching.ports import reserve_port
 from accel_state.launching.ranks.spawns import pickled
 
@@ -127,7 +128,7 @@ def run(
             env |= {
                 "RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), STORE_SECRET: "of this world",  # as the launcher
             }  # fmt: skip
         ours, theirs = context.Pipe(duplex=False)
         # Not daemonic, since those may not have children and a rank's data loader may want workers.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accel_state.constants import STORE_SECRET
 from accel_state.errors import UntrustedMessageError
 from accel_state.world.process import PartialState
-from accel_state.world.signed_store import SignedStore, loopback_store, signed
+from accel_state.world.signed_store import SignedStore, loopback_store, prefixed, signed
 from testkit import worlds
 
 SHORT = timedelta(seconds=5)
@@ -141,3 +141,18 @@ def write_everywhere():
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "list_keys"), reason="torch 2.8 does not list keys")
 def test_a_rank_reads_only_what_ranks_wrote():
     assert worlds.run(write_everywhere, 2, environ={STORE_SECRET: "s" * 64}) == ["refused"] * 2
+
+
+def test_a_prefix_has_every_method_and_is_signed(both):
+    inner, store = both
+    part = prefixed(store, "part")
+    part.set("a", "text")
+    assert part.multi_get(["a"]) == [b"text"]
+    part.wait(["a"], SHORT)
+    assert part.delete_key("a"), "which torch's PrefixStore cannot do with a store in Python"
+    inner.set("part/a", "of another program")
+    with pytest.raises(UntrustedMessageError):
+        part.get("a")
+    plain = prefixed(inner, "plain")
+    plain.set("a", "text")
+    assert inner.get("plain/a") == b"text"

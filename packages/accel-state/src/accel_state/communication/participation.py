@@ -18,11 +18,12 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from accel_state.communication.channel import Channels
 from accel_state.communication.watchdog import ENDED, RankStatus, Watchdog
 from accel_state.errors import CollectiveMismatchError
+from accel_state.world.signed_store import prefixed
 
 __all__ = ["Participation"]
 
@@ -58,7 +59,7 @@ class Participation:
         self._on_cpu = world.carrier(device).type == "cpu"
         # A second PartialState in this world must not read what the first has left.
         generation = store.add(f"participation/{rank}", 1)
-        self._store: Store = PrefixStore(f"participation/{generation}", store)
+        self._store: Store = prefixed(store, f"participation/{generation}")
         self._world = world
         self._completed = 0
         self._calls = 0

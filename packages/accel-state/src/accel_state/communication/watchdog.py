@@ -30,10 +30,11 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from accel_state.errors import CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.world.signed_store import prefixed
 
 __all__ = [
     "ENDED",
@@ -333,7 +334,7 @@ class Watchdog:
         self._base.set_timeout(_PATIENCE)
         # A second PartialState in this world must not read the records of the first.
         generation = self._base.add(f"generation/{self._rank}", 1)
-        store = PrefixStore(str(generation), self._base)
+        store = prefixed(self._base, str(generation))
         self._publish(store)
         return store
 

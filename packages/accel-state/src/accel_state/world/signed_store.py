@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from accel_state.errors import UntrustedMessageError
 
-__all__ = ["SignedStore", "loopback_store", "signed"]
+__all__ = ["SignedStore", "loopback_store", "prefixed", "signed"]
 
 _TAG = hashlib.sha256().digest_size
 
@@ -116,6 +116,14 @@ class SignedStore(Store):
                 "ACCEL_STORE_SECRET. Give all ranks the same value, and let no other program reach MASTER_PORT"
             )
         return value
+
+
+def prefixed(store: Store, prefix: str) -> Store:
+    """The same connection, for keys under ``prefix``.
+
+    torch's `PrefixStore` knows not all methods of a store that is written in Python: it raises "pure virtual function".
+    """
+    return store.prefixed(prefix) if isinstance(store, SignedStore) else PrefixStore(prefix, store)
 
 
 def signed(store: Store, secret: str | None) -> Store:

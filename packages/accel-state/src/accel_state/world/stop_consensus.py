@@ -28,9 +28,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from accel_state.host.process_identity import has_ended, process_identity
+from accel_state.world.signed_store import prefixed
 
 __all__ = ["Boundaries", "StopConsensus", "StopDecision"]
 
@@ -108,7 +109,7 @@ class StopConsensus:
             return
         store.set_timeout(timedelta(seconds=10))  # no call here waits for a missing key
         # The n-th consensus of this process belongs to the n-th of every other process.
-        store = self._store = PrefixStore(str(store.add(f"generation/{self._rank}", 1)), store)
+        store = self._store = prefixed(store, str(store.add(f"generation/{self._rank}", 1)))
         store.set(f"member/{self._rank}", json.dumps(process_identity()))
         self._thread = threading.Thread(target=self._run, args=(store,), name="accel-stop", daemon=True)
         self._thread.start()
