@@ -221,11 +221,11 @@ def test_ranks_go_on_when_the_store_is_lost():
     store = dist.HashStore()
     rank = Rank(0, 2, None)
     broken = Broken(store)
-    original, stop_consensus.PrefixStore = stop_consensus.PrefixStore, lambda name, store: store
+    original, stop_consensus.prefixed = stop_consensus.prefixed, lambda store, prefix: store
     try:
         rank.consensus.start(broken)
     finally:
-        stop_consensus.PrefixStore = original
+        stop_consensus.prefixed = original
     broken.broken = True
     rank.consensus.request("SIGTERM on rank 0")
     assert not rank.consensus.should_stop()

@@ -99,6 +99,14 @@ class SignedStore(Store):
         """As torch's."""
         return bool(self._store.delete_key(key))
 
+    def num_keys(self) -> int:
+        """As torch's."""
+        return int(self._store.num_keys())
+
+    def clone(self) -> SignedStore:
+        """A separate connection to the same keys."""
+        return SignedStore(self._store.clone(), self._secret, self._place)  # type: ignore[attr-defined]
+
     def _tag(self, key: str, value: bytes) -> bytes:
         name = f"{self._place}{key}".encode()
         return hmac.digest(self._secret, len(name).to_bytes(8, "big") + name + value, "sha256")
