@@ -19,14 +19,13 @@ from accel_bigmodel.offload_cache import CacheFile, OffloadCache, check_folder
 from accel_ckpt.coordination import do_together
 from accel_ckpt.loading.load_model import (
     LoadReport,
-    LoadTarget,
     Placer,
     Request,
     Step,
-    assign,
     converted,
     load_weights,
 )
+from accel_ckpt.loading.load_targets import LoadTarget, assign
 from accel_ckpt.loading.weights import WeightSource
 from accel_ckpt.modules.names import listed
 from accel_state import environment

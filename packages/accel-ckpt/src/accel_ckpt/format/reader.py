@@ -444,8 +444,27 @@ def read_pickled(path: Path, *, mapped: bool = True) -> Any:
         ) from error
 
 
+EXTRA_STATE = "_extra_state"
+"""What torch calls the result of a module's ``get_extra_state`` in a state dict."""
+
+
 def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file of ``torch.save`` by name, mapped where possible.
+    """The tensors of a file of ``torch.save`` by name, and nothing else; see `read_pickled_model`.
+
+    Raises:
+        UnsupportedValueError: it holds extra state that is no tensor.
+    """
+    tensors, objects = read_pickled_model(path)
+    for name, value in objects.items():
+        raise UnsupportedValueError(
+            f"{path} holds extra state of a module that is no tensor, which has no place among weights: {name!r} is "
+            f"one {type(value).__qualname__}. load_checkpoint_in_model and model.load_state_dict load the file as it is"
+        )
+    return tensors
+
+
+def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of a file of ``torch.save`` by name, mapped where possible, and extra state that is no tensor.
 
     They are contiguous, and apart in memory unless two names hold the same tensor: training one of two
     overlapping views would change the other.
@@ -461,6 +480,12 @@ def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
         raise CorruptCheckpointError(
             f"{path} does not hold a dictionary of tensors by name, but one {type(content).__qualname__}"
         )
+    objects = {
+        name: value
+        for name, value in content.items()
+        if isinstance(name, str) and is_extra_state(name) and not isinstance(value, torch.Tensor)
+    }
+    content = {name: value for name, value in content.items() if name not in objects} if objects else content
     for name, value in content.items():
         if not (isinstance(name, str) and isinstance(value, torch.Tensor)):
             raise CorruptCheckpointError(
@@ -480,7 +505,12 @@ def read_pickled_weights(path: Path) -> dict[str, torch.Tensor]:
                 plain if apart else plain.clone(memory_format=torch.contiguous_format)
             )
         used.add(storage)
-    return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}
+    return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}, objects
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a state dict is that of a module's extra state."""
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def is_plain_zip(path: Path) -> bool:

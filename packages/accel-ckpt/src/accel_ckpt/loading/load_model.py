@@ -15,6 +15,8 @@ from accel_ckpt.coordination import Coordinator, SingleProcess, default_coordina
 from accel_ckpt.errors import CorruptCheckpointError, StateMismatchError, UninitializedTensorError
 from accel_ckpt.format.index import WeightFiles
 from accel_ckpt.format.reader import MappedShard, read_pickled
+from accel_ckpt.loading.load_targets import LoadTarget, ModelTensors, assign, tensors_of
+from accel_ckpt.loading.translation import Translation, translating_modules
 from accel_ckpt.loading.weights import (
     BroadcastWeights,
     MappedWeights,
@@ -24,19 +26,17 @@ from accel_ckpt.loading.weights import (
 )
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.devices import existing_device
-from accel_ckpt.modules.names import canonical_state_dict, listed, prefixed_modules, refuse_collisions
-from accel_ckpt.modules.tensors import check_is_module, refuse_without_values, rewrap
-from accel_ckpt.parts import fill_part, is_sharded, reshard
-from accel_ckpt.tensor_storage import is_lazy, parse_dtype
+from accel_ckpt.modules.names import canonical_state_dict, listed
+from accel_ckpt.modules.tensors import refuse_without_values
+from accel_ckpt.parts import fill_part, is_sharded
+from accel_ckpt.tensor_storage import parse_dtype
 from accel_state.errors import DeviceError, NotAvailableError
 
 __all__ = [
     "LoadReport",
-    "LoadTarget",
     "Placer",
     "Request",
     "Step",
-    "assign",
     "check_checkpoint_fits",
     "converted",
     "load_checkpoint_in_model",
@@ -254,8 +254,23 @@ def check_checkpoint_fits(model: nn.Module, checkpoint: str | os.PathLike[str]) 
         CorruptCheckpointError: a file is truncated, or its header does not describe it.
         UnsafeCheckpointError: a name in the index leaves the folder.
     """
-    plan = _compare(open_weights(checkpoint), _tensors_of(model), Placer(None, None, ()))
-    _judge(plan.report, model, checkpoint, strict=None)
+    source, tensors = open_weights(checkpoint), tensors_of(model)
+    plan = _compare(source, tensors, Placer(None, None, ()))
+    tops = translating_modules(tensors, _names_as_in(source.about, tensors.targets))
+    _judge(_beside(plan.report, [canonical for _, canonical, _ in tops]), model, checkpoint, strict=None)
+
+
+def _beside(report: LoadReport, translated: Sequence[str]) -> LoadReport:
+    """What is known of all but the modules that translate their state dict, which only a load can tell."""
+
+    def known(names: Sequence[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if not any(map(name.startswith, translated)))
+
+    return (
+        LoadReport(known(report.missing), known(report.unexpected), known(report.mismatched))
+        if translated
+        else report
+    )
 
 
 def _single_device(device_map: DeviceMap | None) -> torch.device | None:
@@ -304,16 +319,6 @@ class Request:
     def ranks(self) -> Coordinator:
         """Those that load together."""
         return default_coordinator() if self.broadcast_from_rank0 else SingleProcess()
-
-
-@dataclass(slots=True, eq=False)
-class LoadTarget:
-    """A tensor of the model and all its names there."""
-
-    tensor: torch.Tensor
-    names: list[str]
-    owners: list[dict[str, Any]]
-    """For each name, the dictionary of a module that holds it."""
 
 
 class Step(NamedTuple):
@@ -422,17 +427,6 @@ def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> to
     return value if value.dtype == dtype and value.device == home else value.to(home, dtype)
 
 
-def assign(target: LoadTarget, value: torch.Tensor) -> None:
-    """Let a tensor of a model have a value; a parameter object that has values already stays the same."""
-    old = target.tensor
-    if not old.is_meta:
-        old.data = value
-        return
-    wrapped = rewrap(old, value) if isinstance(old, nn.Parameter) else value
-    for name, tensors in zip(target.names, target.owners, strict=True):
-        tensors[name.rpartition(".")[2]] = wrapped
-
-
 def load_weights(
     model: nn.Module,
     request: Request,
@@ -473,109 +467,121 @@ def _fill_model(
     warning_level: int,
     resume_collector: Callable[[], None],
 ) -> LoadReport:
-    coordinator, checkpoint, strict = request.ranks(), request.checkpoint, request.strict
-    doing = f"loading {checkpoint}"
-    plan = do_together(lambda: _compare(source, _tensors_of(model), placer), coordinator, doing=doing)
-    differing = source.differing([*plan.ties])
-    read = {id(step.target) for step in plan.steps}
-    rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
-    empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
+    coordinator = request.ranks()
+    doing = f"loading {request.checkpoint}"
+    tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
+    names = _names_as_in(source.about, tensors.targets)
+    tops = translating_modules(tensors, names)
+    if not tops:
+        load = _Load(model, source, request, placer, tensors, None)
+        return load.run(progress, warning_level, resume_collector)
+    translation = Translation(source, names, tensors, tops, request.strict)
+    try:
+        do_together(translation.run, coordinator, doing=doing)
+        load = _Load(model, translation, request, placer, tensors, translation)
+        return load.run(progress, warning_level, resume_collector)
+    except BaseException:
+        translation.undo()
+        raise
 
-    def judge() -> tuple[LoadReport, Sequence[Step]]:
+
+class _Load:
+    """One load: compares, then reads.
+
+    Args:
+        model: changed in place.
+        source: the weights.
+        request: which weights, and how.
+        placer: where tensors go.
+        tensors: of the model.
+        translation: the source, if modules translate it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        source: WeightSource,
+        request: Request,
+        placer: Placer,
+        tensors: ModelTensors,
+        translation: Translation | None,
+    ) -> None:
+        self._model, self._source, self._request, self._placer = model, source, request, placer
+        self._tensors, self._translation = tensors, translation
+
+    def run(
+        self,
+        progress: Callable[[Sequence[Step]], Iterable[Step]],
+        warning_level: int,
+        resume_collector: Callable[[], None],
+    ) -> LoadReport:
+        """Compare everything, then fill the model."""
+        source, placer, coordinator = self._source, self._placer, self._request.ranks()
+        checkpoint, doing = self._request.checkpoint, f"loading {self._request.checkpoint}"
+        plan = do_together(lambda: _compare(source, self._tensors, placer), coordinator, doing=doing)
+        differing = source.differing([*plan.ties])
+        read = {id(step.target) for step in plan.steps}
+        rest = [target for target in (*plan.targets.values(), *plan.hidden) if id(target) not in read]
+
+        def fill() -> LoadReport:
+            try:
+                for step in progress(steps_to_do):
+                    placer.put(step, source.tensor(step.source))
+                for name, module in plan.extra.items():
+                    given = source.objects[name] if name in source.objects else source.tensor(name).clone()
+                    module.set_extra_state(given)
+            except Exception:
+                source.finish()  # other ranks wait for this one's part
+                raise
+            source.finish()
+            placer.finish(rest)
+            return self._finished(report)
+
+        try:
+            report, steps_to_do = do_together(
+                lambda: self._judged(plan, differing, rest), coordinator, doing=doing
+            )
+            _warn(report, checkpoint, warning_level + 1)
+            source.begin(
+                [step.source for step in steps_to_do] + [n for n in plan.extra if n not in source.objects]
+            )
+            if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
+                resume_collector()
+            return do_together(fill, coordinator, doing=doing)
+        except BaseException:
+            placer.abandon()
+            raise
+
+    def _judged(
+        self, plan: _Plan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
+    ) -> tuple[LoadReport, Sequence[Step]]:
+        strict, checkpoint, placer = self._request.strict, self._request.checkpoint, self._placer
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
-        report = replace(plan.report, mismatched=plan.report.mismatched + wrong)
-        _judge(report, model, checkpoint, strict)
+        errors = () if self._translation is None else tuple(self._translation.errors)
+        report = replace(plan.report, mismatched=plan.report.mismatched + wrong + errors)
+        asked = report
+        if self._is_judged_after:
+            asked = replace(report, missing=(), unexpected=())
+        _judge(asked, self._model, checkpoint, strict)
+        empty = [t.names[0] for t in rest if t.tensor.is_meta and placer.home(t) is not None]
         if "missing" in _FATAL[strict]:
             refuse_without_values(empty, [target.names[0] for target in plan.hidden])
-        elif request.must_run:
+        elif self._request.must_run:
             _refuse_to_leave(empty, checkpoint)
-        return report, placer.prepare(source, plan.steps)
+        return report, placer.prepare(self._source, plan.steps)
 
-    def fill() -> None:
-        try:
-            for step in progress(steps_to_do):
-                placer.put(step, source.tensor(step.source))
-            for name, module in plan.extra.items():
-                module.set_extra_state(source.tensor(name).clone())
-        except Exception:
-            source.finish()  # other ranks wait for this one's part
-            raise
-        source.finish()
-        placer.finish(rest)
+    @property
+    def _is_judged_after(self) -> bool:
+        return self._translation is not None and self._translation.is_judged_after
 
-    try:
-        report, steps_to_do = do_together(judge, coordinator, doing=doing)
-        _warn(report, checkpoint, warning_level)
-        source.begin([*(step.source for step in steps_to_do), *plan.extra])
-        if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
-            resume_collector()
-        do_together(fill, coordinator, doing=doing)
-    except BaseException:
-        placer.abandon()
-        raise
-    return report
-
-
-class _ModelTensors(NamedTuple):
-    targets: dict[str, LoadTarget]
-    """What a state dict of the model holds, by canonical name; tied names share a target."""
-    hidden: list[LoadTarget]
-    """Buffers that a state dict leaves out."""
-    extra: dict[str, nn.Module]
-    """Modules that take extra state, by its name in a state dict."""
-
-
-def _tensors_of(model: nn.Module) -> _ModelTensors:
-    check_is_module(model)
-    reshard(model)
-    modules = prefixed_modules(model)
-    found: dict[int, LoadTarget] = {}
-    targets: dict[str, LoadTarget] = {}
-    own_names: dict[str, str] = {}
-    for kind in ("_parameters", "_buffers"):
-        for prefix, canonical, module in modules:
-            tensors: dict[str, Any] = getattr(module, kind)
-            if not tensors:
-                continue
-            left_out = module._non_persistent_buffers_set
-            for leaf, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                target = found.get(id(tensor))
-                if target is None:
-                    target = found[id(tensor)] = LoadTarget(tensor, [prefix + leaf], [tensors])
-                else:
-                    target.names.append(prefix + leaf)
-                    target.owners.append(tensors)
-                if leaf not in left_out:
-                    name, own = canonical + leaf, prefix + leaf
-                    if own_names.setdefault(name, own) != own:
-                        refuse_collisions([(own_names[name], name), (own, name)])
-                    targets[name] = target
-    saved = {id(target) for target in targets.values()}
-    for target in found.values():
-        if not target.tensor.is_meta and id(target) in saved:
-            _refuse_unloadable(target)
-    hidden = [target for target in found.values() if id(target) not in saved]
-    extra = {
-        f"{canonical}_extra_state": module
-        for _, canonical, module in modules
-        if type(module).set_extra_state is not nn.Module.set_extra_state
-    }
-    return _ModelTensors(targets, hidden, extra)
-
-
-def _refuse_unloadable(target: LoadTarget) -> None:
-    name, tensor = target.names[0], target.tensor
-    if is_lazy(tensor):
-        raise UninitializedTensorError(
-            f"{name!r} of the model is lazy and has no shape yet; run the model once before loading"
-        )
-    if torch._debug_has_internal_overlap(tensor) == 1:
-        raise StateMismatchError(
-            f"{name!r} of the model is expanded, so that elements share memory and cannot be loaded one by one; "
-            "clone() it when the model is built"
-        )
+    def _finished(self, report: LoadReport) -> LoadReport:
+        """Let hooks of modules say what is missing, which they may do when all is loaded."""
+        if self._translation is None or not self._is_judged_after:
+            return report
+        missing, unexpected = self._translation.after(report.missing, report.unexpected)
+        report = replace(report, missing=tuple(missing), unexpected=tuple(unexpected))
+        _judge(report, self._model, self._request.checkpoint, self._request.strict)
+        return report
 
 
 @dataclass(frozen=True, slots=True)
@@ -590,7 +596,7 @@ class _Plan:
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
 
-def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _Plan:
+def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Plan:
     about, targets = source.about, tensors.targets
     mismatched, unexpected = [], []
     steps: list[Step] = []
@@ -598,20 +604,32 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
     ties: dict[tuple[str, str], str] = {}
     provided: dict[int, str] = {}
     unusable: set[int] = set()
+    for raw in source.objects:
+        if raw in tensors.extra:
+            extra[raw] = tensors.extra[raw]
+        else:
+            unexpected.append(raw)
     names = _names_as_in(about, targets)
+    in_parts = _parents(name for name in names.values() if name not in targets) & targets.keys()
     scaled = {raw.rpartition("_scale")[0] for raw, name in names.items() if name not in targets}
     for raw, name in names.items():
         target = targets.get(name)
         if target is None:
             if name in tensors.extra:
                 extra[raw] = tensors.extra[name]
-            else:
+            elif name.rpartition(".")[0] not in in_parts:
                 unexpected.append(raw)
             continue
         info = about[raw]
         shape, dtype = info.shape, info.dtype
         key, tensor = id(target), target.tensor
-        if shape != tensor.shape:
+        if name in in_parts:
+            mismatched.append(
+                f"{name}: quantised, in parts such as {_first_below(name, names.values())}, which its module does not "
+                "take (load_and_quantize_model of accel-bigmodel does)"
+            )
+            unusable.add(key)
+        elif shape != tensor.shape:
             mismatched.append(f"{name}: {tuple(shape)} instead of {tuple(tensor.shape)}")
             unusable.add(key)
         elif dtype != tensor.dtype and _loses_values(dtype, tensor.dtype):
@@ -633,6 +651,14 @@ def _compare(source: WeightSource, tensors: _ModelTensors, placer: Placer) -> _P
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
     return _Plan(report, steps, targets, tensors.hidden, extra, ties)
+
+
+def _parents(names: Iterable[str]) -> set[str]:
+    return {name.rpartition(".")[0] for name in names}
+
+
+def _first_below(parent: str, names: Iterable[str]) -> str:
+    return next(name for name in names if name.startswith(f"{parent}."))
 
 
 def _loses_values(saved: torch.dtype, wanted: torch.dtype) -> bool:

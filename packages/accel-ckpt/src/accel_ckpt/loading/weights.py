@@ -22,7 +22,7 @@ from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.format.index import WeightFiles
-from accel_ckpt.format.reader import MappedShard, read_pickled_weights
+from accel_ckpt.format.reader import MappedShard, read_pickled_model
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
 from accel_state.world.process import PartialState
@@ -68,6 +68,10 @@ class WeightSource(Protocol):
     @property
     def about(self) -> About:
         """Shape and dtype of every tensor."""
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Extra state that is no tensor, by name; only files of ``torch.save`` hold any."""
 
     @property
     def fingerprint(self) -> str:
@@ -185,6 +189,7 @@ class _Files:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
+        self.objects: dict[str, Any] = {}
         self.fingerprint = fingerprint_of(files)
 
     def begin(self, names: Sequence[str]) -> None:
@@ -235,7 +240,9 @@ class MappedWeights(_Files):
         self.about: dict[str, TensorInfo] = {}
         for path in files.files:
             self._add(path, files.weight_map)
-        absent = sorted(name for name in files.weight_map or () if name not in self.about)
+        absent = sorted(
+            name for name in files.weight_map or () if name not in self.about and name not in self.objects
+        )
         if absent:
             raise CorruptCheckpointError(
                 f"the index says that {listed(absent)} are in {listed([*map(str, files.files)])}, but they "
@@ -248,7 +255,8 @@ class MappedWeights(_Files):
             return home is path or home == path
 
         if path.suffix != ".safetensors":
-            content = read_pickled_weights(path)
+            content, objects = read_pickled_model(path)
+            self.objects |= {name: value for name, value in objects.items() if is_here(name)}
             for name in filter(is_here, content):
                 self._homes[name], self.about[name] = content, content[name]
             return
@@ -342,12 +350,13 @@ class BroadcastWeights:
                 about = {
                     n: _Announced(tuple(info.shape), info.dtype) for n, info in self._opened.about.items()
                 }
-                return about, self._opened.fingerprint
+                return about, self._opened.fingerprint, dict(self._opened.objects)
             return None
 
         answers = run_together(open_on_rank_0, coordinator, doing=f"opening the checkpoint {checkpoint}")
         self.about: About = answers[0][0]
         self.fingerprint: str = answers[0][1]
+        self.objects: dict[str, Any] = answers[0][2]
 
     def is_mapped(self, name: str) -> bool:
         """On rank 0, which has the file."""

@@ -19,6 +19,7 @@ __all__ = [
     "listed",
     "loads_by_itself",
     "misfits",
+    "module_of",
     "prefixed_modules",
     "refuse_collisions",
     "under_own_names",
@@ -131,17 +132,25 @@ def misfits(module: nn.Module, weights: Mapping[str, Any], strict: bool = True) 
     return problems
 
 
-def loads_by_itself(module: nn.Module) -> bool:
-    """Whether a module, not counting its children, loads a state dict otherwise than torch's modules do."""
+def loads_by_itself(module: nn.Module, also_torch: bool = False) -> bool:
+    """Whether a module, not counting its children, loads a state dict otherwise than torch's modules do.
+
+    Args:
+        module: any.
+        also_torch: count those of torch with a way of their own, too, as BatchNorm, which takes older forms.
+    """
+    if also_torch and type(module)._load_from_state_dict is not nn.Module._load_from_state_dict:
+        return True
     own = (type(module)._load_from_state_dict, type(module).load_state_dict)
     if not all(method.__module__.startswith("torch.") for method in own):
         return True
     hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
     # FSDP's hook only gives up whole weights that a forward has left.
-    return not all(_module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
+    return not all(module_of(hook).startswith("torch.distributed.fsdp.") for hook in hooks)
 
 
-def _module_of(hook: Any) -> str:
+def module_of(hook: Any) -> str:
+    """The name of the Python module that a hook of a module is from."""
     return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
