@@ -559,3 +559,76 @@ def test_parts_on_an_accelerator(saved, tmp_path):
         assert again.body[0].weight.device.type == again.body[1].running_mean.device.type == device.type
         assert file_of(again.head.weight) == "model.safetensors"
         assert same(again.cpu(), model)
+
+
+class Logarithm(nn.Module):
+    """Saves the logarithm of its weight."""
+
+    def __init__(self, value=1.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((64,), value))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight.detach().log()
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "weight"].exp())
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Renamed(nn.Linear):
+    """Its files know ``old`` as the name of ``weight``."""
+
+    def __init__(self, value=1.0):
+        super().__init__(64, 64)
+        nn.init.constant_(self.weight, value)
+        self.register_load_state_dict_pre_hook(self._rename)
+
+    @staticmethod
+    def _rename(module, state_dict, prefix, *rest):
+        state_dict[prefix + "weight"] = state_dict.pop(prefix + "old")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [{"": "cpu"}, {"": "disk"}, {"0": "cpu", "1": "disk", "2": "disk"}, {"0": "disk", "1": "cpu", "2": "cpu"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_modules_that_translate_their_state_go_where_the_map_says(tmp_path, places, name):
+    trained = nn.Sequential(nn.Linear(64, 64), Logarithm(3.0), Renamed(2.0))
+    state = {key.replace("2.weight", "2.old"): value.detach() for key, value in trained.state_dict().items()}
+    if name.endswith(".bin"):
+        torch.save(state, tmp_path / name)
+    else:
+        safetensors.torch.save_file(state, tmp_path / name, {"format": "pt"})
+    x = torch.randn(2, 64)
+    for _ in range(2):  # the second time what is on disk is there already
+        with init_empty_weights():
+            model = nn.Sequential(nn.Linear(64, 64), Logarithm(), Renamed())
+        model = load_checkpoint_and_dispatch(model, tmp_path / name, places, offload_folder=tmp_path / "offload")
+        torch.testing.assert_close(model(x), trained(x))
+    if "disk" in (places.get("1"), places.get("")):
+        assert mapped_file_of(model[1].weight) is not None
+    if name.endswith(".safetensors"):
+        assert file_of(model[2].weight) == file_of(model[0].weight) == name
+
+
+def test_what_a_module_made_of_other_values_is_not_served_from_the_cache(tmp_path):
+    class Base(Logarithm):
+        base = torch.e
+
+        def _load_from_state_dict(self, state_dict, prefix, *rest):
+            with torch.no_grad():
+                self.weight.copy_(self.base ** state_dict[prefix + "weight"])
+
+    safetensors.torch.save_file({"0.weight": torch.full((64,), 2.0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    for base in (3.0, 5.0):
+        Base.base = base
+        with init_empty_weights():
+            model = nn.Sequential(Base())
+        load_checkpoint_in_model(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "offload")
+        assert (model[0].weight == base**2).all()

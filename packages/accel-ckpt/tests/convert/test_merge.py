@@ -139,6 +139,14 @@ def test_names_that_wrappers_add_are_left_out(tmp_path):
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w", "a.b"}
 
 
+def test_the_prefix_of_a_wrapper_is_left_out(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    content = {"model": {f"module.{name}": value for name, value in model.state_dict().items()}}
+    torch.save(content, tmp_path / "pytorch_model.bin")
+    merge_weights(tmp_path / "pytorch_model.bin", tmp_path / "out")
+    assert sorted(load_file(tmp_path / "out" / "model.safetensors")) == ["bias", "weight"]
+
+
 def test_what_is_no_tensor_is_said(tmp_path):
     folder = write_dcp({"model": {"w": torch.ones(2), "_extra_state": "x"}}, tmp_path / "d")
     with pytest.warns(UserWarning, match=r"no weights: model\._extra_state"):

@@ -232,6 +232,60 @@ def test_several_things_of_which_none_is_a_model(tmp_path):
         open_pieces(find_source(folder))
 
 
+MOMENTS = {
+    "state": {name: {"exp_avg": value + 1} for name, value in WEIGHTS.items()},
+    "param_groups": {"lr": 1.0},
+}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"app": {"model": dict(WEIGHTS), "optim": MOMENTS}},  # PyTorch's recipe
+        {"trainer": {"net": dict(WEIGHTS), "optimizer": MOMENTS}},
+        {"net": dict(WEIGHTS), "optimizer_0": MOMENTS, "lr_scheduler": {"last": torch.ones(1)}},
+        {"net": dict(WEIGHTS)},
+        {"state_dict": dict(WEIGHTS), "rng_state": {"cpu": torch.ones(1)}},
+        {
+            **WEIGHTS,
+            "optimizer": MOMENTS,
+            "dataloader": {"dp": torch.ones(1)},
+            "train_state": {"step": torch.ones(1)},
+        },
+    ],
+    ids=["app", "trainer", "net", "alone", "lightning", "torchtitan"],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_the_model_is_found_among_what_programs_save(tmp_path, content, pickled):
+    if pickled:
+        torch.save(content, tmp_path / "x.bin")
+        same(open_pieces(find_source(tmp_path / "x.bin")), WEIGHTS)
+    else:
+        same(open_pieces(find_source(write_dcp(content, tmp_path / "dcp"))), WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({"app": {"optim": MOMENTS}}, "holds optim under 'app' and no model"),
+        ({"state": MOMENTS["state"], "param_groups": {"lr": torch.ones(1)}}, "state of an optimizer"),
+        ({**WEIGHTS, "ema": dict(WEIGHTS)}, "tensors beside dictionaries"),
+        (
+            {"net": dict(WEIGHTS), "ema": dict(WEIGHTS), "optim": MOMENTS},
+            "holds net, ema, optim and no model",
+        ),
+    ],
+)
+@pytest.mark.parametrize("pickled", [False, True])
+def test_what_is_no_model_or_several_is_named(tmp_path, content, told, pickled):
+    if pickled:
+        torch.save(content, tmp_path / "x.bin")
+    else:
+        write_dcp(content, tmp_path / "x.bin")
+    with pytest.raises(CheckpointNotFoundError, match=told):
+        open_pieces(find_source(tmp_path / "x.bin"))
+
+
 def test_what_is_no_tensor_is_left_out_and_said(tmp_path):
     folder = write_dcp({"model": {**WEIGHTS, "version": 3}}, tmp_path / "dcp")
     with pytest.warns(UserWarning, match=r"not tensors, and no weights: model\.version"):

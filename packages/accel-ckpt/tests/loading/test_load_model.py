@@ -425,6 +425,46 @@ def test_extra_state_that_is_a_tensor(tmp_path, safe):
     assert again[0].seen == 3
 
 
+class Scaled(nn.Linear):
+    """Has extra state that is no tensor."""
+
+    scale: object = 1.0
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+@pytest.mark.parametrize("how", ["torch.save", "save_model", "shards", "training state", "wrapped"])
+def test_extra_state_that_is_no_tensor(tmp_path, how):
+    model, again = nn.Sequential(Scaled(2, 2), nn.Linear(2, 2)), nn.Sequential(Scaled(2, 2), nn.Linear(2, 2))
+    model[0].scale = 3.0
+    path = tmp_path / "x"
+    if how in ("torch.save", "wrapped"):
+        prefix = "_orig_mod." if how == "wrapped" else ""
+        path = tmp_path / "x.bin"
+        torch.save({prefix + name: value for name, value in model.state_dict().items()}, path)
+    elif how == "training state":
+        save_training_state(path, models=[model.state_dict()], shared={}, per_rank={})
+    else:
+        save_model(model, path, 20 if how == "shards" else "10GB", safe_serialization=False)
+        loaded = [torch.load(file, weights_only=True) for file in sorted(path.glob("*.bin"))]
+        assert {name for part in loaded for name in part} == set(model.state_dict())
+    assert load_checkpoint_in_model(again, path, strict=True) == LoadReport()
+    assert again[0].scale == 3.0
+    torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+
+
+def test_extra_state_that_nothing_takes_is_unexpected(tmp_path):
+    save_model(nn.Sequential(Scaled(2, 2)), tmp_path, safe_serialization=False)
+    with pytest.warns(UserWarning, match=r"0\._extra_state"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    with pytest.raises(StateMismatchError, match=r"0\._extra_state"):
+        load_checkpoint_in_model(nn.Sequential(nn.Linear(2, 2)), tmp_path, strict=True)
+
+
 def test_t32_ties_of_values_that_do_not_equal_themselves(tmp_path):
     value = torch.full((6, 4), torch.nan)
     state_dict = {"embed.weight": value, "head.weight": value.clone()}

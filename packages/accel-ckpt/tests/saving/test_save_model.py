@@ -3,6 +3,7 @@
 import io
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -358,3 +359,29 @@ def test_an_old_file_that_readers_would_prefer_is_an_error(tmp_path):
     with pytest.raises(CheckpointSaveError, match=r"readers choose the old model\.safetensors"):
         save_model(model, tmp_path, safe_serialization=False, disk=Keeps())
     assert (tmp_path / "pytorch_model.bin").is_file()
+
+
+class _Extra(nn.Linear):
+    def __init__(self, state):
+        super().__init__(2, 2)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize(
+    ("state", "safe", "told"),
+    [
+        ({"scale": 1.0}, True, "safe_serialization=False"),
+        (Path("x"), False, "only by running code"),
+        (Path("x"), True, "safetensors files hold tensors only"),
+    ],
+)
+def test_extra_state_that_a_format_cannot_hold(tmp_path, state, safe, told):
+    with pytest.raises(UnsupportedValueError, match=rf"'_extra_state'.*{told}"):
+        save_model(_Extra(state), tmp_path / "x", safe_serialization=safe)
+    assert not (tmp_path / "x").exists()

@@ -90,7 +90,7 @@ def merge_weights(
     _check_output(source, output)
     if remove_checkpoint_dir:
         _check_removal(source, output)
-    weights = _canonical(open_pieces(source))
+    weights = _canonical(open_pieces(source), is_own=(_folder(source) / MANIFEST_NAME).exists())
     if safe_serialization:
         _check_dtypes(weights)
     written = _Merge(weights, safe_serialization, progress, disk).write(output, limit)
@@ -152,9 +152,12 @@ def _check_removal(source: Source, output: Path) -> None:
             )
 
 
-def _canonical(weights: PiecedWeights) -> PiecedWeights:
+def _canonical(weights: PiecedWeights, is_own: bool) -> PiecedWeights:
+    """Under canonical names; in checkpoints of other programs ``module.`` before all of them is of a wrapper."""
     names = {name: name for name in weights.about}
     new = {old: name for name, old in canonical_state_dict(names).items()}
+    if not is_own and all(name.startswith("module.") for name in new.values()):
+        new = {old: name.removeprefix("module.") for old, name in new.items()}
     return PiecedWeights(
         {new[name]: tensor for name, tensor in weights.tensors.items()},
         {new[alias]: new[name] for alias, name in weights.aliases.items()},

@@ -16,6 +16,7 @@ from accel_ckpt.convert.pieces import Piece, PiecedTensor, PiecedWeights
 from accel_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from accel_ckpt.format.index import WeightFiles, find_weights, inside, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME, Manifest
+from accel_ckpt.format.model_entries import model_entries
 from accel_ckpt.format.reader import read_entry, read_header, read_pickled_weights
 from accel_ckpt.format.sharding import is_divided, places_of
 from accel_ckpt.modules.names import listed
@@ -147,24 +148,15 @@ def _entry(folder: Path, names: Sequence[str]) -> Path:
 
 def _open_dcp(folder: Path) -> PiecedWeights:
     content = DcpFolder(folder)
-    tops = content.top_keys()
-    nested = {top: content.below(top) for top in tops}
-    top = tops[0] if len(tops) == 1 else "model"
-    if top == "optimizer":
+    if content.top_keys() == ["optimizer"]:
         beside = folder.absolute().parent / folder.absolute().name.replace("optimizer", "pytorch_model_fsdp")
         raise CheckpointNotFoundError(
             f"{folder} holds the state of an optimizer, and no weights; pass the folder of a model"
             + (f": {beside}" if is_dcp_folder(beside) and beside != folder.absolute() else "")
         )
-    if nested.get(top):
-        names = {name: ".".join(map(str, key)) for name, key in nested[top].items()}
-    elif any(nested.values()):
-        raise CheckpointNotFoundError(
-            f"{folder} holds {', '.join(tops)} and no model under the key 'model'; save the model's state dict alone, "
-            "or as {'model': …}"
-        )
-    else:
-        names = {name: name for name in content.keys}
+    by_key = {key: name for name, key in content.keys.items()}
+    entries = model_entries({key: name in content.tensors for key, name in by_key.items()}, folder)
+    names = {by_key[key]: plain for key, plain in entries.items()}
     left_out = [name for name in names if name not in content.tensors]
     if left_out:
         warnings.warn(

@@ -27,6 +27,7 @@ from accel_ckpt.errors import (
     UnsafeCheckpointError,
     UnsupportedValueError,
 )
+from accel_ckpt.format.model_entries import model_entries, nested_keys
 from accel_ckpt.format.pickled_data import plain_data
 from accel_ckpt.memory import Arena, MappedFile, populate
 from accel_ckpt.tensor_storage import (
@@ -474,12 +475,11 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
         UnsupportedValueError: a tensor is not plain values in memory.
     """
     content = read_pickled(path)
-    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
-        content = content["state_dict"]
     if not isinstance(content, Mapping):
         raise CorruptCheckpointError(
             f"{path} does not hold a dictionary of tensors by name, but one {type(content).__qualname__}"
         )
+    content = _model_in(content, path)
     objects = {
         name: value
         for name, value in content.items()
@@ -506,6 +506,17 @@ def read_pickled_model(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, A
             )
         used.add(storage)
     return {name: same[same_tensor_id(tensor)] for name, tensor in content.items()}, objects
+
+
+def _model_in(content: Mapping[Any, Any], path: Path) -> Mapping[Any, Any]:
+    """The state dict of the model in what a program saved."""
+    if not any(
+        isinstance(value, Mapping) and not is_extra_state(str(name)) for name, value in content.items()
+    ):
+        return content
+    found = nested_keys(content)
+    entries = model_entries({key: isinstance(value, torch.Tensor) for key, value in found.items()}, path)
+    return {name: found[key] for key, name in entries.items()}
 
 
 def is_extra_state(name: str) -> bool:

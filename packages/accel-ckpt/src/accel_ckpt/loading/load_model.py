@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -470,7 +470,7 @@ def _fill_model(
     coordinator = request.ranks()
     doing = f"loading {request.checkpoint}"
     tensors = do_together(lambda: tensors_of(model), coordinator, doing=doing)
-    names = _names_as_in(source.about, tensors.targets)
+    names = _names_as_in((*source.about, *source.objects), tensors.targets)
     tops = translating_modules(tensors, names)
     if not tops:
         load = _Load(model, source, request, placer, tensors, None)
@@ -541,16 +541,20 @@ class _Load:
             report, steps_to_do = do_together(
                 lambda: self._judged(plan, differing, rest), coordinator, doing=doing
             )
-            _warn(report, checkpoint, warning_level + 1)
+            if not self._is_judged_after:
+                _warn(report, checkpoint, warning_level + 1)
             source.begin(
                 [step.source for step in steps_to_do] + [n for n in plan.extra if n not in source.objects]
             )
             if sum(step.nbytes for step in steps_to_do) >= _SMALL_LOAD:
                 resume_collector()
-            return do_together(fill, coordinator, doing=doing)
+            report = do_together(fill, coordinator, doing=doing)
         except BaseException:
             placer.abandon()
             raise
+        if self._is_judged_after:
+            _warn(report, checkpoint, warning_level + 1)
+        return report
 
     def _judged(
         self, plan: _Plan, differing: set[tuple[str, str]], rest: Sequence[LoadTarget]
@@ -580,7 +584,9 @@ class _Load:
             return report
         missing, unexpected = self._translation.after(report.missing, report.unexpected)
         report = replace(report, missing=tuple(missing), unexpected=tuple(unexpected))
-        _judge(report, self._model, self._request.checkpoint, self._request.strict)
+        _judge(
+            report, self._model, self._request.checkpoint, self._request.strict, "All that fits was loaded"
+        )
         return report
 
 
@@ -604,21 +610,22 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
     ties: dict[tuple[str, str], str] = {}
     provided: dict[int, str] = {}
     unusable: set[int] = set()
-    for raw in source.objects:
-        if raw in tensors.extra:
-            extra[raw] = tensors.extra[raw]
-        else:
-            unexpected.append(raw)
-    names = _names_as_in(about, targets)
-    in_parts = _parents(name for name in names.values() if name not in targets) & targets.keys()
+    names = _names_as_in((*about, *source.objects), targets)
+    in_parts = {
+        above for name in names.values() if name not in targets for above in _above(name) if above in targets
+    }
     scaled = {raw.rpartition("_scale")[0] for raw, name in names.items() if name not in targets}
     for raw, name in names.items():
         target = targets.get(name)
         if target is None:
             if name in tensors.extra:
                 extra[raw] = tensors.extra[name]
-            elif name.rpartition(".")[0] not in in_parts:
+            elif in_parts.isdisjoint(_above(name)):
                 unexpected.append(raw)
+            continue
+        if raw in source.objects:
+            mismatched.append(f"{name}: one {type(source.objects[raw]).__qualname__} instead of a tensor")
+            unusable.add(id(target))
             continue
         info = about[raw]
         shape, dtype = info.shape, info.dtype
@@ -653,8 +660,10 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
     return _Plan(report, steps, targets, tensors.hidden, extra, ties)
 
 
-def _parents(names: Iterable[str]) -> set[str]:
-    return {name.rpartition(".")[0] for name in names}
+def _above(name: str) -> Iterator[str]:
+    """What could be the name of a tensor of which this one is a part."""
+    while name := name.rpartition(".")[0]:
+        yield name
 
 
 def _first_below(parent: str, names: Iterable[str]) -> str:
@@ -691,7 +700,13 @@ def _names_as_in(source: Iterable[str], targets: Mapping[str, Any]) -> dict[str,
     return names
 
 
-def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: bool | None) -> None:
+def _judge(
+    report: LoadReport,
+    model: nn.Module,
+    checkpoint: object,
+    strict: bool | None,
+    done: str = "Nothing was changed",
+) -> None:
     fatal = _FATAL[strict]
     errors = [
         f"{what}: {listed(getattr(report, kind))}"
@@ -704,7 +719,7 @@ def _judge(report: LoadReport, model: nn.Module, checkpoint: object, strict: boo
         raise StateMismatchError(
             f"{checkpoint} does not fit the model; "
             + "; ".join(errors)
-            + ". Nothing was changed; strict=False loads what matches and reports the rest"
+            + f". {done}; strict=False loads what matches and reports the rest"
             + (_advice_on_names(model) if report.missing and report.unexpected else "")
         )
 

@@ -228,7 +228,9 @@ class TrainingCheckpoint:
     def weights(self, index: int) -> SavedWeights:
         """The weights of a model: names, shapes and dtypes; values are read only where they go."""
         names = self.manifest.models[index]
-        return SavedWeights(self.directory, SavedTensors(self._files(names), self._check), self._extra(index))
+        return SavedWeights(
+            self.directory, SavedTensors(self._files(names), self._check), self.extra_state(index)
+        )
 
     def load_model(self, index: int, tensors: Mapping[str, Leaf]) -> None:
         """Fill tensors of a model in place; of a divided one only what this rank holds is read.
@@ -274,7 +276,8 @@ class TrainingCheckpoint:
         names = {EXTRA.format(index): index for index in range(len(self.manifest.models))}
         return frozenset(names[name] for name in self._read_trees("state", lambda name: name in names))
 
-    def _extra(self, index: int) -> Mapping[str, Any]:
+    def extra_state(self, index: int) -> Mapping[str, Any]:
+        """What the state dict of a model holds besides tensors, by name."""
         extra = EXTRA.format(index)
         found: Mapping[str, Any] = self._read_trees("state", lambda name: name == extra).get(extra, {})
         return found

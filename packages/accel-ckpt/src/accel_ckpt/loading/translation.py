@@ -1,4 +1,4 @@
-"""Weights as the modules of a model translate them: their own ``_load_from_state_dict``, and their hooks for loading."""
+"""Weights as the modules of a model translate them, by ``_load_from_state_dict`` and hooks of their own."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Translation:
         strict: bool | None,
     ) -> None:
         self._base, self._tensors, self._tops, self._strict = source, tensors, tops, strict
-        self.objects: dict[str, Any] = {names.get(raw, raw): value for raw, value in source.objects.items()}
+        self.objects: dict[str, Any] = {names[raw]: value for raw, value in source.objects.items()}
         self.errors: list[str] = []
         """What modules found wrong, besides names that are missing or unexpected."""
-        self._raw = {canonical: raw for raw, canonical in names.items()}
+        self._raw = {canonical: raw for raw, canonical in names.items() if raw not in source.objects}
         self._values: dict[str, torch.Tensor] = {}
         self._made: set[str] = set()  # names of values that are no tensors of the checkpoint
         self._undo: list[Callable[[], None]] = []
@@ -192,25 +192,27 @@ class Translation:
             self.objects[canonical] = value
             return
         self._values[canonical] = value
-        raw, version = self._fetched.get(id(value), (None, 0))
-        if raw is None or value._version != version:
+        fetched = self._fetched.get(id(value))
+        if fetched is None or value._version != fetched[1]:
             self._made.add(canonical)
         else:
-            self._raw[canonical] = raw
+            self._raw[canonical] = fetched[0]
 
     def _load_by_itself(self, module: nn.Module, state: dict[str, Any], prefix: str) -> None:
         """Let a module fill its own tensors."""
-        leaves = [
-            *((leaf, module._parameters) for leaf in module._parameters),
-            *((leaf, module._buffers) for leaf in module._buffers if leaf not in module._non_persistent_buffers_set),
-        ]  # fmt: skip
-        held = [prefix + leaf for leaf, tensors in leaves if tensors[leaf] is not None]
-        undo = self._give_memory(module, held)
+        own: list[tuple[str, torch.Tensor | None]] = [*module._parameters.items()]
+        own += [pair for pair in module._buffers.items() if pair[0] not in module._non_persistent_buffers_set]
+        held = [prefix + leaf for leaf, tensor in own if tensor is not None]
+        # Those of torch add values for tensors without any, and take values as they are: views stay views.
+        by_torch = type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        takes = by_torch and all(_tensor_at(module, name[len(prefix) :]).is_meta for name in held)
+        undo = self._give_memory(module, held, takes)
+        metadata = {"assign_to_params_buffers": True} if takes else {}
         missing: list[str] = []
         unexpected: list[str] = []
         errors: list[str] = []
         with torch.no_grad():
-            module._load_from_state_dict(state, prefix, {}, True, missing, unexpected, errors)
+            module._load_from_state_dict(state, prefix, metadata, True, missing, unexpected, errors)
         if errors:
             undo()
             self.errors += errors
@@ -250,8 +252,10 @@ class Translation:
             elif was_empty is not None:
                 was_empty()  # without values, as it was
 
-    def _give_memory(self, module: nn.Module, names: Sequence[str]) -> Callable[[], None]:
-        """Memory for tensors on the meta device, copies of the others; returns what takes all back."""
+    def _give_memory(
+        self, module: nn.Module, names: Sequence[str], takes: bool = False
+    ) -> Callable[[], None]:
+        """Memory for tensors on the meta device, unless the module takes others; returns what undoes it."""
         self._lent = {}
         back: list[Callable[[], None]] = []
         for name in names:
@@ -265,7 +269,7 @@ class Translation:
                     "changed"
                 )
             if target.tensor.is_meta:
-                self._lent[name] = _lend(target)
+                self._lent[name] = _restoring_tensor(target) if takes else _lend(target)
                 back.append(self._lent[name])
             else:
                 back.append(_restoring_values(target))
@@ -325,8 +329,12 @@ class Translation:
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal."""
         here = [pair for pair in pairs if all(name in self._values for name in pair)]
-        there = {tuple(self._raw[name] for name in pair): pair for pair in pairs if pair not in here}
-        found = {there[pair] for pair in self._base.differing([*there])}  # type: ignore[arg-type, index]
+        there = {
+            (self._raw[first], self._raw[second]): (first, second)
+            for first, second in pairs
+            if (first, second) not in here
+        }
+        found = {there[pair] for pair in self._base.differing([*there])}
         return found | {pair for pair in here if not _are_equal(*(self._values[name] for name in pair))}
 
     def begin(self, names: Sequence[str]) -> None:
@@ -358,9 +366,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 def _tensor_at(module: nn.Module, name: str) -> torch.Tensor:
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    found = owner._parameters.get(leaf)
-    if found is None:
-        found = owner._buffers[leaf]
+    found = owner._parameters[leaf] if leaf in owner._parameters else owner._buffers[leaf]
     assert found is not None, "it was a tensor before"
     return found
 
@@ -386,7 +392,13 @@ def _lend(target: LoadTarget) -> Callable[[], None]:
     memory.view(-1).view(torch.uint8).fill_(_UNFILLED)
     assign(target, memory)
     leaf = target.names[0].rpartition(".")[2]
+    undo = _restoring_tensor(target)
     target.tensor = target.owners[0][leaf]
+    return undo
+
+
+def _restoring_tensor(target: LoadTarget) -> Callable[[], None]:
+    old = target.tensor
 
     def undo() -> None:
         target.tensor = old

@@ -22,7 +22,9 @@ from accel_ckpt.convert.sources import PiecedFolder, find_source, open_pieces
 from accel_ckpt.coordination import Coordinator, run_together
 from accel_ckpt.errors import CorruptCheckpointError, FileChangedError
 from accel_ckpt.format.index import WeightFiles
+from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.reader import MappedShard, read_pickled_model
+from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
 from accel_state.world.process import PartialState
@@ -132,10 +134,14 @@ def open_weights(
         raise ValueError(
             f"revision and token are for repositories of a hub, and {os.fspath(checkpoint)!r} is local; leave them out"
         )
-    return _open_local(location(checkpoint))
+    folder = location(checkpoint).expanduser()
+    weights = _open_local(folder)
+    if (folder / MANIFEST_NAME).is_file():  # a training state, which keeps extra state with the shared trees
+        weights.objects |= open_training_state(folder, verify=False).extra_state(0)
+    return weights
 
 
-def _open_local(place: Path) -> WeightSource:
+def _open_local(place: Path) -> MappedWeights | _PiecesOfWeights:
     source = find_source(place)
     with collector_paused():
         return MappedWeights(source) if isinstance(source, WeightFiles) else _PiecesOfWeights(source)

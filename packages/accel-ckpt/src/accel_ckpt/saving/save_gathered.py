@@ -16,10 +16,17 @@ import torch
 from accel_ckpt.coordination import Coordinator, default_coordinator, run_together
 from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointSaveError, UnsupportedValueError
+from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.locations import location
 from accel_ckpt.parts import Leaf, Part, is_divided, is_leaf, parts_of, shape_of
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
-from accel_ckpt.saving.save_model import check_weights_folder, index_of, no_weight, publish_weights
+from accel_ckpt.saving.save_model import (
+    check_extra,
+    check_weights_folder,
+    index_of,
+    no_weight,
+    publish_weights,
+)
 from accel_ckpt.saving.writer import (
     FileRecord,
     check_writable,
@@ -103,22 +110,27 @@ def save_gathered_model(
     limit = convert_file_size_to_int(max_shard_size)
     writes = ranks.local_rank == 0 if each_node else ranks.rank == 0
 
+    extra = {name: value for name, value in model.items() if not is_leaf(value)}
+    leaves = {name: leaf for name, leaf in model.items() if name not in extra}
+
     def inspect() -> dict[str, str]:
-        for name, leaf in model.items():
-            if not is_leaf(leaf):
+        for name, leaf in extra.items():
+            if not is_extra_state(name):
                 raise no_weight(name, leaf)
+        check_extra(extra, safe_serialization)
+        for name, leaf in leaves.items():
             if safe_serialization:
                 check_writable(name, torch.empty(0, dtype=_dtype_of(leaf)))
         if writes:
             check_weights_folder(directory)
-        return _aliases(model)
+        return _aliases(leaves)
 
     doing = f"saving the model to {directory}"
     ties: dict[str, str] = {}
     for answer in run_together(inspect, ranks, doing=doing, error=CheckpointSaveError):
         ties.update(answer)
-    files, index = _plan(model, ties, limit, safe_serialization)
-    gathering = _Gathering(model, ranks, [name for file in files for name in file.order])
+    files, index = _plan(leaves, ties, limit, safe_serialization, extra)
+    gathering = _Gathering(leaves, ranks, [name for file in files for name in file.order])
 
     def work() -> tuple[str, ...]:
         try:
@@ -141,12 +153,14 @@ class _GatheredFile:
         about: shape and dtype by name.
         ties: other names of these tensors.
         safe: safetensors, or else `torch.save`.
+        extra: what a file of `torch.save` holds besides tensors.
     """
 
     name: str
     about: Mapping[str, tuple[Sequence[int], torch.dtype]]
     ties: Mapping[str, str]
     safe: bool
+    extra: Mapping[str, Any]
 
     @property
     def metadata(self) -> dict[str, str]:
@@ -162,7 +176,8 @@ class _GatheredFile:
         if self.safe:
             return write_safetensors_from(path, self.about, lambda name: (take(name),), self.metadata, disk)
         whole = {name: take(name) for name in self.order}
-        return write_torch(path, {**whole, **{alias: whole[name] for alias, name in self.ties.items()}}, disk)
+        tied = {alias: whole[name] for alias, name in self.ties.items()}
+        return write_torch(path, {**whole, **tied, **self.extra}, disk)
 
 
 class _Gathering:
@@ -192,7 +207,7 @@ class _Gathering:
 
 
 def _plan(
-    model: Mapping[str, Leaf], ties: Mapping[str, str], limit: int, safe: bool
+    model: Mapping[str, Leaf], ties: Mapping[str, str], limit: int, safe: bool, extra: Mapping[str, Any]
 ) -> tuple[list[_GatheredFile], str | None]:
     """The files, and the text of the index if there are several."""
     about = {name: (shape_of(leaf), _dtype_of(leaf)) for name, leaf in model.items() if name not in ties}
@@ -202,11 +217,12 @@ def _plan(
     )
     stem, extension = ("model", "safetensors") if safe else ("pytorch_model", "bin")
     names = shard_file_names(len(shards), stem, extension)
-    files = []
+    files: list[_GatheredFile] = []
     for file, shard in zip(names, shards, strict=True):
         own = {alias: name for alias, name in ties.items() if name in shard.names}
-        files.append(_GatheredFile(file, {name: about[name] for name in shard.names}, own, safe))
-    return files, index_of(names, shards)
+        first = {} if files else extra
+        files.append(_GatheredFile(file, {name: about[name] for name in shard.names}, own, safe, first))
+    return files, index_of(names, shards, extra)
 
 
 def _dtype_of(leaf: Leaf) -> torch.dtype:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ from accel_ckpt.format.index import (
 )
 from accel_ckpt.format.manifest import MANIFEST_NAME
 from accel_ckpt.format.pickled_data import TORCH_SAFE_GLOBALS, plain_data
+from accel_ckpt.format.reader import is_extra_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import canonical_state_dict
 from accel_ckpt.saving.plan import (
@@ -51,6 +53,7 @@ from accel_ckpt.tensor_storage import (
     tied_aliases,
     why_not_plain,
 )
+from accel_state.messages import first_line
 from accel_state.trees import recursively_apply
 
 __all__ = ["load", "save", "save_model"]
@@ -101,7 +104,8 @@ def save_model(
             in the folder. On a rank that waits: the writer failed, has ended or does not come.
         MissingDependencyError: ``push_to_hub`` without huggingface_hub.
         UnsupportedValueError: a tensor has no values (meta device), is sharded over ranks, or has a dtype or
-            layout that the format does not know.
+            layout that the format does not know; or a module has extra state that is no tensor, and the format is
+            safetensors, or loading it would run code.
     """
     limit = convert_file_size_to_int(max_shard_size)
     if push_to_hub is not None:
@@ -117,10 +121,11 @@ def save_model(
         )
 
     def write() -> tuple[str, ...]:
-        state_dict = weights_of(model)
+        state_dict, extra = weights_of(model)
+        check_extra(extra, safe_serialization)
         check_weights_folder(directory)
         stem = "model" if safe_serialization else "pytorch_model"
-        files = plan_model_files(state_dict, limit, safe_serialization, stem)
+        files = plan_model_files(state_dict, limit, safe_serialization, stem, extra)
         writers = {file.name: file.write for file in files.files}
         written = publish_weights(directory, writers, files.index, safe_serialization, disk)
         if push_to_hub is not None:
@@ -228,16 +233,17 @@ def _is_dead_part(path: Path, now: float) -> bool:
     return now - path.stat().st_mtime > _DEAD
 
 
-def weights_of(model: nn.Module | Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The canonical state dict of a module, or a state dict checked to hold nothing but tensors."""
+def weights_of(model: nn.Module | Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """The tensors of the canonical state dict of a module, or of a state dict, and extra state that is no tensor."""
     if isinstance(model, nn.Module):
         state_dict = canonical_state_dict(model.state_dict(), model)
     else:
         state_dict = canonical_state_dict(model)
-    for name, value in state_dict.items():
-        if not isinstance(value, torch.Tensor):
+    extra = {name: value for name, value in state_dict.items() if not isinstance(value, torch.Tensor)}
+    for name, value in extra.items():
+        if not is_extra_state(name):
             raise no_weight(name, value)
-    return state_dict
+    return {name: value for name, value in state_dict.items() if name not in extra}, extra
 
 
 def no_weight(name: str, value: object) -> UnsupportedValueError:
@@ -245,6 +251,35 @@ def no_weight(name: str, value: object) -> UnsupportedValueError:
     return UnsupportedValueError(
         f"{name!r} is a {type(value).__qualname__}, and weights are tensors; leave it out"
     )
+
+
+def check_extra(extra: Mapping[str, object], safe_serialization: bool) -> None:
+    """Refuse extra state of modules that a file cannot hold, or that nobody could load from it.
+
+    Args:
+        extra: by name; none of it is a tensor.
+        safe_serialization: which format.
+
+    Raises:
+        UnsupportedValueError: names it, and what holds it.
+    """
+    for name, value in extra.items():
+        about = f"{name!r}, which get_extra_state of a module gives, is a {type(value).__qualname__}"
+        if safe_serialization:
+            raise UnsupportedValueError(
+                f"{about}, and safetensors files hold tensors only; save with safe_serialization=False, or let "
+                "get_extra_state return a tensor"
+            )
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            load(file)
+        except Exception as error:
+            raise UnsupportedValueError(
+                f"{about}, which could be loaded only by running code from the file: {first_line(error)}. Let "
+                "get_extra_state return numbers, text, tensors, and lists and dictionaries of them"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +293,13 @@ class ModelFiles:
 
 
 def plan_model_files(
-    state_dict: Mapping[str, torch.Tensor], max_shard_size: int, safe_serialization: bool, stem: str
+    state_dict: Mapping[str, torch.Tensor],
+    max_shard_size: int,
+    safe_serialization: bool,
+    stem: str,
+    extra: Mapping[str, Any] | None = None,
 ) -> ModelFiles:
-    """Decide which tensors go to which file.
+    """Decide which tensors go to which file; extra state that is no tensor goes to the first.
 
     Raises:
         UnsupportedValueError: a tensor cannot be saved in this format.
@@ -289,14 +328,23 @@ def plan_model_files(
         part = {name: kept[name] for name in shard.names}
         tied = {alias: name for alias, name in aliases.items() if name in part}
         files.append(PlannedFile(file, part, {"format": "pt", **tied} if safe_serialization else None))
-    return ModelFiles(tuple(files), index_of(names, shards), f"{stem}.{extension}.index.json")
+    if extra:
+        files[0] = replace(files[0], extra=extra)
+    return ModelFiles(tuple(files), index_of(names, shards, extra or ()), f"{stem}.{extension}.index.json")
 
 
-def index_of(files: Sequence[str], shards: Sequence[Shard]) -> str | None:
-    """The text of the index of shards, each in the file of the same place; None for one file, which needs none."""
+def index_of(files: Sequence[str], shards: Sequence[Shard], extra: Iterable[str] = ()) -> str | None:
+    """The text of the index of shards, each in the file of the same place; None for one file, which needs none.
+
+    Args:
+        files: their names.
+        shards: what is in each.
+        extra: names of what is in the first besides tensors.
+    """
     if len(shards) < 2:
         return None
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in shard.names}
+    weight_map |= dict.fromkeys(extra, files[0])
     return index_text(weight_map, sum(shard.nbytes for shard in shards))
 
 

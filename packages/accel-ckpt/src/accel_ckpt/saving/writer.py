@@ -226,11 +226,13 @@ class PlannedFile:
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str] | None
     """Of a safetensors file; ``None`` for a file of ``torch.save``."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What a file of ``torch.save`` holds besides tensors."""
 
     def write(self, path: Path, disk: Disk = LOCAL) -> FileRecord:
         """Write it, one tensor at a time."""
         if self.metadata is None:
-            return write_torch(path, compact(self.tensors), disk)
+            return write_torch(path, {**compact(self.tensors), **self.extra}, disk)
         return write_safetensors(path, self.tensors, self.metadata, disk)
 
 
