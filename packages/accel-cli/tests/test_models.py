@@ -35,6 +35,23 @@ def test_a_folder_and_its_configuration_are_the_same_model(tmp_path):
     assert all(parameter.is_meta and parameter.dtype == torch.float32 for parameter in models[0].parameters())
 
 
+@pytest.mark.parametrize("with_type", [True, False])
+def test_the_file_that_is_named_is_read_and_not_the_one_beside_it(tmp_path, with_type):
+    folder = write(tmp_path / "m", LLAMA)
+    other = {**LLAMA, "hidden_size": 2 * LLAMA["hidden_size"], "tie_word_embeddings": False}
+    if not with_type:
+        del other["model_type"]
+    (folder / "other.json").write_text(json.dumps(other))
+    found = find_model(str(folder / "other.json"), "transformers")
+    if not with_type:
+        with pytest.raises(EstimateError, match="model_type"):
+            build_model(found)
+        return
+    transformers = pytest.importorskip("transformers")
+    right = transformers.LlamaForCausalLM(transformers.LlamaConfig(**other))
+    assert sum(p.numel() for p in build_model(found).parameters()) == sum(p.numel() for p in right.parameters())
+
+
 def test_files_alone_give_shapes_from_their_headers(tmp_path):
     tensors = {"a.weight": torch.zeros(3, 4, dtype=torch.bfloat16), "b.weight": torch.zeros(5)}
     save_file(tensors, tmp_path / "model.safetensors")

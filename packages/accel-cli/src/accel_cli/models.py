@@ -31,7 +31,7 @@ class FoundModel:
     Attributes:
         name: as the user gave it.
         library: transformers or timm; None: only its tensors are known.
-        folder: holds its configuration, or code; None: it is made by name.
+        config: the file of its configuration, beside which its code is; None: it is made by name.
         settings: its configuration.
         shapes: of its tensors, from headers of files.
         dtypes: the dtypes in them.
@@ -39,7 +39,7 @@ class FoundModel:
 
     name: str
     library: str | None
-    folder: Path | None = None
+    config: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     dtypes: tuple[str, ...] = ()
@@ -111,7 +111,7 @@ def _configured(name: str, path: Path, library: str | None) -> FoundModel:
             f"{path} does not say which library made the model: it has neither model_type (transformers) nor "
             f"architecture (timm); pass --library_name {' or '.join(LIBRARIES)}"
         )
-    return FoundModel(name, library, path.parent, settings)
+    return FoundModel(name, library, path, settings)
 
 
 def _of_files(name: str, files: list[Path]) -> FoundModel:
@@ -215,8 +215,8 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
 
     if found.library == "timm":
         timm = _import("timm", "models of timm")
-        source = f"hf-hub:{found.name}" if "/" in found.name and found.folder is not None else found.name
-        if found.folder is not None and Path(found.name).exists():
+        source = f"hf-hub:{found.name}" if "/" in found.name and found.config is not None else found.name
+        if found.config is not None and Path(found.name).exists():
             source = str(found.settings["architecture"])
         try:
             with init_empty_weights(include_buffers=False):
@@ -232,7 +232,9 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
             "--trust_remote_code if you trust it"
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(found.folder, trust_remote_code=trust_remote_code)
+        # Of a folder the library reads config.json, of a file that file, whatever is beside it.
+        where = found.config.parent if found.config is not None and found.config.name == _CONFIG else found.config
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         import torch
 
         with init_empty_weights(include_buffers=False):
