@@ -594,7 +594,12 @@ class Renamed(nn.Linear):
 
 @pytest.mark.parametrize(
     "places",
-    [{"": "cpu"}, {"": "disk"}, {"0": "cpu", "1": "disk", "2": "disk"}, {"0": "disk", "1": "cpu", "2": "cpu"}],
+    [
+        {"": "cpu"},
+        {"": "disk"},
+        {"0": "cpu", "1": "disk", "2": "disk"},
+        {"0": "disk", "1": "cpu", "2": "cpu"},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
@@ -609,7 +614,9 @@ def test_modules_that_translate_their_state_go_where_the_map_says(tmp_path, plac
     for _ in range(2):  # the second time what is on disk is there already
         with init_empty_weights():
             model = nn.Sequential(nn.Linear(64, 64), Logarithm(), Renamed())
-        model = load_checkpoint_and_dispatch(model, tmp_path / name, places, offload_folder=tmp_path / "offload")
+        model = load_checkpoint_and_dispatch(
+            model, tmp_path / name, places, offload_folder=tmp_path / "offload"
+        )
         torch.testing.assert_close(model(x), trained(x))
     if "disk" in (places.get("1"), places.get("")):
         assert mapped_file_of(model[1].weight) is not None
@@ -625,7 +632,9 @@ def test_what_a_module_made_of_other_values_is_not_served_from_the_cache(tmp_pat
             with torch.no_grad():
                 self.weight.copy_(self.base ** state_dict[prefix + "weight"])
 
-    safetensors.torch.save_file({"0.weight": torch.full((64,), 2.0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        {"0.weight": torch.full((64,), 2.0)}, tmp_path / "model.safetensors", {"format": "pt"}
+    )
     for base in (3.0, 5.0):
         Base.base = base
         with init_empty_weights():

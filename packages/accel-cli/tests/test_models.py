@@ -49,7 +49,9 @@ def test_the_file_that_is_named_is_read_and_not_the_one_beside_it(tmp_path, with
         return
     transformers = pytest.importorskip("transformers")
     right = transformers.LlamaForCausalLM(transformers.LlamaConfig(**other))
-    assert sum(p.numel() for p in build_model(found).parameters()) == sum(p.numel() for p in right.parameters())
+    assert sum(p.numel() for p in build_model(found).parameters()) == sum(
+        p.numel() for p in right.parameters()
+    )
 
 
 def test_files_alone_give_shapes_from_their_headers(tmp_path):

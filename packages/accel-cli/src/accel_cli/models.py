@@ -233,7 +233,9 @@ def build_model(found: FoundModel, trust_remote_code: bool = False) -> Any:
         )
     try:
         # Of a folder the library reads config.json, of a file that file, whatever is beside it.
-        where = found.config.parent if found.config is not None and found.config.name == _CONFIG else found.config
+        where = (
+            found.config.parent if found.config is not None and found.config.name == _CONFIG else found.config
+        )
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
         import torch
 

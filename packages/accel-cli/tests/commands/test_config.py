@@ -1,6 +1,8 @@
 """``accel config``: files written with and without questions."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -97,3 +99,10 @@ def test_a_link_stays_a_link(home, tmp_path):
     assert link.is_symlink()
     assert "dynamo_config" in real.read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"dotfiles.yaml", "c.yaml"}
+
+
+def test_default_loads_no_torch(tmp_path):
+    code = "import sys; from accel_cli.app import main; rc = main(sys.argv[1:]); sys.exit(rc or 'torch' in sys.modules)"
+    run = [sys.executable, "-c", code, "config", "default", "--config_file", str(tmp_path / "f.yaml")]
+    assert subprocess.run(run, capture_output=True, text=True, timeout=60).returncode == 0
+    assert (tmp_path / "f.yaml").exists()

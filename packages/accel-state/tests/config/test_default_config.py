@@ -61,6 +61,17 @@ def test_machines_with_accelerators(kind, count, expected, tmp_path, monkeypatch
     assert (config.use_cpu, config.mixed_precision) == (False, "bf16")
 
 
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [(("none", 0), ("NO", 1, True)), (("cuda", 1), ("NO", 1, False)), (("rocm", 4), ("MULTI_GPU", 4, False))],
+)
+def test_accelerators_that_are_known_already(found, expected, tmp_path, monkeypatch):
+    accelerators(monkeypatch, "xpu", 7)  # which is not asked
+    assert write_basic_config("no", tmp_path / "f.yaml", accelerators=found) is True
+    config = load_config_from_file(tmp_path / "f.yaml")
+    assert (config.distributed_type, config.num_processes, config.use_cpu) == expected
+
+
 def test_an_existing_file_is_left_as_it_is(tmp_path, capsys):
     path = tmp_path / "f.yaml"
     path.write_text("mine")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from accel_cli.dialect import App
 from accel_state.config.files import default_path, find_default, load, save
 from accel_state.environment import snapshot
 from accel_state.errors import ConfigError, ConfigNotFoundError
+from accel_state.launching.hardware import find_accelerators
 
 __all__ = ["app"]
 
@@ -66,7 +68,7 @@ def default(
     path = _writable(config_file)
     if path.exists():
         typer.echo(f"{path} exists and is not changed; remove it, or give another path with --config_file")
-    elif write_basic_config(mixed_precision, path):
+    elif write_basic_config(mixed_precision, path, accelerators=_accelerators()):
         typer.echo(f"wrote {path}")
 
 
@@ -87,6 +89,16 @@ def update(config_file: _FileOption = None) -> None:
 
 
 add_commands(app)
+
+
+def _accelerators() -> tuple[str, int]:
+    """What `accel launch` finds, without loading torch; none if the torch that is installed is built for CPUs."""
+    try:
+        built = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        built = ""
+    found = find_accelerators(snapshot())
+    return ("none", 0) if built.endswith("+cpu") else (found.kind, found.count)
 
 
 def _writable(config_file: str | None) -> Path:

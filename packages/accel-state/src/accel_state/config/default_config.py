@@ -30,12 +30,18 @@ default_config_file: str = str(default_path(snapshot()))
 """Path of our default file, computed when this module was loaded."""
 
 
-def write_basic_config(mixed_precision: str = "no", save_location: str | Path | None = None) -> bool:
-    """Write a configuration file for all accelerators of this machine, or for its CPU. Loads torch.
+def write_basic_config(
+    mixed_precision: str = "no",
+    save_location: str | Path | None = None,
+    *,
+    accelerators: tuple[str, int] | None = None,
+) -> bool:
+    """Write a configuration file for all accelerators of this machine, or for its CPU.
 
     Args:
         mixed_precision: ``no``, ``fp16``, ``bf16`` or ``fp8``.
         save_location: the file; by default the one that ``accel launch`` reads.
+        accelerators: kind of device and number, ``("none", 0)`` without any; None: torch is loaded and says it.
 
     Returns:
         False, after printing a message, if the file already exists; else True.
@@ -49,7 +55,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | Path | 
     if path.exists():
         print(f"{path} exists and is not changed; remove it or pass another save_location")
         return False
-    save(dataclasses.replace(_for_this_machine(), mixed_precision=precision), path)
+    save(dataclasses.replace(_launch_on(accelerators or _of_torch()), mixed_precision=precision), path)
     return True
 
 
@@ -72,12 +78,16 @@ def load_config_from_file(config_file: str | Path | None = None) -> LaunchConfig
     return load(found.path)
 
 
-def _for_this_machine() -> LaunchConfig:
+def _of_torch() -> tuple[str, int]:
     import torch
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None:
+    return ("none", 0) if device is None else (device.type, torch.accelerator.device_count())
+
+
+def _launch_on(accelerators: tuple[str, int]) -> LaunchConfig:
+    kind, count = accelerators
+    if not count:
         return LaunchConfig(distributed_type="NO", use_cpu=True, num_processes=1)
-    count = torch.accelerator.device_count()
-    kind = DISTRIBUTED_TYPES.get(device.type, "NO") if count > 1 else "NO"
-    return LaunchConfig(distributed_type=kind, num_processes=count if kind != "NO" else 1)
+    distributed = DISTRIBUTED_TYPES.get("cuda" if kind == "rocm" else kind, "NO") if count > 1 else "NO"
+    return LaunchConfig(distributed_type=distributed, num_processes=count if distributed != "NO" else 1)
