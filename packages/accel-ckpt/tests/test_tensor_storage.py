@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accel_ckpt import UnsupportedValueError, clean_state_dict_for_safetensors, id_tensor_storage
-from accel_ckpt.tensor_storage import as_bytes, parse_dtype, same_tensor_id, tied_aliases
+from accel_ckpt.tensor_storage import as_bytes, copy_values, parse_dtype, same_tensor_id, tied_aliases
 
 
 def test_views_share_a_storage_but_are_not_the_same_tensor():
@@ -86,3 +86,26 @@ def test_one_element_with_a_wide_stride():
     element = torch.arange(6.0)[1::2][:1]
     assert element.stride() == (2,)
     assert bytes(as_bytes(element)) == element.clone().numpy().tobytes()
+
+
+@pytest.mark.parametrize("size", [8, 1 << 15])
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda n: torch.zeros(n, 2), torch.float32),
+        (lambda n: torch.zeros(n, 2), torch.bfloat16),
+        (lambda n: torch.zeros(2, n).T, torch.float32),
+        (lambda n: nn.Parameter(torch.zeros(n, 2)), torch.float32),
+        (lambda n: torch.zeros(n, 2, dtype=torch.complex64).conj(), torch.complex64),
+    ],
+    ids=["same", "other dtype", "transposed", "parameter", "conjugate"],
+)
+def test_values_are_copied_as_torch_copies_them(size, make, dtype):
+    into = make(size)
+    version = into._version
+    values = torch.randn(size, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    copy_values(into, values)
+    right = torch.empty_like(into, requires_grad=False).copy_(values)
+    assert torch.equal(into.resolve_conj() if into.is_conj() else into, right)
+    assert into._version > version, "autograd must see the change"
+    assert into.is_leaf

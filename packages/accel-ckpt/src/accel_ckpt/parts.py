@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ckpt.errors import UnsupportedValueError
 from accel_ckpt.geometry import Box, flat_boxes
+from accel_ckpt.tensor_storage import copy_values
 
 __all__ = [
     "Leaf",
@@ -180,9 +181,11 @@ def parts_of(leaf: Leaf) -> list[Part]:
 
 def fill_part(leaf: Leaf, whole: torch.Tensor) -> None:
     """Copy to a leaf what this rank holds of a whole value."""
-    with torch.no_grad():
-        for part in parts_of(leaf):
-            part.tensor.copy_(whole[part.box.slices])
+    if isinstance(leaf, torch.Tensor) and not is_sharded(leaf):
+        copy_values(leaf, whole)
+        return
+    for part in parts_of(leaf):
+        copy_values(part.tensor, whole[part.box.slices])
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[Any]:

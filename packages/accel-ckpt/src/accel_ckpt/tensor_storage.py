@@ -37,6 +37,9 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 StorageId: TypeAlias = tuple[torch.device, int, int]
 
+# Bytes from which on the call costs less than what it saves.
+_MEMORY_COPY = 1 << 16
+
 SHARDING_KEY = "DCP_SHARDING_INFO"
 """Metadata of a safetensors file that holds parts of tensors;
 https://github.com/pytorch/pytorch/blob/main/torch/distributed/checkpoint/_hf_utils.py
@@ -67,6 +70,32 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     flat: Any = flat_bytes(tensor).numpy()
     return memoryview(flat)
+
+
+def copy_values(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor of their shape, outside of autograd.
+
+    Contiguous memory of one dtype on the CPU is copied by the C library, which takes less time than torch.
+    """
+    same = values.nbytes >= _MEMORY_COPY and (into.dtype, into.shape) == (values.dtype, values.shape)
+    if same and _is_plain_memory(into) and _is_plain_memory(values) and not into.is_inference():
+        as_bytes(into)[:] = as_bytes(values)
+        torch.autograd.graph.increment_version(into)
+        return
+    with torch.no_grad():
+        into.copy_(values)
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.is_contiguous()
+    )
 
 
 def is_lazy(tensor: Any) -> bool:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from accel_ckpt import Part
+from accel_ckpt import Part, load_checkpoint_in_model
+from accel_train import Accelerator, FullyShardedDataParallelPlugin
 from accel_train.checkpoints.model_weights import WholeModel
 from accel_train.mesh import Mesh
 from accel_train.precision.base import Precision, PrecisionOptions
@@ -19,6 +20,7 @@ from accel_train.strategies.base import (
     Strategy,
     StrategyOptions,
 )
+from testkit import worlds
 from testkit.nets import Tied
 
 CPU = torch.device("cpu")
@@ -320,3 +322,81 @@ def test_a_window_keeps_nothing_of_its_own():
 def test_a_copied_optimizer_keeps_its_strategy():
     strategy = strategy_of()
     assert copy.deepcopy([strategy])[0] is strategy
+
+
+class _Logarithm(nn.Module):
+    """Saves the logarithm of its weight."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((6, 4), value))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"] = self.weight.detach().log()
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest):
+        with torch.no_grad():
+            self.weight.copy_(state_dict[prefix + "weight"].exp())
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class _Negated(nn.Linear):
+    """Saves its weight with the other sign, by hooks."""
+
+    def __init__(self, value):
+        super().__init__(4, 4)
+        nn.init.constant_(self.weight, value)
+        self.register_state_dict_post_hook(self._negate)
+        self.register_load_state_dict_pre_hook(self._negate)
+
+    @staticmethod
+    def _negate(module, state_dict, prefix, *rest):
+        state_dict[prefix + "weight"] = -state_dict[prefix + "weight"]
+
+
+@pytest.mark.parametrize("kind", ["single", "ddp", "fsdp2"])
+def test_a_state_of_modules_that_translate_is_restored(tmp_path, kind):
+    def work(folder, kind):
+        plugin = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if kind == "fsdp2" else {}
+        accelerator = Accelerator(cpu=True, **plugin)
+
+        def build(value):
+            torch.manual_seed(int(value))
+            model = nn.Sequential(nn.Linear(4, 4), _Logarithm(value), _Negated(value))
+            return accelerator.prepare(model)
+
+        trained = build(3.0)
+        x = torch.ones(6, 4)
+        want = trained(x).detach()
+        accelerator.save_state(folder)
+        weights = folder + "-weights"
+        accelerator.save_model(trained, weights)
+        other = Accelerator(cpu=True, **plugin)
+        again = other.prepare(nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0)))
+        kept = list(again.parameters())
+        other.load_state(folder)
+        assert all(new is old for new, old in zip(again.parameters(), kept, strict=True))
+        plain = nn.Sequential(nn.Linear(4, 4), _Logarithm(1.0), _Negated(1.0))
+        load_checkpoint_in_model(plain, weights)
+        return [torch.allclose(model(x), want, atol=1e-5) for model in (again, plain)]
+
+    ranks = 1 if kind == "single" else 2
+    assert worlds.run(work, ranks, str(tmp_path / "state"), kind) == [[True, True]] * ranks
+
+
+def test_loading_a_state_fills_what_a_state_dict_only_copies(tmp_path):
+    """A module that saves something else than it loads: torch puts the saved values in, and so does a training state."""
+
+    class Doubled(nn.Linear):
+        def _save_to_state_dict(self, destination, prefix, keep_vars):
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            destination[prefix + "weight"] = self.weight.detach() * 2
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Sequential(Doubled(4, 4)))
+    twice = model[0].weight.detach() * 2
+    accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(model[0].weight, twice)

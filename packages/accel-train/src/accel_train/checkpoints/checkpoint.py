@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.coordination import MainProcess, do_together
+from accel_ckpt.loading.weights import collector_paused
 from accel_ckpt.optimizers import steps_only
 from accel_ckpt.parts import is_divided, is_leaf
 from accel_train.checkpoints import accelerate_checkpoints, window_state
@@ -427,7 +428,8 @@ def load_state(
 
     def work() -> None:
         directory = _source(here, input_dir)
-        found.append(read(here, directory, allow_missing_rng, trust_custom_objects, parts))
+        with collector_paused():
+            found.append(read(here, directory, allow_missing_rng, trust_custom_objects, parts))
         if here.hooks.load and "models" in found[0].parts:
             found[0].local_folder()  # from object storage it can fail
 
@@ -440,12 +442,18 @@ def load_state(
         for hook in here.hooks.load.values():
             hook(models, folder)
     pairs: Pairs = []
+
+    def compare() -> None:
+        with collector_paused():
+            pairs.extend(fit(here, saved, models, strict))
+
     accel_ckpt.run_together(
-        lambda: pairs.extend(fit(here, saved, models, strict)),
+        compare,
         accel_ckpt.default_coordinator(),
         doing="comparing the training state with this script",
     )
-    apply(here, saved, pairs, strict)
+    with collector_paused():
+        apply(here, saved, pairs, strict)
     if saved.left_out and here.process.is_main_process:
         warnings.warn(
             f"load_state() restored {', '.join(sorted(saved.parts))} of {saved.directory}. This stays as it is here: "

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 import accel_ckpt
 from accel_ckpt.modules.named_model import NamedModel
-from accel_ckpt.modules.names import listed, misfits, under_own_names
-from accel_ckpt.parts import is_divided, is_leaf, is_sharded, shape_of
+from accel_ckpt.modules.names import listed, loads_by_itself, misfits, prefixed_modules, under_own_names
+from accel_ckpt.parts import fill_part, is_divided, is_leaf, is_sharded, shape_of
+from accel_ckpt.tensor_storage import why_not_plain
 from accel_state.enums import DistributedType
 from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
@@ -565,9 +566,12 @@ class Strategy:
         """Load weights for which `misfits` found nothing; each rank reads what it holds."""
         plain, own = self.plain(model), self.model_state(model)
         if not any(is_divided(leaf) for leaf in own.values()):
-            _load_whole(plain, under_own_names(plain, weights.whole()), strict)
+            _load_whole(plain, weights.whole(), strict)
             return
         about = weights.about
+        if any(loads_by_itself(child) for child in plain.modules()):
+            _load_translated(plain, own, weights, strict)
+            return
         weights.fill({name: leaf for name, leaf in own.items() if is_leaf(leaf) and name in about})
         extra = {name: about[name] for name, leaf in own.items() if not is_leaf(leaf) and name in about}
         if extra:
@@ -635,15 +639,52 @@ class Strategy:
         return self  # a copied optimizer still belongs to its accelerator
 
 
-def _load_whole(model: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a whole state dict; what modules save but do not load, as 4-bit layers their format, is filled in place."""
+def _load_translated(model: nn.Module, own: Mapping[str, Any], weights: SavedModel, strict: bool) -> None:
+    """Load weights that modules translate, from tensors divided as those are that their state dict gives."""
+    about = weights.about
+    state = {
+        name: torch.empty_like(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for name, leaf in own.items()
+        if name in about
+    }
+    weights.fill({name: leaf for name, leaf in state.items() if is_leaf(leaf)})
+    state |= {name: value for name, value in about.items() if not is_leaf(state.get(name))}
+    model.load_state_dict(under_own_names(model, state), strict=strict)
+
+
+def _load_whole(model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+    """Load a whole state dict by canonical name.
+
+    What modules save but do not load, as 4-bit layers their format, is filled in place. torch's ``load_state_dict``
+    goes through all names once per module, so a model whose modules only copy is filled without it.
+    """
+    own = None if any(map(loads_by_itself, model.modules())) else _own_tensors(model)
+    if own is not None and own.keys() == weights.keys():
+        for name, value in weights.items():
+            fill_part(own[name], value)
+        return
+    state = under_own_names(model, weights)
     formats = {name for name in state if getattr(_parameter_of(model, name), "quant_state", None) is not None}
     loaded = {name: value for name, value in state.items() if name not in formats}
     model.load_state_dict(loaded, strict=strict)
-    own = model.state_dict() if formats else {}
+    kept = model.state_dict() if formats else {}
     with torch.no_grad():
-        for name in formats & own.keys():
-            own[name].copy_(state[name])
+        for name in formats & kept.keys():
+            kept[name].copy_(state[name])
+
+
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor] | None:
+    """What a state dict that is loaded goes to, by canonical name; ``None`` where it is more than plain tensors."""
+    found: dict[str, torch.Tensor] = {}
+    for _, canonical, module in prefixed_modules(model):
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is None or leaf in module._non_persistent_buffers_set:
+                    continue
+                if tensor.is_meta or why_not_plain(tensor) is not None:
+                    return None
+                found[canonical + leaf] = tensor
+    return found
 
 
 def _parameter_of(model: nn.Module, name: str) -> Any:
