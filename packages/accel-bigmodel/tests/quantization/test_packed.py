@@ -86,3 +86,30 @@ def test_pieces_as_the_engine_makes_them_pass(packed):
 def test_other_pieces_are_refused_by_name(packed, layers, changes, message):
     with pytest.raises(QuantizationError, match=rf"another configuration: .*{message}.*nothing was changed"):
         check(packed, layers, **changes)
+
+
+def four_bits(kind="nf4", nested=False):
+    return {
+        "weight": (None, torch.uint8),
+        "weight.absmax": (None, torch.float32),
+        f"weight.quant_state.bitsandbytes__{kind}": (None, torch.uint8),
+        **({"weight.nested_absmax": (None, torch.float32)} if nested else {}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        (four_bits(nested=False), "asked for is 4 bits .*'nf4', bnb_4bit_use_double_quant=False"),
+        (four_bits("fp4", nested=True), "asked for is 4 bits .*'fp4', bnb_4bit_use_double_quant=True"),
+        (EXPECTED["a"], "asked for is 8 bits"),
+    ],
+    ids=["not nested", "fp4", "int8"],
+)
+def test_another_quantisation_is_named_beside_the_one_asked_for(tmp_path, asked, told):
+    tensors = {f"a.{name}": torch.ones(1, dtype=dtype) for name, (_, dtype) in four_bits(nested=True).items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    packed = PackedWeights(open_weights(tmp_path), LINEAR, torch.bfloat16)
+    holds = r"it holds 4 bits .*'nf4', bnb_4bit_use_double_quant=True\)"
+    with pytest.raises(QuantizationError, match=rf"{holds}, and {told}"):
+        packed.check({"a": LINEAR["a"]}, Engine({"a": asked}), {"a": torch.device("cpu")})

@@ -1,5 +1,9 @@
 """What a training state holds besides weights: collected, read and checked, put back."""
 
+import collections
+import dataclasses
+import decimal
+import enum
 import os
 import warnings
 from dataclasses import replace
@@ -14,6 +18,7 @@ from accel_ckpt import (
     CorruptCheckpointError,
     Manifest,
     StateMismatchError,
+    UnsupportedValueError,
 )
 from accel_state import PartialState
 from accel_train import Accelerator, GradScalerKwargs
@@ -343,3 +348,45 @@ def test_replicas_that_drift_apart_are_named_when_they_are_saved(tmp_path):
         assert "on rank 1 than on rank 0" in weights
         assert "optimizer_0.state.model_0.0.weight.exp_avg" in moments
         assert silent == []
+
+
+class _Color(enum.Enum):
+    RED = 1
+
+
+_Pair = collections.namedtuple("_Pair", "first second")
+
+
+@dataclasses.dataclass
+class _Options:
+    size: int = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [_Color.RED, decimal.Decimal("1.5"), _Pair(1, 2), _Options()],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_only_a_pickle_holds_names_the_option_that_saves_it(tmp_path, value):
+    class Registered:
+        def __init__(self, value):
+            self.value = value
+
+        def state_dict(self):
+            return {"inner": [self.value]}
+
+        def load_state_dict(self, state):
+            self.value = state["inner"][0]
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(Registered(value))
+    told = rf"registered object 0 \(Registered\).*'inner'.*{type(value).__name__}.*trusted=True.*trust_custom_objects"
+    with pytest.raises(UnsupportedValueError, match=told):
+        accelerator.save_state(tmp_path / "state")
+    assert not (tmp_path / "state").exists()
+    trusting, kept = Accelerator(cpu=True), Registered(value)
+    trusting.register_for_checkpointing(kept, trusted=True)
+    trusting.save_state(tmp_path / "state")
+    kept.value = None
+    trusting.load_state(tmp_path / "state", trust_custom_objects=True)
+    assert kept.value == value

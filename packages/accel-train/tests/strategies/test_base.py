@@ -387,7 +387,7 @@ def test_a_state_of_modules_that_translate_is_restored(tmp_path, kind):
 
 
 def test_loading_a_state_fills_what_a_state_dict_only_copies(tmp_path):
-    """A module that saves something else than it loads: torch puts the saved values in, and so does a training state."""
+    """Of a module that saves something else than it loads, torch puts the saved values in, and so do we."""
 
     class Doubled(nn.Linear):
         def _save_to_state_dict(self, destination, prefix, keep_vars):

@@ -57,6 +57,7 @@ class PackedWeights:
             QuantizationError: names the layers and what differs.
         """
         wrong: dict[str, list[str]] = {}  # by layer
+        kinds: dict[str, None] = {}
         for name, pieces in self.pieces.items():
             if name not in layers:
                 wrong[name] = [f"{name} is quantised in the checkpoint, but is not to be quantised here"]
@@ -66,11 +67,14 @@ class PackedWeights:
                 found = self.opened.about.get(f"{name}.{piece}")
                 if (problem := _difference(found, expected.get(piece))) is not None:
                     wrong.setdefault(name, []).append(f"{name}.{piece} {problem}")
+            if name in wrong and (there := _kind(pieces)) != (here := _kind(expected)):
+                kinds[f"it holds {there}, and asked for is {here}"] = None
         if wrong:
             problems = [problem for name in sorted(wrong)[:_LISTED] for problem in wrong[name]]
             problems += [f"and {len(wrong) - _LISTED} more layers"] if len(wrong) > _LISTED else []
             raise QuantizationError(
-                f"the checkpoint holds weights that were quantised with another configuration: {'; '.join(problems)}. "
+                f"the checkpoint holds weights that were quantised with another configuration: "
+                f"{'; '.join([*kinds, *problems])}. "
                 "Load it with the configuration that it was saved with, on the same type of device; nothing was "
                 "changed"
             )
@@ -129,6 +133,21 @@ def _find_pieces(names: Collection[str], layers: Collection[str]) -> dict[str, f
     for layer, pieces in found.items():
         pieces.update({"weight"} if f"{layer}.weight" in names else ())
     return {layer: frozenset(pieces) for layer, pieces in found.items()}
+
+
+def _kind(pieces: Collection[str]) -> str:
+    """How a weight was quantised, in the words of the configuration, by the names of its pieces."""
+    if "SCB" in pieces:
+        return "8 bits of bitsandbytes (load_in_8bit=True)"
+    for piece in pieces:
+        _, found, kind = piece.partition(".quant_state.bitsandbytes__")
+        if found:
+            nested = "weight.nested_absmax" in pieces
+            return (
+                f"4 bits of bitsandbytes (load_in_4bit=True, bnb_4bit_quant_type={kind!r}, "
+                f"bnb_4bit_use_double_quant={nested})"
+            )
+    return f"weights in the pieces {', '.join(sorted(pieces))}"
 
 
 def _difference(

@@ -188,7 +188,7 @@ def _shared_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]
     if scaler is not None:
         shared["scaler"] = scaler
     for index, registered in enumerate(here.registered):
-        key, tree = _dump_registered(registered)
+        key, tree = _dump_registered(registered, index)
         shared[f"{key}_{index}"] = tree
     return shared
 
@@ -211,19 +211,19 @@ def _rank_trees(here: Prepared, named: Sequence[NamedModel]) -> dict[str, Any]:
     return trees
 
 
-def _dump_registered(registered: Registered) -> tuple[str, Any]:
+def _dump_registered(registered: Registered, index: int) -> tuple[str, Any]:
     state = registered.item.state_dict()
-    if registered.trusted and not _is_plain(state):
-        return "pickled", pickle.dumps(state)
-    return "custom", state
-
-
-def _is_plain(state: Any) -> bool:
     try:
         tagged_json.encode(state, lambda path, tensor: "")
-    except accel_ckpt.UnsupportedValueError:
-        return False
-    return True
+    except accel_ckpt.UnsupportedValueError as error:
+        if registered.trusted:
+            return "pickled", pickle.dumps(state)
+        raise accel_ckpt.UnsupportedValueError(
+            f"the registered object {index} ({type(registered.item).__name__}): {error}. Or pass "
+            "register_for_checkpointing(…, trusted=True) to pickle its state, and load_state(…, "
+            "trust_custom_objects=True): only for checkpoints of people you trust, because a pickle can run any code"
+        ) from error
+    return "custom", state
 
 
 def _trained(here: Prepared, named: Sequence[NamedModel] = ()) -> window_state.Trained:
