@@ -457,6 +457,15 @@ def test_extra_state_that_is_no_tensor(tmp_path, how):
     torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
 
 
+def test_extra_state_that_a_checkpoint_lacks_is_said(tmp_path):
+    save_model(nn.Sequential(nn.Linear(2, 2)), tmp_path)
+    model = nn.Sequential(Scaled(2, 2))
+    with pytest.warns(UserWarning, match=r"no extra state for 0\._extra_state, which stays as it is"):
+        assert load_checkpoint_in_model(model, tmp_path) == LoadReport()
+    with pytest.raises(StateMismatchError, match=r"not in the checkpoint: 0\._extra_state"):
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+
+
 def test_extra_state_that_nothing_takes_is_unexpected(tmp_path):
     save_model(nn.Sequential(Scaled(2, 2)), tmp_path, safe_serialization=False)
     with pytest.warns(UserWarning, match=r"0\._extra_state"):

@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_ckpt import check_checkpoint_fits, load_checkpoint_in_model, save_model
-from accel_ckpt.errors import StateMismatchError
+from accel_ckpt.errors import CheckpointError, StateMismatchError
 from accel_ckpt.memory import mapped_file_of
+from accel_state import PartialState
+from testkit import worlds
 
 
 class Logarithm(nn.Module):
@@ -354,3 +356,25 @@ def test_scales_of_4_bit_layers_that_nothing_takes(tmp_path, strict, nested):
         ):
             load_checkpoint_in_model(model, tmp_path / "x.safetensors", strict=strict)
     assert not model[0].weight.any()
+
+
+def test_weights_that_rank_0_sends(tmp_path):
+    trained = nn.Sequential(nn.Linear(4, 4), Logarithm(3.0), Renamed(2.0), Transposed(2.0))
+    path = file_of(trained, tmp_path / "x.safetensors", old_names=True)
+
+    def work(path):
+        rank = PartialState().process_index
+        with torch.device("meta" if rank else "cpu"):
+            model = nn.Sequential(nn.Linear(4, 4), Logarithm(), Renamed(), Transposed())
+        told = ""
+        try:  # one rank's model refuses; both say so, and both can go on
+            wrong = nn.Sequential(nn.Linear(4, 4), Logarithm(), Renamed(), Transposed(), nn.Linear(1, 1))
+            load_checkpoint_in_model(wrong if rank else model, path, broadcast_from_rank0=True)
+        except CheckpointError as error:
+            told = str(error)
+        load_checkpoint_in_model(model, path if rank == 0 else "none", broadcast_from_rank0=True, strict=True)
+        return told, {name: p.detach() for name, p in model.named_parameters()}
+
+    for told, found in worlds.run(work, 2, str(path)):
+        assert "4.weight" in told
+        torch.testing.assert_close(found, {name: p.detach() for name, p in trained.named_parameters()})

@@ -541,8 +541,13 @@ class _Load:
             report, steps_to_do = do_together(
                 lambda: self._judged(plan, differing, rest), coordinator, doing=doing
             )
+            if plan.missing_extra and not self._request.strict:
+                warnings.warn(
+                    f"{checkpoint} has no extra state for {listed(plan.missing_extra)}, which stays as it is",
+                    stacklevel=warning_level,
+                )
             if not self._is_judged_after:
-                _warn(report, checkpoint, warning_level + 1)
+                _warn(report, self._model, checkpoint, warning_level + 1)
             source.begin(
                 [step.source for step in steps_to_do] + [n for n in plan.extra if n not in source.objects]
             )
@@ -553,7 +558,7 @@ class _Load:
             placer.abandon()
             raise
         if self._is_judged_after:
-            _warn(report, checkpoint, warning_level + 1)
+            _warn(report, self._model, checkpoint, warning_level + 1)
         return report
 
     def _judged(
@@ -562,7 +567,13 @@ class _Load:
         strict, checkpoint, placer = self._request.strict, self._request.checkpoint, self._placer
         wrong = tuple(problem for pair, problem in plan.ties.items() if pair in differing)
         errors = () if self._translation is None else tuple(self._translation.errors)
-        report = replace(plan.report, mismatched=plan.report.mismatched + wrong + errors)
+        # Files of safetensors lack what is no tensor, and weights alone do: only torch's own strictness refuses them.
+        extra = tuple(plan.missing_extra) if strict else ()
+        report = replace(
+            plan.report,
+            missing=plan.report.missing + extra,
+            mismatched=plan.report.mismatched + wrong + errors,
+        )
         asked = report
         if self._is_judged_after:
             asked = replace(report, missing=(), unexpected=())
@@ -598,6 +609,8 @@ class _Plan:
     hidden: list[LoadTarget]
     extra: dict[str, nn.Module]
     """Name in the checkpoint → the module that takes this as its extra state."""
+    missing_extra: list[str]
+    """Names of extra state that modules take and the checkpoint does not have."""
     ties: dict[tuple[str, str], str]
     """Two names of the checkpoint that the model ties → what is wrong if their values differ."""
 
@@ -657,7 +670,8 @@ def _compare(source: WeightSource, tensors: ModelTensors, placer: Placer) -> _Pl
         )
     missing = [name for name, t in targets.items() if id(t) not in provided and id(t) not in unusable]
     report = LoadReport(tuple(missing), tuple(unexpected), tuple(mismatched))
-    return _Plan(report, steps, targets, tensors.hidden, extra, ties)
+    missing_extra = sorted(tensors.extra.keys() - {names[raw] for raw in extra})
+    return _Plan(report, steps, targets, tensors.hidden, extra, missing_extra, ties)
 
 
 def _above(name: str) -> Iterator[str]:
@@ -744,7 +758,8 @@ def _advice_on_names(model: nn.Module) -> str:
     )
 
 
-def _warn(report: LoadReport, checkpoint: object, level: int) -> None:
+def _warn(report: LoadReport, model: nn.Module, checkpoint: object, level: int) -> None:
+    advice = _advice_on_names(model) if report.missing and report.unexpected else ""
     for kind in ("missing", "mismatched"):
         if names := getattr(report, kind):
             warnings.warn(
@@ -754,6 +769,6 @@ def _warn(report: LoadReport, checkpoint: object, level: int) -> None:
     if report.unexpected:
         warnings.warn(
             f"Some weights of the model checkpoint {checkpoint} were not used, because the model has no "
-            f"tensors of these names: {listed(report.unexpected)}",
+            f"tensors of these names: {listed(report.unexpected)}{advice}",
             stacklevel=level,
         )

@@ -218,6 +218,8 @@ class Translation:
             self.errors += errors
             return
         self._undo.append(undo)
+        if f"{prefix}_extra_state" not in missing:  # it was set
+            self._tensors.extra.pop(by_prefix(f"{prefix}_extra_state", self._canonical), None)
         self._take_filled(module, prefix, held, missing)
         for name in unexpected:
             if name not in held and name in state and not self._is_of_child(module, name[len(prefix) :]):
@@ -235,6 +237,7 @@ class Translation:
             raise StateMismatchError(
                 f"{type(model).__name__}.load_state_dict refuses the weights: {error}"
             ) from error
+        self._tensors.extra.clear()  # it was set
         self._take_filled(model, "", own, list(getattr(answer, "missing_keys", ())))
 
     def _take_filled(
