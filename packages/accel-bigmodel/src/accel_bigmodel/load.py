@@ -327,9 +327,9 @@ class MapPlacer(Placer):
         """Put a tensor into the cache or on its device. On the host, a view of the file replaces existing values."""
         if step.source in self._stored:
             assert self._file is not None, "opened when it was found to be needed"
-            self._file.put(step.source, value.to(self.dtype(step)))
+            self._file.put(step.source, value.detach().to(self.dtype(step)))
             return
-        if step.home == CPU:
+        if step.home == CPU and value is not step.target.tensor:
             assign(step.target, self.own(converted(value, CPU, self.dtype(step))))
         else:
             super().put(step, value)

@@ -233,7 +233,7 @@ class _QuantizingPlacer(Placer):
         if self._packed is not None and name in self._packed.pieces:
             new = self._engine.restore(layer.module, self._packed.read(name), home)
         else:
-            new = self._engine.quantize(layer.module, value.to(self.dtype(step)), home)
+            new = self._engine.quantize(layer.module, value.detach().to(self.dtype(step)), home)
         self._replace(layer, new)
 
     def finish(self, rest: Sequence[LoadTarget]) -> None:

@@ -394,8 +394,9 @@ class Placer:
         if is_sharded(old):
             fill_part(old, value)
         elif old.device == home and old.dtype == dtype:
-            with torch.no_grad():
-                old.copy_(value)
+            if value is not old:  # as of a module that has filled it itself
+                with torch.no_grad():
+                    old.copy_(value)
         else:
             assign(step.target, self.own(converted(value, home, dtype)))
 
@@ -424,7 +425,7 @@ class Placer:
 
 def converted(value: torch.Tensor, home: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The value on a device and in a dtype; itself if it is that already, which ``to`` would find out slower."""
-    return value if value.dtype == dtype and value.device == home else value.to(home, dtype)
+    return value if value.dtype == dtype and value.device == home else value.detach().to(home, dtype)
 
 
 def load_weights(

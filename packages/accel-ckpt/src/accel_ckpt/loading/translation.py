@@ -325,9 +325,9 @@ class Translation:
         return name not in self._made and self._base.is_mapped(self._raw[name])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, on the device of its module if that made it."""
+        """A tensor; what a module has filled itself is its own tensor, on its device."""
         value = self._values.get(name)
-        return self._base.tensor(self._raw[name]) if value is None else value.detach()
+        return self._base.tensor(self._raw[name]) if value is None else value
 
     def differing(self, pairs: Sequence[Pair]) -> set[Pair]:
         """Those pairs of names whose values are not equal."""
