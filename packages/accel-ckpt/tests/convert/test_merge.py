@@ -139,6 +139,14 @@ def test_names_that_wrappers_add_are_left_out(tmp_path):
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"w", "a.b"}
 
 
+def test_extra_state_of_a_training_state_is_said(tmp_path):
+    model = {"weight": torch.ones(2), "_extra_state": {"scale": 2.0}}
+    save_training_state(tmp_path / "state", models=[model], shared={}, per_rank={})
+    with pytest.warns(UserWarning, match="not tensors, and no weights: _extra_state"):
+        merge_weights(tmp_path / "state", tmp_path / "out")
+    assert [*load_file(tmp_path / "out" / "model.safetensors")] == ["weight"]
+
+
 def test_the_prefix_of_a_wrapper_is_left_out(tmp_path):
     model = torch.nn.Linear(2, 2)
     content = {"model": {f"module.{name}": value for name, value in model.state_dict().items()}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,9 @@ from accel_ckpt.disk import LOCAL, Disk
 from accel_ckpt.errors import CheckpointNotFoundError, CheckpointSaveError, UnsupportedValueError
 from accel_ckpt.format.index import WeightFiles, index_text, is_weight_file
 from accel_ckpt.format.manifest import MANIFEST_NAME
+from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
-from accel_ckpt.modules.names import canonical_state_dict
+from accel_ckpt.modules.names import canonical_state_dict, listed
 from accel_ckpt.saving.plan import PlannedTensor, convert_file_size_to_int, plan_shards, shard_file_names
 from accel_ckpt.saving.save_model import check_weights_folder, publish_weights
 from accel_ckpt.saving.writer import FileRecord, write_safetensors_from, write_torch
@@ -90,6 +92,7 @@ def merge_weights(
     _check_output(source, output)
     if remove_checkpoint_dir:
         _check_removal(source, output)
+    _warn_of_extra(checkpoint)
     weights = _canonical(open_pieces(source), is_own=(_folder(source) / MANIFEST_NAME).exists())
     if safe_serialization:
         _check_dtypes(weights)
@@ -150,6 +153,19 @@ def _check_removal(source: Source, output: Path) -> None:
                 f"{folder} holds more than the weights ({', '.join(others[:5])}); it is not removed. Leave out "
                 "remove_checkpoint_dir, or move them"
             )
+
+
+def _warn_of_extra(checkpoint: Path) -> None:
+    """Say what a training state keeps of a model besides tensors, which plain files of weights leave out."""
+    if not (checkpoint / MANIFEST_NAME).is_file():
+        return
+    extra = open_training_state(checkpoint, verify=False).extra_state(0)
+    if extra:
+        warnings.warn(
+            f"{checkpoint}: these entries are not tensors, and no weights: {listed([*extra])}. "
+            "load_checkpoint_in_model takes them from the training state",
+            stacklevel=3,
+        )
 
 
 def _canonical(weights: PiecedWeights, is_own: bool) -> PiecedWeights:
