@@ -289,6 +289,7 @@ __getattr__, __dir__, __all__ = attach(
             "ArgumentTypeError",
             "DataError",
             "DispatchError",
+            "DividedTensorError",
             "IncompatibleOptionsError",
             "MetricsShapeError",
             "OptionError",

@@ -199,6 +199,7 @@ from accel_train.errors import AmbiguousLoaderError as AmbiguousLoaderError
 from accel_train.errors import ArgumentTypeError as ArgumentTypeError
 from accel_train.errors import DataError as DataError
 from accel_train.errors import DispatchError as DispatchError
+from accel_train.errors import DividedTensorError as DividedTensorError
 from accel_train.errors import IncompatibleOptionsError as IncompatibleOptionsError
 from accel_train.errors import MetricsShapeError as MetricsShapeError
 from accel_train.errors import OptionError as OptionError

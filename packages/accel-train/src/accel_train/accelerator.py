@@ -775,7 +775,14 @@ class Accelerator(
     # Saving
 
     def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
-        """Save an object once: on the main process, or on each node's if nodes share no file system."""
+        """Save an object once: on the main process, or on each node's if nodes share no file system.
+
+        Tensors in it that are divided among ranks, such as those of `model.state_dict()` under FSDP2, are gathered; all
+        processes must call then.
+
+        Raises:
+            DividedTensorError: it holds divided tensors, and the main process calls alone.
+        """
         checkpoint.save_object(self._prepared, obj, f, safe_serialization)
 
     def save_model(

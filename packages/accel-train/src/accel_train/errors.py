@@ -8,6 +8,7 @@ AccelError
 ├── AmbiguousLoaderError (RuntimeError) several live data loaders could be meant
 ├── AccumulationError (RuntimeError)    the gradient window was used in a way that has no meaning
 ├── MetricsShapeError (ValueError)      a gathered value does not have one row per sample
+├── DividedTensorError (PicklingError)  one rank's part of a tensor was to be saved as the whole
 ├── StepGuardError (RuntimeError)       too many updates in a row were skipped
 ├── DataError (ValueError)              a data loader cannot be sharded as asked
 ├── DispatchError (RuntimeError)        rank 0 could not read, cut or send a batch
@@ -17,6 +18,8 @@ AccelError
 
 from __future__ import annotations
 
+import pickle
+
 from accel_state.errors import AccelError
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "ArgumentTypeError",
     "DataError",
     "DispatchError",
+    "DividedTensorError",
     "IncompatibleOptionsError",
     "MetricsShapeError",
     "OptionError",
@@ -57,6 +61,10 @@ class AmbiguousLoaderError(AccelError, RuntimeError):
 
 class AccumulationError(AccelError, RuntimeError):
     """A gradient window was used in a way that has no meaning."""
+
+
+class DividedTensorError(AccelError, pickle.PicklingError):
+    """One rank's part of a tensor was to be saved as if it were the whole; the message says what to call."""
 
 
 class StepGuardError(AccelError, RuntimeError):

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from torch import Tensor, nn
 
 import accel_ckpt
-from accel_ckpt.coordination import MainProcess, do_together
 from accel_ckpt.loading.weights import collector_paused
+from accel_ckpt.coordination import MainProcess, do_together, is_saving_process
 from accel_ckpt.optimizers import steps_only
-from accel_ckpt.parts import is_divided, is_leaf
+from accel_ckpt.parts import is_divided, is_leaf, is_sharded
+from accel_state.trees import recursively_apply
 from accel_train.checkpoints import accelerate_checkpoints, window_state
 from accel_train.checkpoints.chosen_parts import ALL, choose
 from accel_train.checkpoints.training_state import Pairs, Saved, apply, collect, fit, named_models, read
-from accel_train.errors import OptionError
+from accel_train.errors import DividedTensorError, OptionError
 from accel_train.plugins import ProjectConfiguration
 from accel_train.prepared import Prepared, Registered
 from accel_train.rehearsal import NotSaved, leaves_out
@@ -40,6 +41,11 @@ __all__ = [
 T = TypeVar("T")
 
 _SAVE = "save_state"
+_SAVED_ALONE = (
+    "save() was called on the main process only, with {0} tensors that are divided among processes: the file would hold "
+    "the main process's parts as if they were whole. Call save() on all processes (the main process writes), or gather "
+    "first: `state = accelerator.get_state_dict(model)` on all processes, and save that."
+)
 _PARTS = (
     "save_state() was called on the main process only, but the strategy {1!r} divides {0} among processes, and each "
     "saves its part. Call save_state() on all processes: move it out of `if accelerator.is_main_process:`."
@@ -72,7 +78,34 @@ def save_object(here: Prepared, obj: Any, f: str | Path, safe_serialization: boo
     if leaves_out(here, "save", f):
         return
     each_node = here.project.save_on_each_node
+    obj = _whole(here, obj, each_node)
     accel_ckpt.save(obj, f, save_on_each_node=each_node, safe_serialization=safe_serialization)
+
+
+def _whole(here: Prepared, obj: Any, each_node: bool) -> Any:
+    """An object with whole tensors in the place of divided ones. Collective, if it has any."""
+    found: list[Any] = []
+    recursively_apply(found.append, obj, test_type=is_sharded)
+    if not found or here.process.num_processes == 1:
+        return obj
+    if here.process.main_process_alone("save"):
+        _refuse_alone(here, DividedTensorError(_SAVED_ALONE.format(len(found))), "save")
+    shapes = [tuple(leaf.shape) for leaf in found]
+    everywhere = accel_ckpt.default_coordinator().exchange(shapes)
+    odd = [rank for rank, others in enumerate(everywhere) if others != everywhere[0]]
+    if odd:
+        raise DividedTensorError(
+            f"save() gathers tensors that are divided among ranks, and rank {odd[0]} passed "
+            f"{len(everywhere[odd[0]])} of other shapes than rank 0, which passed {len(everywhere[0])}. Pass the same "
+            "object on all ranks."
+        )
+    keep = is_saving_process(each_node)
+
+    def gather(leaf: Any) -> Any:
+        whole = accel_ckpt.gather_whole(leaf)
+        return whole if keep else None  # ranks that write nothing hold one tensor at a time
+
+    return recursively_apply(gather, obj, test_type=is_sharded)
 
 
 def save_model(
@@ -307,10 +340,10 @@ def _check_complete(here: Prepared, shared: dict[str, Any], own: dict[str, Any])
         )
 
 
-def _refuse_alone(here: Prepared, error: Exception) -> NoReturn:
+def _refuse_alone(here: Prepared, error: Exception, operation: str = _SAVE) -> NoReturn:
     """Raise here, and on the ranks that wait for this one where they can be reached."""
     assert here.process.participation is not None, "a process alone in its world has no others"
-    here.process.participation.refuse(_SAVE, error)
+    here.process.participation.refuse(operation, error)
 
 
 def _leaves(tree: Any) -> Iterator[Any]:

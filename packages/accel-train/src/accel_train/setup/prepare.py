@@ -25,6 +25,7 @@ from accel_train.prepared import Prepared, mark_prepared
 from accel_train.setup.draws import share_draws
 from accel_train.setup.steps import Steps
 from accel_train.strategies.base import Parts, Strategy
+from accel_train.strategies.pickling import refuse_pickles
 from accel_train.strategies.relink import followed
 from accel_train.strategies.wrappers import inside_compiled
 
@@ -216,6 +217,7 @@ class _Objects:
     def _register_model(self, model: nn.Module, prepared: nn.Module) -> None:
         mark_prepared(prepared)
         plain = self._strategy.plain(prepared)
+        refuse_pickles(plain.parameters())
         # A model that the script compiled stays in its wrapper; one that it wrapped for several ranks does not.
         own = model if inside_compiled(model) is plain else plain
         self._here.add_model(own, prepared)
