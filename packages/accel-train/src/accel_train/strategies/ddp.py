@@ -16,12 +16,14 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from accel_state.communication.collectives import reduce
+from accel_state.world.process import PartialState
 from accel_train.errors import AccumulationError, IncompatibleOptionsError, PrepareError
 from accel_train.ranks import Ranks
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.local_training import LocalCopies
 from accel_train.strategies.power_sgd import PowerSGD
 from accel_train.strategies.replicas import Replicas, differing_rates
+from accel_train.strategies.shared_buffers import running_averages, saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import inside_compiled, is_sharded_by_script
 
 __all__ = ["DDPStrategy", "inside_parallel"]
@@ -70,6 +72,7 @@ class DDPStrategy(Strategy):
                     f"{type(model).__name__} is divided by fully_shard, which reduces its gradients itself. Leave "
                     "comm_hook out."
                 )
+            share_in_evaluation(model, model, saved_buffers)
             return model
         frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -97,9 +100,15 @@ class DDPStrategy(Strategy):
         if frozen:
             wrapped.register_forward_pre_hook(_FrozenGuard(frozen))
         self._replicas.add(wrapped)
+        if not handler.broadcast_buffers:
+            share_in_evaluation(model, wrapped, running_averages, self._evaluates_apart)
         if not wrapped.find_unused_parameters and not wrapped.static_graph:
             self._unchecked.append(wrapped)
         return wrapped
+
+    def _evaluates_apart(self) -> bool:
+        """Whether this rank alone evaluates: its model inside LocalSGD or `join`, or that of the main process."""
+        return not self.steps_together or PartialState().main_process_alone("an evaluation")
 
     def _register_hook(self, wrapped: DistributedDataParallel) -> None:
         handler = self.options.config

@@ -18,6 +18,7 @@ from accel_train.plugins import TorchTensorParallelPlugin
 from accel_train.strategies.base import Capabilities, ModelSteps, Parts, Strategy, StrategyOptions
 from accel_train.strategies.gradients import average, local_part
 from accel_train.strategies.relink import check_kinds
+from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import check_division, reduced_by_fsdp
 
 __all__ = ["TensorParallelStrategy"]
@@ -84,7 +85,9 @@ class TensorParallelStrategy(Strategy):
         self._share_start(plain)
         self._known = [(known, ids) for known, ids in self._known if known is not plain]
         self._known.append((plain, set(map(id, plain.parameters()))))
-        return steps.compile(model)
+        prepared = steps.compile(model)
+        share_in_evaluation(plain, prepared, saved_buffers)
+        return prepared
 
     def is_outdated(self, model: nn.Module) -> bool:
         """Whether parameters were added to a prepared model, which other ranks may have with other values."""

@@ -38,6 +38,7 @@ from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
 from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import check_kinds, link_parts
+from accel_train.strategies.shared_buffers import saved_buffers, share_in_evaluation
 from accel_train.strategies.wrappers import is_sharded_by_script
 
 __all__ = ["FSDP2Strategy"]
@@ -125,6 +126,7 @@ class FSDP2Strategy(Strategy):
         watch = Watch(plain, self._find_whole)
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
+        share_in_evaluation(plain, prepared, saved_buffers)
         self.precision.after_sharding(plain, prepared)
         self._find_whole()
         return prepared
