@@ -17,7 +17,7 @@ def parameters(dtype=torch.float32):
     return [*found, nn.Parameter(torch.zeros(1, dtype=dtype))]  # the last has no gradient
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf, 0.5, 0, -1.0, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_whole_gradients_have_the_norm_that_torch_gives(norm_type, dtype):
     ours, theirs = parameters(dtype), parameters(dtype)
@@ -40,7 +40,8 @@ def test_small_gradients_are_not_scaled():
 
 def test_nothing_has_the_norm_zero():
     assert total_norm([], 2.0).item() == 0
-    assert total_norm([nn.Parameter(torch.ones(2))], 2.0).item() == 0
+    for norm_type in (2.0, 0, math.inf, -1.0, -math.inf):
+        assert total_norm([nn.Parameter(torch.ones(2))], norm_type).item() == 0
 
 
 def test_low_precision_is_summed_in_float32():

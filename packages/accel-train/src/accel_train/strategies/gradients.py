@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -50,20 +51,21 @@ def total_norm(parameters: Sequence[Tensor], norm_type: float) -> Tensor:
         divided.setdefault(_division_of(parameter), []).append(parameter)
     if not divided:
         return torch.zeros(())
-    infinite = math.isinf(norm_type)
     # A rank without gradients takes part like the others, so dtypes and devices follow from the parameters.
     wide = any(parameter.dtype == torch.float64 for parameter in parameters)
     dtype = torch.float64 if wide else torch.float32
     device = _device_of(parameters[0])
+    kind = _kind_of(norm_type)
     whole: list[Tensor] = []
     for members in divided.values():
-        gradients = [local_part(parameter.grad) for parameter in members if parameter.grad is not None]
-        power = _power(gradients, norm_type, _device_of(members[0]), dtype)
+        power = _power(members, norm_type, _device_of(members[0]), dtype)
         for group in _groups_of(members[0]):
-            dist.all_reduce(power, dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        whole.append(power.to(device))
-    together = torch.stack(whole)
-    return together.max() if infinite else together.sum() ** (1 / norm_type)
+            dist.all_reduce(power, kind.combine, group=group)
+        whole.append(kind.join(power).to(device))
+    norm = kind.join(torch.stack(whole))
+    if norm_type < 0 and all(parameter.grad is None for parameter in parameters):
+        return torch.zeros_like(norm)  # of no values, as torch
+    return norm if math.isinf(norm_type) or norm_type == 0 else norm ** (1 / norm_type)
 
 
 @torch.no_grad()
@@ -112,12 +114,45 @@ def clip_by_norm(parameters: Sequence[Tensor], max_norm: float, norm_type: float
     return norm
 
 
-def _power(gradients: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Sum of the powers of all elements, or the largest magnitude."""
-    if not gradients:
-        return torch.zeros((), device=device, dtype=dtype)
-    norms = torch.stack([norm.to(device) for norm in torch._foreach_norm(gradients, norm_type, dtype=dtype)])
-    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+@dataclass(frozen=True)
+class _Kind:
+    """How the values of tensors, or of ranks' parts, make that of all together.
+
+    Attributes:
+        combine: the reduction over ranks.
+        join: the value of several.
+        least: that of no elements.
+    """
+
+    combine: Any
+    join: Callable[[Tensor], Tensor]
+    least: float = 0.0
+
+
+def _kind_of(norm_type: float) -> _Kind:
+    if math.isinf(norm_type):
+        if norm_type > 0:
+            return _Kind(dist.ReduceOp.MAX, torch.max)
+        return _Kind(dist.ReduceOp.MIN, torch.min, math.inf)
+    # Type 0 counts tensors that are not zero, as torch's, so a tensor counts once however many ranks hold parts.
+    return _Kind(dist.ReduceOp.MAX if norm_type == 0 else dist.ReduceOp.SUM, torch.sum)
+
+
+def _power(members: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The sum of the powers of all elements, the largest or least magnitude; type 0: by tensor, whether it is not zero."""
+    kind = _kind_of(norm_type)
+    gradients = [None if parameter.grad is None else local_part(parameter.grad) for parameter in members]
+    held = {place: values for place, values in enumerate(gradients) if values is not None and values.numel()}
+    if norm_type == 0:
+        found = torch.zeros(len(members), device=device, dtype=dtype)
+        for place, values in held.items():
+            found[place] = (values != 0).any()
+        return found
+    if not held:
+        return torch.full((), kind.least, device=device, dtype=dtype)
+    norms = torch._foreach_norm(list(held.values()), norm_type, dtype=dtype)
+    values = torch.stack([norm.to(device) for norm in norms])
+    return kind.join(values if math.isinf(norm_type) else values**norm_type)
 
 
 def _device_of(parameter: Any) -> torch.device:

@@ -115,7 +115,7 @@ class EngineGradients:
         """The norm of all gradients together, a plain 0-d tensor; collective.
 
         Raises:
-            OptionError: a norm that cannot be computed from partitions on NVMe.
+            OptionError: a norm that cannot be computed from partitions, or from those on NVMe.
         """
         if not self.waiting:
             return torch.zeros(())
@@ -143,6 +143,11 @@ class EngineGradients:
         return torch.where(norm < 0, torch.full_like(norm, math.inf), norm)
 
     def _other_norm(self, norm_type: float) -> Tensor:
+        if norm_type <= 0:
+            raise OptionError(
+                f"norm_type is {norm_type!r}, and DeepSpeed's partitions mix tensors and padding, from which only norms "
+                "of a type above 0 are known. Leave norm_type out, or give a positive one."
+            )
         pieces, divided = self._pieces()
         device = self.engine.device
         infinite = math.isinf(norm_type)
