@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
@@ -12,7 +13,8 @@ from torch.distributed.fsdp.wrap import (
 
 from accel_train import FullyShardedDataParallelPlugin as Plugin
 from accel_train.errors import PrepareError
-from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
+from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
+from testkit import worlds
 
 
 class Attention(nn.Module):
@@ -136,3 +138,111 @@ def test_ignored_modules():
         ignored_parameters(model, "embedding")
     with pytest.raises(PrepareError, match="Linear, which is no module of Model"):
         ignored_parameters(model, [nn.Linear(1, 1)])
+
+
+def kept(model, **options):
+    names = {id(module): name for name, module in model.named_modules()}
+    whole = ignored_parameters(model, None)
+    units, shared = covering_shared(model, find_units(model, Plugin(**options)), whole)
+    return [names[id(unit)] for unit in units], shared
+
+
+def tied(how):
+    torch.manual_seed(0)
+    model = Model()
+    if "head" in how:
+        model.head.weight = model.embed.weight
+    if "blocks" in how:
+        model.blocks[1].attention.proj.weight = model.blocks[0].attention.proj.weight
+    if "module" in how:
+        model.blocks.append(model.blocks[0])
+    if "across" in how:
+        model.extra = nn.Linear(4, 4, bias=False)
+        model.extra.weight = model.blocks[1].attention.proj.weight
+    if "inside" in how:
+        model.blocks[0].second = nn.Linear(4, 4, bias=False)
+        model.blocks[0].second.weight = model.blocks[0].attention.proj.weight
+    return model
+
+
+def test_blocks_that_share_parameters_with_others_are_no_units():
+    assert kept(Model()) == (["blocks.0", "blocks.1"], [])
+    assert kept(tied("head")) == (["blocks.0", "blocks.1"], [])
+    assert kept(tied("module")) == (["blocks.0", "blocks.1"], [])
+    assert kept(tied("inside")) == (["blocks.0", "blocks.1"], [])
+    first, second = "blocks.0.attention.proj.weight", "blocks.1.attention.proj.weight"
+    assert kept(tied("blocks")) == ([], [(first, second), (second, first)])
+    assert kept(tied("across")) == (["blocks.0"], [(second, "extra.weight")])
+
+
+def test_the_unit_around_all_uses_gathers_a_shared_parameter():
+    names = ["Attention", "Block"]
+    units, shared = kept(tied("inside"), transformer_cls_names_to_wrap=names)
+    assert units == ["blocks.0", "blocks.1.attention", "blocks.1"]
+    assert shared == [("blocks.0.attention.proj.weight", "blocks.0.second.weight")]
+
+
+class Called(Block):
+    def forward(self, hidden):
+        hidden = hidden + self.attention.proj(torch.tanh(hidden))
+        return hidden + self.mlp(hidden)[..., :4]
+
+
+class Stack(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Called(), Called()])
+
+    def forward(self, ids):
+        hidden = self.embed(ids)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(self.extra(hidden) if hasattr(self, "extra") else hidden)
+
+
+def stack(how):
+    torch.manual_seed(0)
+    model = Stack()
+    if "head" in how:
+        model.head.weight = model.embed.weight
+    if "blocks" in how:
+        model.blocks[1].attention.proj.weight = model.blocks[0].attention.proj.weight
+    if "module" in how:
+        model.blocks.append(model.blocks[0])
+    if "across" in how:
+        model.extra = nn.Linear(4, 4, bias=False)
+        model.extra.weight = model.blocks[1].attention.proj.weight
+    return model.double()
+
+
+def trains_as_one(how, recomputes):
+    from accel_train import Accelerator
+
+    plugin = Plugin(transformer_cls_names_to_wrap=["Called"], activation_checkpointing=recomputes)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    ids = torch.arange(20 * accelerator.num_processes).view(-1, 5) * 7 % 10
+    alone, model = stack(how), stack(how)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (alone, model)]
+    model, optimizer = accelerator.prepare(model, optimizers[1])
+    mine = ids.chunk(accelerator.num_processes)[accelerator.process_index]
+    for _ in range(3):
+        nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten()).backward()
+        wanted = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+        accelerator.backward(nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten()))
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        torch.testing.assert_close(norm, wanted)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(list(model.parameters())) == len(list(alone.parameters()))
+    for name, value in accelerator.get_state_dict(model).items():
+        torch.testing.assert_close(value, alone.state_dict()[name], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("how", "recomputes"),
+    [("blocks", False), ("head across", False), ("head blocks module across", True)],
+)
+def test_shared_parameters_train_as_on_one_process(how, recomputes):
+    worlds.run(trains_as_one, 2, how, recomputes)

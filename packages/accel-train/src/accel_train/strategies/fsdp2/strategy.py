@@ -34,7 +34,7 @@ from accel_train.strategies.fsdp2.start import (
     read_parts,
     widen,
 )
-from accel_train.strategies.fsdp2.units import find_units, ignored_parameters
+from accel_train.strategies.fsdp2.units import covering_shared, find_units, ignored_parameters
 from accel_train.strategies.fsdp2.zero_grad import let_zero_grad_reach_parts
 from accel_train.strategies.gradients import average
 from accel_train.strategies.relink import check_kinds, link_parts
@@ -136,6 +136,9 @@ class FSDP2Strategy(Strategy):
         start = self._start(agree(model), model)  # the models are alike, so all ranks get the same errors
         units = find_units(model, plugin)
         whole = ignored_parameters(model, plugin.ignored_modules)
+        blocks, (units, shared) = units, covering_shared(model, units, whole)
+        if shared:
+            _warn_of_shared(model, shared)
         options: dict[str, Any] = {
             "mesh": self.options.mesh.holders,
             "offload_policy": plugin.offload_policy,
@@ -143,7 +146,7 @@ class FSDP2Strategy(Strategy):
         }
         if plugin.activation_checkpointing:
             recomputed = policy_of(plugin.activation_checkpointing)
-            checkpoint_blocks(model, units, bool(plugin.activation_checkpointing_offload), recomputed)
+            checkpoint_blocks(model, blocks, bool(plugin.activation_checkpointing_offload), recomputed)
         reshard = plugin.reshard_after_forward
         formats = _formats(model)
         policy = self._precision_policy()
@@ -315,6 +318,15 @@ def _check_groups(plugin: FullyShardedDataParallelPlugin, holders: int) -> None:
 
 def _size(optimizer: torch.optim.Optimizer) -> int:
     return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _warn_of_shared(model: nn.Module, shared: Sequence[tuple[str, str]]) -> None:
+    here, there = shared[0]
+    _logger.warning(
+        f"{here!r} and {there!r} of {type(model).__name__} are one parameter, which must be gathered for all of its "
+        f"uses. Of the blocks, {len(shared)} share parameters and are no units of their own; they are gathered together "
+        "with what is around them"
+    )
 
 
 def _formats(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:

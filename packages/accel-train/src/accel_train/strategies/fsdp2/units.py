@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,7 +16,7 @@ from accel_train.strategies.blocks import repeated_blocks
 if TYPE_CHECKING:
     from accel_train.plugins import FullyShardedDataParallelPlugin
 
-__all__ = ["find_units", "ignored_parameters"]
+__all__ = ["covering_shared", "find_units", "ignored_parameters"]
 
 # Their children are used as a list or by the module's own forward, so they are no units themselves.
 _LISTS = (nn.ModuleList, nn.ModuleDict)
@@ -45,6 +45,60 @@ def find_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list
         return _inner_first(model, {id(block) for block in repeated_blocks(model)}.__contains__)
     chosen = _by_policy(model, policy)
     return _inner_first(model, chosen.__contains__)
+
+
+def covering_shared(
+    model: nn.Module, units: Sequence[nn.Module], whole: Collection[nn.Parameter]
+) -> tuple[list[nn.Module], list[tuple[str, str]]]:
+    """The units that can be, so that each parameter is in one: a parameter must be gathered for all of its uses.
+
+    A unit of which a parameter is used outside of it, too, is none; the unit or model around all uses gathers it.
+
+    Args:
+        model: the model.
+        units: what `find_units` returns.
+        whole: parameters that are not divided.
+
+    Returns:
+        The units that are left, in the same order, and for each of the others two names of a shared parameter.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    if all(len(several) == 1 for several in names.values()):
+        return list(units), []
+    kept: list[nn.Module] = []
+    shared: list[tuple[str, str]] = []
+    for unit in units:
+        outside = _own_outside(model, unit)
+        both = [p for p in unit.parameters() if id(p) in outside and p not in whole]
+        if both:
+            inside = {f"{path}.{name}" for path in _paths(model, unit) for name, p in unit.named_parameters()}
+            first, *others = names[id(both[0])]
+            here = next((name for name in (first, *others) if name in inside), first)
+            shared.append((here, next(name for name in (first, *others) if name != here)))
+        else:
+            kept.append(unit)
+    return kept, shared
+
+
+def _paths(model: nn.Module, module: nn.Module) -> list[str]:
+    return [name for name, item in model.named_modules(remove_duplicate=False) if item is module]
+
+
+def _own_outside(model: nn.Module, unit: nn.Module) -> set[int]:
+    """The parameters, by `id`, that modules outside of a unit hold."""
+    seen = {id(unit), id(model)}
+    stack = [model]
+    found: set[int] = set()
+    while stack:
+        module = stack.pop()
+        found.update(id(p) for p in module._parameters.values() if p is not None)
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                stack.append(child)
+    return found
 
 
 def ignored_parameters(model: nn.Module, ignored: str | Iterable[nn.Module] | None) -> set[nn.Parameter]:
