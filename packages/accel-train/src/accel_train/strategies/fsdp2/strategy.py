@@ -24,6 +24,7 @@ from accel_train.strategies.base import Capabilities, ModelSteps, Parts, SavedMo
 from accel_train.strategies.fsdp2.activations import checkpoint_blocks, policy_of
 from accel_train.strategies.fsdp2.changes import Watch
 from accel_train.strategies.fsdp2.first_forward import allow_inference_first
+from accel_train.strategies.fsdp2.same_blocks import SameBlocks
 from accel_train.strategies.fsdp2.start import (
     Held,
     Start,
@@ -62,6 +63,7 @@ class FSDP2Strategy(Strategy):
         super().__init__(options)
         self.plugin: FullyShardedDataParallelPlugin = options.config or FullyShardedDataParallelPlugin()
         self._watches: list[Watch] = []  # one for each divided model
+        self._blocks: list[SameBlocks] = []  # likewise
         self._whole: list[
             nn.Parameter
         ] = []  # that every rank holds: those of ignored modules, and added ones
@@ -127,6 +129,7 @@ class FSDP2Strategy(Strategy):
         self._watches.append(watch)
         prepared.register_forward_pre_hook(watch, prepend=True)
         share_in_evaluation(plain, prepared, saved_buffers)
+        self._blocks.append(SameBlocks(plain))
         self.precision.after_sharding(plain, prepared)
         self._find_whole()
         return prepared
@@ -253,6 +256,8 @@ class FSDP2Strategy(Strategy):
     ) -> None:
         """The engine reduces in backward; what it does not manage is averaged afterwards."""
         super().backward(models, loss, pending=pending, kwargs=kwargs)
+        for blocks in self._blocks:
+            blocks.after_backward(reduced=not self._holds_back)
         if self._whole and not self._holds_back:
             average([parameter for parameter in self._whole if parameter.requires_grad], self.loss)
 
@@ -299,6 +304,7 @@ class FSDP2Strategy(Strategy):
     def release(self) -> None:
         """Forget the models and the parameters that it averages."""
         self._watches.clear()
+        self._blocks.clear()
         self._whole.clear()
 
 

@@ -1,0 +1,202 @@
+"""Ranks that run other blocks than each other: an expert without tokens, a layer that one rank drops.
+
+Each unit of a divided model is gathered and reduced by collectives of all ranks. Where ranks run other units, the parts
+of different blocks would be put together, without an error if they have one size. So ranks agree on the order of units
+when they see it first. From then on a rank compares its next unit with the one that came here before, which costs a
+look-up and no communication; one that sees another asks the others before it starts a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accel_ckpt.parts import fsdp_modules
+from accel_state.communication.collectives import gather_object
+from accel_state.errors import CollectiveMismatchError
+from accel_state.world.process import PartialState
+
+__all__ = ["SameBlocks"]
+
+_END = "the end"
+#: Backward passes after which ranks compare which parameters have a gradient, and go on if any had none.
+_FIRST_BACKWARDS = 8
+
+
+class _Order:
+    """The units that came after each other, on all ranks alike, in one direction of one model.
+
+    Args:
+        what: "forward" or "backward", for messages.
+        kind: class of the model.
+    """
+
+    def __init__(self, what: str, kind: str) -> None:
+        self._what = what
+        self._kind = kind
+        self._next: dict[Hashable, set[str]] = {}
+        self._place: tuple[Hashable, int, str] = (None, 0, "")
+
+    @property
+    def begun(self) -> bool:
+        return self._place[1] > 0
+
+    def begin(self, mode: Hashable = None) -> None:
+        self._place = (mode, 0, "")
+
+    def come_to(self, unit: str) -> None:
+        """This rank is about to run a unit.
+
+        Raises:
+            CollectiveMismatchError: other ranks run another one.
+        """
+        known = self._next.get(self._place)
+        if known is None or known != {unit}:
+            self._agree(unit, known)
+        mode, count, _ = self._place
+        self._place = (mode, count + 1, unit)
+
+    def _agree(self, unit: str, known: set[str] | None) -> None:
+        # Where nothing or several units came before, all ranks get here. Else the others may be in their collective.
+        if known is not None and len(known) == 1:
+            try:
+                alone = PartialState().main_process_alone(f"{self._what} of {unit}")
+            except CollectiveMismatchError as error:
+                self._refuse(f"this rank comes to {unit}, and others to {next(iter(known))}", error)
+            if alone:
+                self._refuse(f"this rank comes to {unit}, and others to {next(iter(known))}")
+        units: list[str] = gather_object([unit])
+        if len(set(units)) > 1:
+            self._refuse(", ".join(f"rank {rank} comes to {other}" for rank, other in enumerate(units)))
+        self._next.setdefault(self._place, set()).add(unit)
+
+    def _refuse(self, who: str, cause: Exception | None = None) -> NoReturn:
+        after = self._place[2] or "the beginning"
+        self.begin()
+        raise CollectiveMismatchError(
+            f"Ranks run different blocks in the {self._what} of {self._kind}: after {after} {who}. Each block is a unit "
+            "that FSDP gathers with all ranks, so all must run the same ones, as a mixture of experts with one expert "
+            "without tokens, or layers dropped at random, does not. Run every block on every rank (with no rows, "
+            "say), draw what is dropped alike, or make one unit of what can be left out: "
+            "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[the class around these blocks]), or "
+            "auto_wrap_policy='NO_WRAP'."
+        ) from cause
+
+
+class SameBlocks:
+    """Watches the units of one divided model.
+
+    Args:
+        model: the divided model, without wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        kind = type(model).__name__.removeprefix("FSDP")
+        self._forward = _Order("forward", kind)
+        self._backward = _Order("backward", kind)
+        self._in_forward = False
+        self._groups: list[tuple[str, Any]] = []
+        self._filled: list[Any] = []  # engine's parameters that had no gradient on this rank in this backward
+        self._compares = _FIRST_BACKWARDS
+        names = {id(module): repr(name) for name, module in model.named_modules()}
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+        for unit in fsdp_modules(model):
+            name = names[id(unit)] if unit is not model else "the outermost unit"
+            if unit is not model:
+                unit.register_forward_pre_hook(self._entering(name), prepend=True)
+            for group in _groups_of(unit):
+                self._groups.append((name, group))
+                self._watch(name, group)
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._in_forward = True
+            self._forward.begin((module.training, torch.is_grad_enabled()))
+            self._backward.begin()
+            self._filled.clear()  # of a backward that was not the accelerator's
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._in_forward:
+            self._in_forward = False
+            self._forward.come_to(_END)
+
+    def _entering(self, name: str) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            if not torch.compiler.is_compiling() and self._in_forward:  # not where backward computes it again
+                self._forward.come_to(name)
+
+        return enter
+
+    def _watch(self, name: str, group: Any) -> None:
+        """Let every trained parameter of a unit have a gradient when it is reduced: what a rank did not use is zero."""
+        reduce = group.post_backward
+
+        def post_backward(*unused: Any) -> None:
+            if group._training_state.name == "PRE_BACKWARD":
+                self._backward.come_to(name)
+                if group.reduce_grads:
+                    self._filled += _fill(group)
+            reduce(*unused)
+
+        group.post_backward = post_backward
+
+    def after_backward(self, *, reduced: bool) -> None:
+        """A backward has ended; parameters that no rank has used keep no gradient.
+
+        Raises:
+            CollectiveMismatchError: other ranks go on.
+        """
+        if not self._backward.begun:
+            return
+        self._backward.come_to(_END)
+        self._backward.begin()
+        if not reduced or not self._compares:
+            self._filled.clear()
+            return
+        missing = {id(parameter) for parameter, _ in self._filled}
+        trained = list(self._trained())
+        present = torch.tensor([float(id(p) not in missing) for p in trained])
+        before = {id(parameter): had for parameter, had in self._filled}
+        self._filled.clear()
+        device = trained[0].sharded_param.device if trained else torch.device("cpu")
+        everywhere = torch.stack([present, -present]).to(device)
+        dist.all_reduce(everywhere, dist.ReduceOp.MAX)
+        used, unused = everywhere.tolist()
+        for parameter, some, none in zip(trained, used, unused, strict=True):
+            if none == 0:  # a rank had no gradient
+                self._compares = _FIRST_BACKWARDS + 1
+            if not some and not before[id(parameter)]:
+                parameter.sharded_param.grad = None
+        if self._compares <= _FIRST_BACKWARDS:
+            self._compares -= 1
+
+    def _trained(self) -> Iterator[Any]:
+        for _, group in self._groups:
+            yield from (p for p in group.fsdp_params if p.sharded_param.requires_grad)
+
+
+def _groups_of(unit: Any) -> list[Any]:
+    """The engine's groups of parameters of a unit; torch has one or several by its version."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _fill(group: Any) -> list[tuple[Any, bool]]:
+    """Give zeros to what has no gradient; returns these, and whether an earlier backward has left them one."""
+    filled = []
+    for parameter in group.fsdp_params:
+        whole: Tensor | None = getattr(parameter, "_unsharded_param", None)
+        if whole is None or not parameter.sharded_param.requires_grad or whole.grad is not None:
+            continue
+        if parameter.unsharded_accumulated_grad is None:
+            whole.grad = torch.zeros_like(whole)
+            filled.append((parameter, parameter.sharded_param.grad is not None))
+    return filled
