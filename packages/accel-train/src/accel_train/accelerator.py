@@ -826,6 +826,25 @@ class Accelerator(
         """A model's full state dict under its own names, whatever wraps it."""
         return self._plan.strategy.full_state_dict(model) if unwrap else model.state_dict()
 
+    def whole_parameters(self, model: nn.Module, *, write_back: bool = False) -> AbstractContextManager[None]:
+        """Context in which every rank has the whole parameters of a prepared model, under every strategy.
+
+        Inside, `model` and `unwrap_model(model)` are plain modules: their parameters are tensors of full shape and of
+        the dtype that is trained, and a call, `generate` for example, needs no other rank. All ranks must enter and
+        leave it. Each needs memory for the whole model on its device, besides its part. Gradients of calls inside are
+        dropped. Where nothing is divided, parameters are the trained ones themselves.
+
+        Args:
+            model: what `prepare` returned.
+            write_back: when it ends, give all ranks the values that the main process has then, and train on with
+                them; False: what is written to parameters that are divided is lost.
+
+        Raises:
+            PrepareError: on all ranks, a parameter was replaced by one of another shape; or the engine has no whole
+                parameters.
+        """
+        return self._plan.strategy.whole_parameters(model, write_back=write_back)
+
     def register_for_checkpointing(self, *objects: Any, trusted: bool = False) -> None:
         """Make `save_state` and `load_state` include objects with `state_dict` and `load_state_dict`.
 

@@ -6,8 +6,8 @@ PyTorch does. A subclass overrides those in which its engine differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -24,6 +24,7 @@ from accel_train.errors import PrepareError
 from accel_train.mesh import Mesh
 from accel_train.ranks import Ranks
 from accel_train.strategies.gradients import any_divided, any_nonfinite, clip_by_norm, local_part, total_norm
+from accel_train.strategies.whole import whole_parameters
 from accel_train.strategies.wrappers import innermost, inside_compiled
 
 __all__ = [
@@ -594,6 +595,30 @@ class Strategy:
         return {
             name: accel_ckpt.gather_whole(leaf) if is_divided(leaf) else leaf for name, leaf in state.items()
         }
+
+    @contextmanager
+    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
+        """Context in which every rank has the whole parameters of a prepared model, and calls it alone. Collective.
+
+        Args:
+            model: the prepared model.
+            write_back: keep rank 0's values, on all ranks; False: drop what is written to what was divided.
+
+        Raises:
+            PrepareError: an engine holds parts that are no `DTensor`s.
+        """
+        plain = self.plain(model)
+        held = self.model_state(model).values()
+        if any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held):
+            raise PrepareError(
+                f"The engine of the strategy {self.name!r} holds the parameters of {type(plain).__name__} in parts of its "
+                "own, so whole_parameters() cannot put whole ones in their place. Read them with get_state_dict(), and "
+                "write them with save_state() and load_state()."
+            )
+        with whole_parameters(model, plain, self.options.device, write_back=write_back):
+            yield
+        if write_back:
+            self.precision.values_changed(plain)
 
     def optimizer_state(
         self, optimizer: torch.optim.Optimizer, models: Sequence[nn.Module | NamedModel]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -386,6 +387,32 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         if item is None or not item.state.is_divided:
             return super().misfits(model, weights, strict)
         return leaf_misfits(self.model_state(model), weights, strict)
+
+    @contextmanager
+    def whole_parameters(self, model: nn.Module, *, write_back: bool) -> Iterator[None]:
+        """Stage 3's own `GatheredParameters`, to read; calls of the model are still made by all ranks together.
+
+        Raises:
+            PrepareError: values would have to be written to the copies that the engine's optimizer updates.
+        """
+        item = self.of_model(model)
+        if item is None:
+            with super().whole_parameters(model, write_back=write_back):
+                yield
+            return
+        if write_back or _divides_layers(item):
+            raise PrepareError(
+                "whole_parameters() under DeepSpeed gathers what ZeRO divides, to be read. Written values would not reach "
+                "the float32 copies of its optimizer, and its tensor parallelism is not gathered. Leave write_back out, or "
+                "change a saved state and load it with load_state()."
+            )
+        if item.state.stage < 3:
+            yield
+            return
+        from deepspeed.zero import GatheredParameters
+
+        with GatheredParameters(list(item.model.parameters())):
+            yield
 
     def load_model_state(self, model: nn.Module, weights: SavedModel, strict: bool) -> None:
         """Load weights; each rank reads what it holds, and the engine derives what it computes with."""
