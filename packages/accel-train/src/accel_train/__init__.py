@@ -198,6 +198,7 @@ __getattr__, __dir__, __all__ = attach(
             "save_fsdp_optimizer",
         ),
         "accel_train.accelerator": ("Accelerator",),
+        "accel_train.averaged_weights": ("AveragedWeights",),
         "accel_train.local_sgd": ("LocalSGD",),
         "accel_train.loop.manual_amp": (
             "convert_outputs_to_fp32",

@@ -171,6 +171,7 @@ from accel_state.launching.ports import is_port_in_use as is_port_in_use
 from accel_state.module_trees import get_module_children_bottom_up as get_module_children_bottom_up
 from accel_train.__about__ import __version__ as __version__
 from accel_train.accelerator import Accelerator as Accelerator
+from accel_train.averaged_weights import AveragedWeights as AveragedWeights
 from accel_train.checkpoints.fsdp_files import load_fsdp_model as load_fsdp_model
 from accel_train.checkpoints.fsdp_files import load_fsdp_optimizer as load_fsdp_optimizer
 from accel_train.checkpoints.fsdp_files import save_fsdp_model as save_fsdp_model

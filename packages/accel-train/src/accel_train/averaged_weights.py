@@ -1,0 +1,160 @@
+"""Averages of the weights of a training (EMA, SWA), divided among ranks as the weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ckpt.modules.named_model import NamedModel
+from accel_ckpt.parts import fill_part, is_divided, reshard
+from accel_train.accelerator import Accelerator
+from accel_train.errors import AccumulationError, OptionError, PrepareError
+from accel_train.strategies.gradients import local_part
+
+__all__ = ["AveragedWeights"]
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+class AveragedWeights:
+    """An average of a prepared model's parameters over updates, with the model's division among ranks.
+
+    As `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)`, or without `decay` its plain mean, and
+    without its copy of the module, which cannot be made of a divided model. A rank averages the parts that it holds;
+    nothing is communicated. `save_state` includes the average, and `load_state` restores it, also on another number of
+    ranks and under another strategy. Parameters of 16 bits are averaged in float32. Buffers are the model's own.
+
+        average = AveragedWeights(accelerator, model, decay=0.999)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                ...
+                optimizer.step()
+                average.update()
+        with average.applied():
+            evaluate(model)
+            accelerator.save_model(model, "averaged")
+
+    Args:
+        accelerator: what prepared the model.
+        model: the prepared model.
+        decay: the weight of the average in each update, from 0 to 1: `average * decay + parameter * (1 - decay)`. None:
+            all updates count alike.
+
+    Attributes:
+        count: updates that are averaged.
+
+    Raises:
+        OptionError: `decay` is not from 0 to 1.
+        PrepareError: an engine holds the parameters in parts of its own.
+    """
+
+    def __init__(self, accelerator: Accelerator, model: nn.Module, decay: float | None = 0.999) -> None:
+        if decay is not None and not 0 <= decay <= 1:
+            raise OptionError(
+                f"AveragedWeights(decay={decay}): the weight of an average is from 0 to 1, as in 0.999."
+            )
+        self._accelerator = accelerator
+        self._strategy = accelerator.strategy
+        self._plain = self._strategy.plain(model)
+        if any(is_divided(v) and not isinstance(v, Tensor) for v in self._strategy.model_state(model).values()):
+            raise PrepareError(
+                f"The engine of the strategy {self._strategy.name!r} holds the parameters of "
+                f"{type(self._plain).__name__} in parts of its own, which AveragedWeights cannot average. Train with "
+                "ddp or fsdp2."
+            )
+        self.decay = decay
+        self.count = 0
+        named = NamedModel(self._plain).parameters()  # its tied parameters by every name
+        distinct = {id(parameter): name for name, parameter in reversed(named.items())}
+        self._parameters = {name: p for name, p in named.items() if distinct[id(p)] == name}
+        self._averages = {name: _copy(parameter) for name, parameter in self._parameters.items()}
+        self._applied = False
+        accelerator.register_for_checkpointing(self)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Average the parameters of an optimizer's step; does nothing inside a window, or after a skipped step.
+
+        Raises:
+            AccumulationError: the averages are applied to the model.
+        """
+        self._refuse_applied("update()")
+        if not self._accelerator.sync_gradients or self._accelerator.optimizer_step_was_skipped:
+            return
+        if self.count == 0:
+            weight = 1.0
+        else:
+            weight = 1 / (self.count + 1) if self.decay is None else 1 - self.decay
+        for name, parameter in self._parameters.items():
+            average = local_part(self._averages[name])
+            average.lerp_(local_part(parameter.detach()).to(average.dtype), weight)
+        self.count += 1
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Context in which the model has the averages as its parameters; all ranks enter and leave it together.
+
+        A state that is saved inside would mix both, so `save_state` is refused; `save_model`, `get_state_dict`
+        and `whole_parameters` give the averages.
+        """
+        self._refuse_applied("applied()")
+        kept = {name: local_part(p.detach()).clone() for name, p in self._parameters.items()}
+        self._put({name: local_part(average) for name, average in self._averages.items()})
+        self._applied = True
+        try:
+            yield
+        finally:
+            self._applied = False
+            self._put(kept)
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        reshard(self._plain)  # else what is gathered would be used once more
+        for name, parameter in self._parameters.items():
+            local_part(parameter.detach()).copy_(values[name])
+        self._strategy.precision.values_changed(self._plain)
+
+    def _refuse_applied(self, what: str) -> None:
+        if self._applied:
+            raise AccumulationError(
+                f"AveragedWeights: {what} inside applied(), where the model has the averages in the place of what is "
+                "trained. Leave applied() first."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by the parameters' names, divided as these, and how many updates they hold."""
+        self._refuse_applied("save_state()")
+        return {"count": self.count, "averages": dict(self._averages)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` returned; each rank takes its part of whole averages.
+
+        Raises:
+            PrepareError: it is of other parameters.
+        """
+        self._refuse_applied("load_state()")
+        saved = state_dict["averages"]
+        wrong = [
+            name
+            for name in {**saved, **self._averages}
+            if name not in saved
+            or name not in self._averages
+            or tuple(saved[name].shape) != tuple(self._averages[name].shape)
+        ]
+        if wrong:
+            raise PrepareError(
+                f"The saved averages are not of {type(self._plain).__name__}: {wrong[0]!r} (of {len(wrong)} names) is "
+                "missing or has another shape. Build the model as it was when the state was saved."
+            )
+        for name, average in self._averages.items():
+            fill_part(average, saved[name])
+        self.count = int(state_dict["count"])
+
+
+@torch.no_grad()
+def _copy(parameter: nn.Parameter) -> Tensor:
+    return parameter.detach().to(torch.float32 if parameter.dtype in _LOW else parameter.dtype, copy=True)

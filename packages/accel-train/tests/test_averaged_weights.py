@@ -1,0 +1,145 @@
+"""Averages of weights, against torch's `AveragedModel` on one process, and resumed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from testkit import worlds
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+    model[4].weight = nn.Parameter(torch.randn(4, 6))
+    model[0].bias.requires_grad_(False)
+    return model.double()
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 4, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def wanted(count, decay):
+    model = build()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
+    averaged = AveragedModel(model, multi_avg_fn=None if decay is None else get_ema_multi_avg_fn(decay))
+    for x in batches(count):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    return averaged.module.state_dict(), model.state_dict()
+
+
+def prepared(kind, decay):
+    from accel_train import Accelerator, AveragedWeights, FullyShardedDataParallelPlugin
+
+    model = build()
+    options = {"gradient_accumulation_steps": 2}
+    if kind == "tp":
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        from accel_train import TorchTensorParallelPlugin
+
+        accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2), **options)
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, accelerator.torch_device_mesh["tp"], plan)
+    else:
+        sharding = {"dp_replicate_size": 2} if kind == "hsdp" else {}
+        plugin = FullyShardedDataParallelPlugin(**sharding) if kind in ("fsdp2", "hsdp") else None
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer, AveragedWeights(accelerator, model, decay)
+
+
+def train(accelerator, model, optimizer, average, chosen):
+    for x in chosen:
+        for _ in range(2):  # a window of two, of which the first half is no update
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                average.update()
+                optimizer.zero_grad()
+
+
+def averages(kind, decay):
+    accelerator, model, optimizer, average = prepared(kind, decay)
+    x = batches(5)
+    train(accelerator, model, optimizer, average, x[:3])
+    with torch.no_grad():
+        model(x[0])  # leaves the outermost unit gathered
+    with average.applied():
+        with torch.no_grad():
+            model(x[0])
+        accelerator.get_state_dict(model)
+    train(accelerator, model, optimizer, average, x[3:])
+    trained = accelerator.get_state_dict(model)
+    with average.applied():
+        found = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+        with torch.no_grad():
+            output = model(x[0])
+        with pytest.raises(RuntimeError, match="applied"):
+            average.update()
+    after = accelerator.get_state_dict(model)
+    assert average.count == 5
+    assert all(after[name].equal(value) for name, value in trained.items())
+    return found, after, output
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "decay"),
+    [("single", 1, 0.9), ("ddp", 2, None), ("fsdp2", 2, 0.9), ("hsdp", 4, None), ("tp", 2, 0.9)],
+)
+def test_averages_are_those_of_torch_on_one_process(kind, ranks, decay):
+    right, trained = wanted(5, decay)
+    alone = build()
+    alone.load_state_dict(right)
+    for found, after, output in worlds.run(averages, ranks, kind, decay):
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+            torch.testing.assert_close(after[name], trained[name], rtol=0, atol=1e-9)
+        torch.testing.assert_close(output, alone(batches(1)[0]).detach(), rtol=0, atol=1e-9)
+
+
+def first_half(kind, folder):
+    accelerator, model, optimizer, average = prepared(kind, 0.9)
+    train(accelerator, model, optimizer, average, batches(5)[:2])
+    accelerator.save_state(folder)
+    with average.applied(), pytest.raises(Exception, match="applied"):
+        accelerator.save_state(folder / "never")
+
+
+def second_half(kind, folder):
+    accelerator, model, optimizer, average = prepared(kind, 0.9)
+    accelerator.load_state(folder)
+    train(accelerator, model, optimizer, average, batches(5)[2:])
+    with average.applied():
+        state = accelerator.get_state_dict(model)  # of one process the model's own tensors
+        return average.count, {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "saving", "resumed", "ranks"),
+    [("fsdp2", 2, "fsdp2", 2), ("fsdp2", 2, "fsdp2", 3), ("ddp", 2, "fsdp2", 2), ("fsdp2", 2, "single", 1)],
+)
+def test_a_resumed_average_goes_on(saved, saving, resumed, ranks, tmp_path):
+    right, _ = wanted(5, 0.9)
+    worlds.run(first_half, saving, saved, tmp_path / "state")
+    for count, found in worlds.run(second_half, ranks, resumed, tmp_path / "state"):
+        assert count == 5
+        for name, value in right.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9)
+
+
+def test_a_weight_beyond_0_and_1_is_refused():
+    from accel_train import Accelerator, AveragedWeights
+    from accel_train.errors import OptionError
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(OptionError, match="from 0 to 1"):
+        AveragedWeights(accelerator, accelerator.prepare(nn.Linear(2, 2)), decay=1.5)
