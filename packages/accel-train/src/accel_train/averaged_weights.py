@@ -60,7 +60,9 @@ class AveragedWeights:
         self._accelerator = accelerator
         self._strategy = accelerator.strategy
         self._plain = self._strategy.plain(model)
-        if any(is_divided(v) and not isinstance(v, Tensor) for v in self._strategy.model_state(model).values()):
+        if any(
+            is_divided(v) and not isinstance(v, Tensor) for v in self._strategy.model_state(model).values()
+        ):
             raise PrepareError(
                 f"The engine of the strategy {self._strategy.name!r} holds the parameters of "
                 f"{type(self._plain).__name__} in parts of its own, which AveragedWeights cannot average. Train with "

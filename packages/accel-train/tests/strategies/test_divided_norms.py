@@ -80,7 +80,9 @@ def compare(kind, ranks):
         model.zero_grad()
         accelerator.backward(model(mine).square().mean() * 10)
         got, wanted = clip(model), oracle(reference)
-        if wanted is not None and not (type(got) is torch.Tensor and torch.allclose(got.double(), wanted.double())):
+        if wanted is not None and not (
+            type(got) is torch.Tensor and torch.allclose(got.double(), wanted.double())
+        ):
             wrong.append((what, got, wanted))
         found, right = gradients(model), gradients(reference)
         if found.keys() != right.keys() or any(not found[n].allclose(right[n]) for n in right):
@@ -101,7 +103,9 @@ def compare(kind, ranks):
         )
     for which in ("unused", "none"):  # torch fails without gradients
         check(
-            ("value", which), lambda m, w=which: accelerator.clip_grad_value_(chosen(m, w), 0.01), lambda m: None
+            ("value", which),
+            lambda m, w=which: accelerator.clip_grad_value_(chosen(m, w), 0.01),
+            lambda m: None,
         )
     return wrong
 

@@ -27,7 +27,9 @@ def options(kind):
     if kind == "tp":
         return {"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}
     replicas = 2 if kind == "hsdp" else None
-    return {"fsdp_plugin": FullyShardedDataParallelPlugin(dp_replicate_size=replicas)} if kind != "ddp" else {}
+    return (
+        {"fsdp_plugin": FullyShardedDataParallelPlugin(dp_replicate_size=replicas)} if kind != "ddp" else {}
+    )
 
 
 def trained(kind):

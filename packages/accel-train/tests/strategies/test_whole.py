@@ -38,8 +38,6 @@ def prepared(kind):
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-
-
 def surgery(kind):
     accelerator, model, optimizer = prepared(kind)
     alone = build()
@@ -87,9 +85,7 @@ def surgery(kind):
     return max((whole[k] - v).abs().max().item() for k, v in alone.state_dict().items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("fsdp2", 2), ("hsdp", 4), ("tp", 2), ("ddp", 2), ("single", 1)]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 2), ("hsdp", 4), ("tp", 2), ("ddp", 2), ("single", 1)])
 def test_parameters_are_whole_inside_and_rank_0s_changes_are_kept(kind, ranks):
     assert max(worlds.run(surgery, ranks, kind)) < 1e-9
 
@@ -99,13 +95,20 @@ def fails():
 
     accelerator, model, _ = prepared("fsdp2")
     before = copy.deepcopy(accelerator.get_state_dict(model))
-    with pytest.raises(PrepareError, match="weight"), accelerator.whole_parameters(model, write_back=True):
-        accelerator.unwrap_model(model)[0].bias.data.fill_(1.0)
+
+    def change(then):
+        with accelerator.whole_parameters(model, write_back=True):
+            accelerator.unwrap_model(model)[0].bias.data.fill_(1.0)
+            then(accelerator.unwrap_model(model)[0])
+
+    def replace(layer):
         if accelerator.is_main_process:
-            accelerator.unwrap_model(model)[0].weight = nn.Parameter(torch.zeros(2, 2))
-    with pytest.raises(KeyError), accelerator.whole_parameters(model, write_back=True):
-        accelerator.unwrap_model(model)[0].bias.data.fill_(1.0)
-        raise KeyError
+            layer.weight = nn.Parameter(torch.zeros(2, 2))
+
+    with pytest.raises(PrepareError, match="weight"):
+        change(replace)
+    with pytest.raises(KeyError):
+        change(lambda layer: {}["absent"])
     after = accelerator.get_state_dict(model)
     model(torch.ones(2, 4, dtype=torch.float64))
     return all(after[name].equal(value) for name, value in before.items())

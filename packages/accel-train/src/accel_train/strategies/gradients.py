@@ -139,7 +139,7 @@ def _kind_of(norm_type: float) -> _Kind:
 
 
 def _power(members: list[Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The sum of the powers of all elements, the largest or least magnitude; type 0: by tensor, whether it is not zero."""
+    """The sum of powers, the largest or least magnitude; of type 0, by tensor, whether it is not zero."""
     kind = _kind_of(norm_type)
     gradients = [None if parameter.grad is None else local_part(parameter.grad) for parameter in members]
     held = {place: values for place, values in enumerate(gradients) if values is not None and values.numel()}

@@ -29,7 +29,10 @@ def saved_buffers(model: nn.Module) -> list[Tensor]:
 def running_averages(model: nn.Module) -> list[Tensor]:
     """Those of `saved_buffers` that normalisation layers compute from batches."""
     own = {
-        id(buffer) for module in model.modules() if isinstance(module, _NormBase) for buffer in module.buffers()
+        id(buffer)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for buffer in module.buffers()
     }
     return [buffer for buffer in saved_buffers(model) if id(buffer) in own]
 

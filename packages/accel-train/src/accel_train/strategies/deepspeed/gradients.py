@@ -145,8 +145,8 @@ class EngineGradients:
     def _other_norm(self, norm_type: float) -> Tensor:
         if norm_type <= 0:
             raise OptionError(
-                f"norm_type is {norm_type!r}, and DeepSpeed's partitions mix tensors and padding, from which only norms "
-                "of a type above 0 are known. Leave norm_type out, or give a positive one."
+                f"norm_type is {norm_type!r}, and DeepSpeed's partitions mix tensors and padding, from which only "
+                "norms of a type above 0 are known. Leave norm_type out, or give a positive one."
             )
         pieces, divided = self._pieces()
         device = self.engine.device

@@ -78,8 +78,8 @@ class _Order:
         after = self._place[2] or "the beginning"
         self.begin()
         raise CollectiveMismatchError(
-            f"Ranks run different blocks in the {self._what} of {self._kind}: after {after} {who}. Each block is a unit "
-            "that FSDP gathers with all ranks, so all must run the same ones, as a mixture of experts with one expert "
+            f"Ranks run different blocks in the {self._what} of {self._kind}: after {after} {who}. Each block is a "
+            "unit that FSDP gathers with all ranks, so all must run the same ones, as a mixture of experts with one expert "
             "without tokens, or layers dropped at random, does not. Run every block on every rank (with no rows, "
             "say), draw what is dropped alike, or make one unit of what can be left out: "
             "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[the class around these blocks]), or "
