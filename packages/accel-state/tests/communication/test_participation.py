@@ -57,6 +57,12 @@ def meet_often() -> list[bool]:
     return found
 
 
+def test_messages_that_are_signed_are_cleaned_up() -> None:
+    main, other = worlds.run(meet_often, 2, environ={"ACCEL_STORE_SECRET": "5" * 32})
+    assert main == [False] * 20 + [True, True, False] * 2
+    assert other == [False] * 22
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_or_the_main_process_alone(ranks: int) -> None:
     main, *others = worlds.run(meet_often, ranks)
