@@ -43,8 +43,8 @@ T = TypeVar("T")
 _SAVE = "save_state"
 _SAVED_ALONE = (
     "save() was called on the main process only, with {0} tensors that are divided among processes: the file would "
-    "hold the main process's parts as if they were whole. Call save() on all processes (the main process writes), or gather "
-    "first: `state = accelerator.get_state_dict(model)` on all processes, and save that."
+    "hold the main process's parts as if they were whole. Call save() on all processes (the main process writes), or "
+    "gather first: `state = accelerator.get_state_dict(model)` on all processes, and save that."
 )
 _PARTS = (
     "save_state() was called on the main process only, but the strategy {1!r} divides {0} among processes, and each "

@@ -612,8 +612,8 @@ class Strategy:
         if any(is_divided(leaf) and not isinstance(leaf, Tensor) for leaf in held):
             raise PrepareError(
                 f"The engine of the strategy {self.name!r} holds the parameters of {type(plain).__name__} in parts of "
-                "its own, so whole_parameters() cannot put whole ones in their place. Read them with get_state_dict(), and "
-                "write them with save_state() and load_state()."
+                "its own, so whole_parameters() cannot put whole ones in their place. Read them with get_state_dict(), "
+                "and write them with save_state() and load_state()."
             )
         with whole_parameters(model, plain, self.options.device, write_back=write_back):
             yield

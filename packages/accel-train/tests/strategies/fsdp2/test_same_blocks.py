@@ -148,8 +148,27 @@ def one_leaves_out(rank, number, late):
 
 @pytest.mark.parametrize(
     ("rank", "number", "late", "comes"),
-    [(0, 1, 2, "'blocks.2'"), (1, 1, 2, "'blocks.2'"), (1, 2, 3, "the end"), (1, 0, 2, "'blocks.1'")],
+    [(0, 1, 2, "'blocks.2'"), (1, 1, 2, "'blocks.2'"), (1, 2, 3, "the end of it"), (1, 0, 2, "'blocks.1'")],
 )
 def test_a_block_that_one_rank_leaves_out_later_is_an_error_before_it_is_mixed(rank, number, late, comes):
     with pytest.raises(worlds.RankError, match=f"in step {late}.*this rank comes to {comes}, and others"):
         worlds.run(one_leaves_out, 2, rank, number, late, timeout=30)
+
+
+def one_evaluates(rank):
+    accelerator, _, model, optimizer = prepared()
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for step in range(4):
+        if step == 2 and accelerator.process_index == rank:
+            model.eval()
+            model(x)
+            model.train()
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_call_on_one_rank_alone_is_an_error(rank):
+    with pytest.raises(worlds.RankError, match=r"after its beginning this rank comes to 'blocks.0', and others do not"):
+        worlds.run(one_evaluates, 2, rank, timeout=30)

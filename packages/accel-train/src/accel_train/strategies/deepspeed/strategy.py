@@ -403,8 +403,8 @@ class DeepSpeedStrategy(EngineStrategy[_Trained]):
         if write_back or _divides_layers(item):
             raise PrepareError(
                 "whole_parameters() under DeepSpeed gathers what ZeRO divides, to be read. Written values would not "
-                "reach the float32 copies of its optimizer, and its tensor parallelism is not gathered. Leave write_back "
-                "out, or change a saved state and load it with load_state()."
+                "reach the float32 copies of its optimizer, and its tensor parallelism is not gathered. Leave "
+                "write_back out, or change a saved state and load it with load_state()."
             )
         if item.state.stage < 3:
             yield

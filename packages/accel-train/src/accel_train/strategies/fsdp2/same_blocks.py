@@ -22,7 +22,7 @@ from accel_state.world.process import PartialState
 
 __all__ = ["SameBlocks"]
 
-_END = "the end"
+_END = "the end of it"
 #: Backward passes after which ranks compare which parameters have a gradient, and go on if any had none.
 _FIRST_BACKWARDS = 8
 
@@ -61,29 +61,31 @@ class _Order:
         self._place = (mode, count + 1, unit)
 
     def _agree(self, unit: str, known: set[str] | None) -> None:
-        # Where nothing or several units came before, all ranks get here. Else the others may be in their collective.
-        if known is not None and len(known) == 1:
+        # Where several units came before, all ranks get here. Else the others may be in a collective of their own.
+        if known is None or len(known) == 1:
+            there = f"to {next(iter(known))}" if known else "do not come there"
             try:
                 alone = PartialState().main_process_alone(f"{self._what} of {unit}")
             except CollectiveMismatchError as error:
-                self._refuse(f"this rank comes to {unit}, and others to {next(iter(known))}", error)
+                self._refuse(f"this rank comes to {unit}, and others {there}", error)
             if alone:
-                self._refuse(f"this rank comes to {unit}, and others to {next(iter(known))}")
+                self._refuse(f"this rank comes to {unit}, and others {there}")
         units: list[str] = gather_object([unit])
         if len(set(units)) > 1:
             self._refuse(", ".join(f"rank {rank} comes to {other}" for rank, other in enumerate(units)))
         self._next.setdefault(self._place, set()).add(unit)
 
     def _refuse(self, who: str, cause: Exception | None = None) -> NoReturn:
-        after = self._place[2] or "the beginning"
+        after = self._place[2] or "its beginning"
         self.begin()
         raise CollectiveMismatchError(
             f"Ranks run different blocks in the {self._what} of {self._kind}: after {after} {who}. Each block is a "
-            "unit that FSDP gathers with all ranks, so all must run the same ones, as a mixture of experts with one expert "
-            "without tokens, or layers dropped at random, does not. Run every block on every rank (with no rows, "
-            "say), draw what is dropped alike, or make one unit of what can be left out: "
-            "FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[the class around these blocks]), or "
-            "auto_wrap_policy='NO_WRAP'."
+            "unit that FSDP gathers with all ranks, so all must call the model, and run the same blocks in it. An expert "
+            "without tokens on one rank, a layer that one rank drops, or a call under `if accelerator.is_main_process:` "
+            "are not the same. Run every block on every rank (with no rows, say), draw what is dropped alike, or make "
+            "one unit of what can be left out: FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[the class "
+            "around these blocks]), or auto_wrap_policy='NO_WRAP'. To call the model on one rank alone: "
+            "accelerator.whole_parameters(model)."
         ) from cause
 
 
