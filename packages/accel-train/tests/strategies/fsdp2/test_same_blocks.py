@@ -170,5 +170,7 @@ def one_evaluates(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_call_on_one_rank_alone_is_an_error(rank):
-    with pytest.raises(worlds.RankError, match=r"after its beginning this rank comes to 'blocks.0', and others do not"):
+    with pytest.raises(
+        worlds.RankError, match=r"after its beginning this rank comes to 'blocks.0', and others do not"
+    ):
         worlds.run(one_evaluates, 2, rank, timeout=30)
