@@ -82,10 +82,10 @@ class _Order:
             f"Ranks run different blocks in the {self._what} of {self._kind}: after {after} {who}. Each block is a "
             "unit that FSDP gathers with all ranks, so all must call the model, and run the same blocks in it. An "
             "expert without tokens on one rank, a layer that one rank drops, or a call under "
-            "`if accelerator.is_main_process:` are not the same. Run every block on every rank (with no rows, say), draw what is dropped alike, or make "
-            "one unit of what can be left out: FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=[the class "
-            "around these blocks]), or auto_wrap_policy='NO_WRAP'. To call the model on one rank alone: "
-            "accelerator.whole_parameters(model)."
+            "`if accelerator.is_main_process:` are not the same. Run every block on every rank (with no rows, say), "
+            "draw what is dropped alike, or make one unit of what can be left out: FullyShardedDataParallelPlugin("
+            "transformer_cls_names_to_wrap=[the class around these blocks]), or auto_wrap_policy='NO_WRAP'. To call "
+            "the model on one rank alone: accelerator.whole_parameters(model)."
         ) from cause
 
 
