@@ -93,7 +93,13 @@ def averages(kind, decay):
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "decay"),
-    [("single", 1, 0.9), ("ddp", 2, None), ("fsdp2", 2, 0.9), ("hsdp", 4, None), ("tp", 2, 0.9)],
+    [
+        ("single", 1, 0.9),
+        ("ddp", 2, None),
+        ("fsdp2", 2, 0.9),
+        pytest.param("hsdp", 4, None, marks=pytest.mark.full),
+        ("tp", 2, 0.9),
+    ],
 )
 def test_averages_are_those_of_torch_on_one_process(kind, ranks, decay):
     right, trained = wanted(5, decay)
@@ -125,7 +131,12 @@ def second_half(kind, folder):
 
 @pytest.mark.parametrize(
     ("saved", "saving", "resumed", "ranks"),
-    [("fsdp2", 2, "fsdp2", 2), ("fsdp2", 2, "fsdp2", 3), ("ddp", 2, "fsdp2", 2), ("fsdp2", 2, "single", 1)],
+    [
+        pytest.param("fsdp2", 2, "fsdp2", 2, marks=pytest.mark.full),
+        ("fsdp2", 2, "fsdp2", 3),
+        pytest.param("ddp", 2, "fsdp2", 2, marks=pytest.mark.full),
+        ("fsdp2", 2, "single", 1),
+    ],
 )
 def test_a_resumed_average_goes_on(saved, saving, resumed, ranks, tmp_path):
     right, _ = wanted(5, 0.9)

@@ -90,7 +90,9 @@ def gathers(kind, folder):
     return accelerator.get_state_dict(model)
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 2), ("hsdp", 4), ("tp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("fsdp2", 2), pytest.param("hsdp", 4, marks=pytest.mark.full), ("tp", 2)]
+)
 def test_save_on_all_processes_gathers(kind, ranks, tmp_path):
     from safetensors.torch import load_file
 

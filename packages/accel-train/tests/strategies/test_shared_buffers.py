@@ -77,8 +77,8 @@ def evaluated(kind, inference):
     [
         ("fsdp2", 2, False),
         ("fsdp2", 2, True),
-        ("hsdp", 4, False),
-        ("ddp", 2, False),
+        pytest.param("hsdp", 4, False, marks=pytest.mark.full),
+        pytest.param("ddp", 2, False, marks=pytest.mark.full),
         ("no broadcast", 2, True),
         ("tp", 4, False),
     ],
