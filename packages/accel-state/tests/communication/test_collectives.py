@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from accel_state.communication import collectives
-from accel_state.errors import ConfigError
+from accel_state.communication.scatter import scatter
+from accel_state.errors import CollectiveMismatchError, ConfigError
 from accel_state.world.process import PartialState
 from testkit import worlds
 
@@ -442,3 +443,62 @@ def test_one_process_sends_nothing():
         collectives.copy_tensor_to_devices()
     with pytest.raises(ConfigError, match="sometimes"):
         collectives.set_collective_checks("sometimes")
+
+
+def _views(rank: int) -> dict[str, torch.Tensor]:
+    """Tensors that are parts of other ones, whose strides are not those of their shapes."""
+    values = torch.arange(24.0, dtype=torch.float64) + 100 * rank
+    return {
+        "column of one row": values[:6].view(1, 6)[:, 0],
+        "one column of one row": values[:6].view(1, 6)[:, :1],
+        "column of rows": values[:12].view(2, 6)[:, 1],
+        "column of no rows": values.new_empty(0, 6)[:, 0],
+        "expanded": values[:3].view(1, 3).expand(4, 3),
+        "channels last": values.view(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        "transposed": values.view(4, 6).t(),
+        "steps": values[::5],
+        "negative": torch.complex(values, values).conj().imag,
+    }
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_views_of_any_strides(mode):
+    def body():
+        collectives.set_collective_checks(mode)
+        rank = PartialState().process_index
+        views = _views(rank)
+        gathered = collectives.gather(views)
+        ragged = collectives.gather(
+            {name: view[: view.shape[0] - rank] for name, view in views.items()}, ragged=True
+        )
+        summed = collectives.reduce(views, "sum")
+        padded = collectives.pad_across_processes(views)
+        own = {name: view for name, view in _views(rank).items() if name != "expanded"}
+        sent = collectives.broadcast(own)
+        copies = {
+            name: collectives.copy_tensor_to_devices(view if rank == 1 else None)
+            for name, view in views.items()
+        }
+        parts = scatter([views] * 2 if rank == 0 else None)
+        return gathered, ragged, summed, padded, sent, copies, parts
+
+    views = [_views(rank) for rank in range(2)]
+    for gathered, ragged, summed, padded, sent, copies, parts in worlds.run(body, 2):
+        for name, (first, second) in {name: (views[0][name], views[1][name]) for name in views[0]}.items():
+            assert torch.equal(gathered[name], torch.cat([first, second])), name
+            assert torch.equal(ragged[name], torch.cat([first, second[: max(0, second.shape[0] - 1)]])), name
+            assert torch.equal(summed[name], first + second), name
+            assert padded[name].shape == first.shape
+            assert torch.equal(copies[name], second), name
+            assert torch.equal(parts[name], first), name
+            assert name == "expanded" or torch.equal(sent[name], first), name
+
+
+@pytest.mark.parametrize("size", [3, 1 << 19])
+def test_broadcast_does_not_write_into_elements_that_share_memory(size):
+    def body():
+        with pytest.raises((TypeError, CollectiveMismatchError), match=r"share memory.*strides \[0, 1\]"):
+            collectives.broadcast(torch.ones(1, size).expand(4, size))
+        return collectives.gather(torch.tensor([PartialState().process_index])).tolist()
+
+    assert worlds.run(body, 2) == [[0, 1]] * 2

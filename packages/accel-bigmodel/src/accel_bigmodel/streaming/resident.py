@@ -9,6 +9,7 @@ import torch
 from accel_bigmodel.streaming.slot_layout import SlotLayout
 from accel_bigmodel.streaming.streamed_groups import StreamedGroup
 from accel_bigmodel.streaming.types import Slot, Transfer
+from accel_ckpt.tensor_storage import flat_bytes
 
 __all__ = ["Resident"]
 
@@ -55,6 +56,4 @@ class Resident:
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
-    )
+    return torch.equal(flat_bytes(one.contiguous()), flat_bytes(other.contiguous()))

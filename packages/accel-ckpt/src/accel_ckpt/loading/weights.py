@@ -27,6 +27,7 @@ from accel_ckpt.format.reader import MappedShard, read_pickled_model
 from accel_ckpt.loading.load_state import open_training_state
 from accel_ckpt.locations import RemotePath, location
 from accel_ckpt.modules.names import listed
+from accel_ckpt.tensor_storage import flat_bytes
 from accel_state.world.process import PartialState
 
 __all__ = [
@@ -225,7 +226,7 @@ def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _are_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the bytes are the same, also of values that do not equal themselves (NaN)."""
-    plain = (tensor.reshape(-1).view(torch.uint8) for tensor in (a, b))
+    plain = (flat_bytes(tensor.contiguous()) for tensor in (a, b))
     return (a.shape, a.dtype) == (b.shape, b.dtype) and torch.equal(*plain)
 
 

@@ -34,7 +34,7 @@ from accel_ckpt.saving.part_division import (
 from accel_ckpt.saving.plan import divide
 from accel_ckpt.saving.save_model import ModelFiles, plan_model_files
 from accel_ckpt.saving.writer import FileRecord, PlannedFile, check_writable, json_bytes, write_bytes
-from accel_ckpt.tensor_storage import as_bytes
+from accel_ckpt.tensor_storage import as_bytes, flat_bytes
 
 __all__ = ["Offer", "StateDraft", "StatePlan", "Tree", "fingerprints"]
 
@@ -328,7 +328,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[str]:
     samples: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         flat = tensor.detach().view(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().view(torch.uint8)
+        sample = flat_bytes(flat[:: max(1, flat.numel() // _SAMPLES)].contiguous())
         samples.setdefault(tensor.device, []).append(sample)
     # One copy per device, not one per tensor.
     copied = {

@@ -183,7 +183,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
 
     Raises:
         ConfigError: ``from_process`` is not in the group.
-        TypeError: a leaf that is not a dense tensor.
+        TypeError: a leaf that is not a dense tensor, or whose elements share memory (``expand``).
         CollectiveMismatchError: structures, dtypes or shapes differ between ranks (see the guide "Collectives").
     """
     channel = PartialState().channel(group)
@@ -192,6 +192,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
     source = _index_of(channel, from_process)
     with channel.operation("broadcast"):
         tree = _Tree.of(channel, tensor)
+        _require_writable(channel, tree.leaves)
         small = [leaf for leaf in tree.leaves if leaf.nbytes <= _SMALL]
         mine = channel.rank == source or channel.rehearsed
         if tree.checked:
@@ -406,6 +407,18 @@ def _require_dense(leaves: Iterable[Tensor]) -> None:
             )
 
 
+def _require_writable(channel: Channel, leaves: Iterable[Tensor]) -> None:
+    for leaf in leaves:
+        if any(size > 1 and stride == 0 for size, stride in zip(leaf.shape, leaf.stride(), strict=True)):
+            raise _refused(
+                channel,
+                TypeError(
+                    f"broadcast writes into its tensors, and elements of one of shape {list(leaf.shape)} share memory "
+                    f"(strides {list(leaf.stride())}, as after expand()); pass tensor.contiguous()"
+                ),
+            )
+
+
 def _refused(channel: Channel, error: Exception) -> Exception:
     """Make the other ranks raise too, if checks are on, because this rank does not take part."""
     if channel.check_cpu:
@@ -513,7 +526,7 @@ def _work(leaf: Tensor, reduction: str, scale: float) -> Tensor:
     if dtype.is_complex:
         if reduction in ("max", "min"):
             raise ConfigError(f"{_name(dtype)} tensors have no order; {reduction!r} is undefined for them")
-        return torch.view_as_real(leaf.detach().resolve_conj())
+        return torch.view_as_real(leaf.detach().resolve_conj().resolve_neg())
     if not dtype.is_floating_point:
         if reduction == "mean":
             raise ConfigError(

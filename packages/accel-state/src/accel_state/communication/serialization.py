@@ -22,8 +22,8 @@ def bytes_of(leaf: Tensor) -> Tensor:
         plain = plain.cpu()
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
-    # reshape alone does not make a strided one-dimensional tensor contiguous
-    return plain.contiguous().view(-1).view(torch.uint8)
+    # Not view(-1): that keeps the stride of a single element, and then the dtype cannot change.
+    return plain.contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def aligned(size: int) -> int:
