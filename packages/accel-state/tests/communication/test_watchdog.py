@@ -525,8 +525,7 @@ def test_a_look_costs_nothing_when_nobody_waits():
         def position(self):
             return 5, None, 0
 
-    watchdog = Watchdog.__new__(Watchdog)
-    watchdog._answered, watchdog._waits, watchdog._rank, watchdog.report_after = 0, {}, 0, 30.0
     store = Store()
+    watchdog = Watchdog(store, 0, 2)
     watchdog._poll(store, [Idle()])
     assert store.calls == ["ask"]

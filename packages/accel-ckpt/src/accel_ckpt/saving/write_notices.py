@@ -107,14 +107,13 @@ class Call:
 
 
 def collectives_so_far() -> int:
-    """How many collectives of the default process group this rank has begun; the same on all ranks at a line."""
-    import torch
-    import torch.distributed as dist
+    """How many collectives of all ranks this rank has begun; the same on all ranks at a line."""
+    from accel_state.communication.torch_collectives import counters
 
-    group: Any = dist.group.WORLD
-    kinds = str(dist.get_backend_config(group)).split(",")
+    channel = PartialState().channel()
+    assert channel is not None, "a world of one has nobody to wait for"
     backends = {
-        id(b): b for b in (group._get_backend(torch.device(kind.partition(":")[0])) for kind in kinds)
+        id(counter): counter for group in (channel.group, channel.wire) for counter in counters(group)
     }
     return sum(backend._get_sequence_number_for_group() for backend in backends.values())
 

@@ -15,7 +15,7 @@ import struct
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from datetime import timedelta
 from functools import lru_cache
 from types import FrameType, TracebackType
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from accel_state.communication.torch_collectives import break_connections, counters
 from accel_state.communication.watchdog import REPORT_AFTER, Watchdog, WatchedGroup, call_site
 from accel_state.errors import CollectiveMismatchError, ConfigError, DistributedOperationException, StateError
 from accel_state.messages import first_line
@@ -42,8 +43,6 @@ _TEXT = 4096
 _GRACE = 1.0
 """Seconds to find out which rank caused a broken connection."""
 
-_NO_TAG = 0x7FFF_0000
-"""A tag that no message uses."""
 _logger = logging.getLogger(__name__)
 
 Compared = Callable[[Sequence[int], str, int, str], None]
@@ -108,6 +107,9 @@ class Channel:
         device: device of the payloads if the group cannot transfer CPU tensors.
         settings: which collectives are checked.
         watchdog: the watchdog of this process, if the world has a store.
+        wire: a group of the same ranks that nothing else uses, through which all is sent; None: ``group``. Messages of
+            torch's collectives, such as DDP's, are never taken for those of this channel then, on whatever rank one of
+            them is missing.
         compared: in a rehearsal, where every other rank is answered for as if it had said the same as this one: called
             before every exchange.
     """
@@ -119,9 +121,12 @@ class Channel:
         device: torch.device,
         settings: CheckSettings,
         watchdog: Watchdog | None,
+        wire: dist.ProcessGroup | None = None,
         compared: Compared | None = None,
     ) -> None:
         self.group = group
+        self.wire = group if wire is None else wire
+        self.collective = True
         self._compared = compared
         self.name = str(group.group_name)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
@@ -134,7 +139,7 @@ class Channel:
         self.failure: DistributedOperationException | None = None
         self._fatal_error: CollectiveMismatchError | None = None
         self._position: tuple[int, str | None, int] = (0, None, 0)
-        self._counters = _counters(group, self._device_types)
+        self._counters = counters(group)
         self._issued_before = self._issued()
         self._entering = ""
         self._in_message = False
@@ -288,7 +293,7 @@ class Channel:
         if payload is not None:
             mine[: payload.numel()] = payload.to(self.device)
         if source is not None:
-            self.wait(dist.broadcast(mine, self.ranks[source], group=self.group, async_op=True), mine)
+            self.wait(dist.broadcast(mine, self.ranks[source], group=self.wire, async_op=True), mine)
             return mine.expand(self.size, largest)
         table = torch.empty((self.size, largest), dtype=torch.uint8, device=self.device)
         self.all_gather_into(table, mine)
@@ -296,7 +301,7 @@ class Channel:
 
     def _all_gather_blocks(self) -> None:
         if self.device.type == "cpu":
-            work = _all_gather_single(self._in_block, self._out_block, group=self.group, async_op=True)
+            work = _all_gather_single(self._in_block, self._out_block, group=self.wire, async_op=True)
             self._wait(work)
             return
         self._all_gather_on_device(self._in_table, self._out_block)
@@ -315,7 +320,7 @@ class Channel:
     def all_gather_into(self, table: Tensor, row: Tensor) -> None:
         """Fill ``table`` (ranks times the size of ``row``) with the contiguous ``row`` of every rank."""
         everything, mine = table.view(-1), row.view(-1)
-        work = _all_gather_single(everything, mine, group=self.group, async_op=True)
+        work = _all_gather_single(everything, mine, group=self.wire, async_op=True)
         self.wait(work, mine, everything)
 
     # --- waiting and failing ---
@@ -376,13 +381,7 @@ class Channel:
 
     def _break_connections(self) -> None:
         """Wake the thread that waits for a message, through a timeout (see ``wait_message``)."""
-        someone = 1 if self.rank == 0 else 0
-        try:
-            self.group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], someone, _NO_TAG).wait(
-                timedelta(milliseconds=1)
-            )
-        except RuntimeError as error:
-            _logger.debug("broke the connections of group %s: %s", self.name, error)
+        break_connections(self.wire)
 
     def _collective_error(self, error: RuntimeError) -> DistributedOperationException:
         """The error for a failed collective."""
@@ -403,6 +402,8 @@ class Channel:
         if self.failure is None:
             self.failure = failure
             self.group.abort()
+            if self.wire is not self.group:
+                self.wire.abort()
             atexit.register(_leave_world)
         return failure
 
@@ -439,6 +440,7 @@ class Channels:
         device: device of this process.
         store: a dedicated client of the world's store; None: no watchdog.
         settings: which collectives are checked, and when a stuck one is reported.
+        wire: see ``Channel``, for all ranks.
         compared: see ``Channel``.
     """
 
@@ -450,9 +452,11 @@ class Channels:
         device: torch.device,
         store: Store | None,
         settings: CheckSettings,
+        wire: dist.ProcessGroup | None = None,
         compared: Compared | None = None,
     ) -> None:
         self._device = device
+        self._wire = wire
         self._compared = compared
         self._settings = settings
         self._place = (store, rank, size)
@@ -466,7 +470,8 @@ class Channels:
         seconds = self._settings.report_after
         if store is None or seconds == 0:
             return None
-        return Watchdog(store, rank, size, seconds, reach=self._reach)
+        own = () if self._wire is None else (str(self._wire.group_name),)
+        return Watchdog(store, rank, size, seconds, reach=self._reach, own_groups=lambda: own)
 
     def _reach(self) -> Mapping[str, tuple[int, int]]:
         return {name: channel.reach() for name, channel in list(self._by_name.items())}
@@ -516,6 +521,7 @@ class Channels:
                 device=self._device,
                 settings=self._settings,
                 watchdog=self._watchdog,
+                wire=self._wire if group is dist.group.WORLD else None,
                 compared=self._compared,
             )
             self._by_name[name] = channel
@@ -578,23 +584,6 @@ def _hold_outside_python(*tensors: Tensor) -> Any:
     shortly after a collective, with torch 2.13).
     """
     return torch._C.ScriptList(list(tensors))
-
-
-def _counters(group: dist.ProcessGroup, device_types: Collection[str]) -> list[Any]:
-    """The backends of a group that count the collectives they are given."""
-    found: list[Any] = []
-    for device_type in sorted(device_types):
-        try:
-            backend: Any = group._get_backend(torch.device(device_type))
-            backend._get_sequence_number_for_group()
-        except RuntimeError as error:  # no such backend here, or it does not count
-            _logger.debug(
-                "group %s does not count collectives on %s: %s", group.group_name, device_type, error
-            )
-        else:
-            if all(backend is not other for other in found):
-                found.append(backend)
-    return found
 
 
 def _frame(thread: int) -> FrameType | None:

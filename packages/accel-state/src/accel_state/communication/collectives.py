@@ -204,7 +204,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, group: dist.ProcessGroup | 
         else:
             packed = pack(small, channel.carrier(tree.device))
             if small:
-                channel.wait(dist.broadcast(packed, from_process, group=group, async_op=True), packed)
+                channel.wait(dist.broadcast(packed, from_process, group=channel.wire, async_op=True), packed)
         if not mine:
             for leaf, values in zip(small, unpack(packed, small), strict=True):
                 leaf.detach().copy_(values)
@@ -577,7 +577,7 @@ def _reduce_work(
         flat = torch.cat([work[index].reshape(-1) for index in members]).to(channel.carrier(device))
         if flat.numel():
             channel.wait(
-                dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.group, async_op=True), flat
+                dist.all_reduce(flat, _OPERATIONS[reduction], group=channel.wire, async_op=True), flat
             )
         parts = torch.split(flat.to(device), [work[index].numel() for index in members])
         for index, part in zip(members, parts, strict=True):
@@ -604,7 +604,7 @@ def _int64_rows(rows: RankPayloads, ranks: int, count: int) -> Tensor:
 
 def _broadcast_large(channel: Channel, leaf: Tensor, source: int) -> None:
     message = bytes_of(leaf).to(channel.carrier(leaf.device))
-    channel.wait(dist.broadcast(message, source, group=channel.group, async_op=True), message)
+    channel.wait(dist.broadcast(message, source, group=channel.wire, async_op=True), message)
     if message.data_ptr() != leaf.data_ptr():
         leaf.detach().copy_(message.view(leaf.dtype).view(leaf.shape))
 

@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from accel_state.communication.channel import Channels
+from accel_state.communication.torch_collectives import issued, not_begun
 from accel_state.communication.watchdog import ENDED, RankStatus, Watchdog
 from accel_state.errors import CollectiveMismatchError
 from accel_state.world.signed_store import prefixed
@@ -53,6 +54,7 @@ class Participation:
         world = channels.of(None)
         assert world is not None, "a world of one has no channels"
         self.name = "participation"
+        self.collective = False
         self.ranks = world.ranks
         self._rank = rank
         self._channels = channels
@@ -104,6 +106,15 @@ class Participation:
         if self._rank != 0 or len(self._elsewhere) < len(self.ranks) - 1:
             self.refuse(operation)
         return True
+
+    def all_take_part(self, operation: str) -> None:
+        """Return when all ranks call ``operation``; each that does calls this first.
+
+        Raises:
+            CollectiveMismatchError: some ranks do not call it: they are past it, have ended, or one failed.
+        """
+        if self.main_process_alone(operation):
+            self.refuse(operation)
 
     def refuse(self, operation: str, error: Exception | None = None) -> NoReturn:
         """Raise on this rank, and on ranks that wait in a collective in which ranks compare their calls.
@@ -186,8 +197,8 @@ class Participation:
         # has refused has said so before.
         present = self._present()
         absent = [rank for rank in statuses if rank.rank not in present]
-        mine = watchdog.reach()
-        unknown = not absent or not all(_is_past(rank, mine) for rank in absent)
+        mine, begun = watchdog.reach(), issued()
+        unknown = not absent or not all(_is_past(rank, mine, begun) for rank in absent)
         if unknown or self._store.check([f"refused/{self._rank}/{self._calls}"]):
             return []
         for rank, call in present.items():
@@ -219,8 +230,7 @@ class Participation:
                 self._store.delete_key(f"{before}/count")
 
 
-def _is_past(rank: RankStatus, mine: Mapping[str, Sequence[int]]) -> bool:
+def _is_past(rank: RankStatus, mine: Mapping[str, Sequence[int]], begun: Mapping[str, int]) -> bool:
     """Whether a rank is in a collective that this process has not entered, or has ended its script."""
-    return rank.gone in ENDED or any(
-        tuple(theirs) > tuple(mine[group]) for group, theirs in rank.reach.items() if group in mine
-    )
+    further = any(tuple(theirs) > tuple(mine[group]) for group, theirs in rank.reach.items() if group in mine)
+    return rank.gone in ENDED or further or bool(not_begun(rank.torch, begun))

@@ -159,7 +159,7 @@ class Scatterer:
         works: list[tuple[dist.Work, Tensor]] = []
         for piece in pieces:
             if piece.numel():
-                work = dist.isend(piece, rank, group=channel.group, tag=_TAG)
+                work = dist.isend(piece, rank, group=channel.wire, tag=_TAG)
                 assert work is not None
                 works.append((work, piece))
         return works
@@ -201,7 +201,7 @@ class Scatterer:
         return unflatten(description.spec, _views(body[aligned(described) :], description))
 
     def _fill(self, channel: Channel, buffer: Tensor) -> None:
-        work = dist.irecv(buffer, self._source, group=channel.group, tag=_TAG)
+        work = dist.irecv(buffer, self._source, group=channel.wire, tag=_TAG)
         assert work is not None
         channel.wait_message(work, buffer)
         self.bytes_received += buffer.numel()

@@ -23,15 +23,24 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from accel_state.communication.torch_collectives import (
+    Pending,
+    Waits,
+    cannot_meet,
+    end_collectives,
+    groups,
+    issued,
+    not_begun,
+)
 from accel_state.errors import CollectiveMismatchError
 from accel_state.host.process_identity import has_ended, process_identity
 from accel_state.world.signed_store import prefixed
@@ -75,6 +84,8 @@ class WatchedGroup(Protocol):
 
     name: str
     ranks: list[int]
+    collective: bool
+    """Whether all ranks must take part."""
 
     def position(self) -> tuple[int, str | None, int]:
         """Sequence number of the latest collective, its name until it completes, and the waiting thread."""
@@ -94,6 +105,9 @@ class RankStatus:
         site: location of the call in user code, ``file:line``.
         gone: why the rank left the world; None if it has not.
         reach: how far it is in the collectives of each of its groups (``Channel.reach``).
+        torch: the collectives of torch that it waits in, by group, if it has been there for a while.
+        begun: collectives that it has begun in each of its groups.
+        torch_site: where, ``file:line``.
     """
 
     rank: int
@@ -102,15 +116,24 @@ class RankStatus:
     site: str | None = None
     gone: str | None = None
     reach: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    torch: Mapping[str, Pending] = field(default_factory=dict)
+    begun: Mapping[str, int] = field(default_factory=dict)
+    torch_site: str | None = None
 
     def __str__(self) -> str:
         if self.number is None:
             return f"rank {self.rank}: no answer"
         if self.operation is not None:
             place = f"in {self.operation} (#{self.number}) at {self.site or 'an unknown line'}"
+        elif self.torch:
+            place = f"in {self.torch_words()}" + (f", after #{self.number}" if self.number else "")
         else:
             place = f"in no collective, after #{self.number}" if self.number else "in no collective so far"
         return f"rank {self.rank}: {place}" + (f"; gone: {self.gone}" if self.gone else "")
+
+    def torch_words(self) -> str:
+        """The collectives of torch that it waits in, and where."""
+        return f"{' and '.join(map(str, self.torch.values()))} at {self.torch_site or 'an unknown line'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +145,17 @@ class Diagnosis:
     proof: str | None
 
 
-def diagnose(number: int, operation: str, peers: Iterable[RankStatus]) -> Diagnosis:
-    """Compare the positions of a group's ranks with a rank that waits in collective ``number``."""
+def diagnose(
+    number: int, operation: str, peers: Iterable[RankStatus], begun: Mapping[str, int] | None = None
+) -> Diagnosis:
+    """Compare the positions of a group's ranks with a rank that waits in collective ``number``.
+
+    Args:
+        number: of the collective.
+        operation: its name.
+        peers: the ranks of the group.
+        begun: collectives of torch that the waiting rank has begun in each of its groups.
+    """
     arrived: list[RankStatus] = []
     absent: list[RankStatus] = []
     proofs: list[str] = []
@@ -133,6 +165,8 @@ def diagnose(number: int, operation: str, peers: Iterable[RankStatus]) -> Diagno
         waiting = peer.number == number and peer.operation is not None
         if waiting and peer.operation != operation:
             proofs.append(f"rank {peer.rank} entered {peer.operation} instead")
+        if not here and not_begun(peer.torch, begun or {}):
+            proofs.append(f"rank {peer.rank} waits in {peer.torch_words()} instead")
         if peer.gone is not None and (waiting or not here):
             proofs.append(f"rank {peer.rank} is gone ({peer.gone})")
     return Diagnosis(arrived, absent, "; ".join(proofs) or None)
@@ -159,6 +193,13 @@ class _PendingCollective:
     next_report: float = field(default=0.0)
 
 
+class _World(NamedTuple):
+    """All ranks, whatever their groups are."""
+
+    name: str
+    ranks: list[int]
+
+
 class Watchdog:
     """The watchdog thread of this process.
 
@@ -168,6 +209,7 @@ class Watchdog:
         size: number of ranks in the world.
         report_after: seconds until the first report; the interval doubles after each report.
         reach: how far this process is in the collectives of each of its groups.
+        own_groups: names of groups that only ``WatchedGroup`` s use.
     """
 
     def __init__(
@@ -178,6 +220,7 @@ class Watchdog:
         report_after: float = REPORT_AFTER,
         *,
         reach: Callable[[], Mapping[str, Sequence[int]]] = dict,
+        own_groups: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._base = store
         self._store: Store | None = None
@@ -197,6 +240,9 @@ class Watchdog:
         self.report_after = report_after
         self.reach = reach
         self._asked_lately = 0.0
+        self._torch = Waits(own_groups)
+        self._torch_wait: _PendingCollective | None = None
+        self._verdict: str | None = None
 
     @property
     def poll_interval(self) -> float:
@@ -272,7 +318,7 @@ class Watchdog:
                 peers = []
             if not peers:
                 return self._rank_0_exit or "the process that hosted the store of this world is gone", ""
-            diagnosis = diagnose(number, operation or "", peers)
+            diagnosis = diagnose(number, operation or "", peers, issued())
             if diagnosis.proof is not None or time.monotonic() > deadline:
                 return diagnosis.proof, "\n".join(f"  {peer}" for peer in peers)
             time.sleep(0.02)
@@ -352,6 +398,7 @@ class Watchdog:
             store.set(f"stack/{self._rank}", _stack())
             self._publish(store)
             self._apply_verdicts(store, channels)
+            self._apply_torch_verdict(store)
             alone = self._rank != 0 and self._rank_0_is_gone(store)
         for channel, wait in waiting:
             # Large groups are polled less often, because each poll reads the records of all ranks.
@@ -361,6 +408,8 @@ class Watchdog:
                     self._investigate(store, channel, wait, now)
                 wait.asked = True
                 store.add("ask", 1)
+        if not alone:
+            self._look_at_torch(store, now, bool(waiting))
         if alone:
             self._acknowledge_rank_0(store)
         return not alone
@@ -403,7 +452,7 @@ class Watchdog:
         if number != wait.number or operation is None:
             return
         peers = self._peers(store, channel)
-        diagnosis = diagnose(number, operation, peers)
+        diagnosis = diagnose(number, operation, peers, issued() if channel.collective else None)
         here = call_site(sys._current_frames().get(thread)) or "an unknown line"
         if diagnosis.proof is not None:
             listing = "\n".join(f"  {peer}" for peer in peers)
@@ -422,6 +471,64 @@ class Watchdog:
             wait.reports += 1
             if store.add(f"report/{channel.name}/{number}/{wait.reports}", 1) == 1:
                 self._report(store, f"collective #{number}, {operation} at {here}", age, diagnosis)
+
+    # --- collectives that torch runs without this project ---
+
+    def _look_at_torch(self, store: Store, now: float, watched: bool) -> None:
+        """Report or end a wait in a collective of torch, unless this rank waits in one that is ``watched``."""
+        found = self._torch.look(now, max(2.0, min(10.0, self.report_after / 2)))
+        if not found or watched:
+            self._torch_wait = None
+            return
+        first = next(iter(found.values()))
+        wait = self._torch_wait
+        if wait is None or wait.number != first.number:
+            self._torch_wait = _PendingCollective(
+                first.number, self._torch.since, next_report=self.report_after
+            )
+            store.add("ask", 1)
+            return
+        if self._verdict is not None or now - wait.last_poll < self.poll_interval:
+            return
+        wait.last_poll = now
+        peers = self._peers(store, _World("torch", list(range(self._size))))
+        begun = issued()
+        others = [peer for peer in peers if peer.rank != self._rank]
+        stuck = [peer for peer in others if cannot_meet(found, begun, peer.torch, peer.begun)]
+        [mine] = [peer for peer in peers if peer.rank == self._rank]
+        if stuck:
+            self._refuse_torch(store, mine, stuck, peers)
+        elif now - wait.since >= wait.next_report:
+            wait.next_report = 2 * (now - wait.since)
+            wait.reports += 1
+            if store.add(f"report/torch/{next(iter(found))}/{first.number}/{wait.reports}", 1) == 1:
+                arrived = [peer for peer in peers if peer.torch or peer.operation]
+                absent = [peer for peer in peers if peer not in arrived]
+                self._report(store, mine.torch_words(), now - wait.since, Diagnosis(arrived, absent, None))
+        store.add("ask", 1)
+
+    def _refuse_torch(
+        self, store: Store, mine: RankStatus, stuck: Sequence[RankStatus], peers: Sequence[RankStatus]
+    ) -> None:
+        listing = "\n".join(f"  {peer}" for peer in peers)
+        text = (
+            f"{mine.torch_words()} cannot complete on rank {mine.rank}: "
+            + "; ".join(f"rank {peer.rank} waits in {peer.torch_words()} instead" for peer in stuck)
+            + f"\n{listing}\nEvery rank must make the same steps and call the same collectives in the same order."
+        )
+        if store.add("refused torch", 1) == 1:
+            store.set("verdict/torch", text)
+            print(f"accel: {text}", file=sys.stderr, flush=True)
+        store.add("ask", 1)
+
+    def _apply_torch_verdict(self, store: Store) -> None:
+        """End the collectives that cannot complete."""
+        if self._verdict is None and store.check(["verdict/torch"]):
+            self._verdict = store.get("verdict/torch").decode()
+            waiting = self._torch.look(time.monotonic(), 0.0)
+            for group, name in groups().items():
+                if name in waiting:
+                    end_collectives(group)
 
     def _report(self, store: Store, what: str, age: float, diagnosis: Diagnosis) -> None:
         lines = [f"accel: rank {self._rank} has been waiting for {age:.1f} s in {what}"]
@@ -442,10 +549,20 @@ class Watchdog:
         for channel in list(self._channels):
             number, operation, thread = channel.position()
             at[channel.name] = [number, operation, call_site(frames.get(thread)) if operation else None]
-        record = {**self._identity, "at": at, "gone": gone, "reach": self.reach()}
+        # Rarely in the recorder, and not while collectives go on.
+        torch = self._torch.look(time.monotonic(), 1.0) if gone is None else {}
+        record = {
+            **self._identity,
+            "at": at,
+            "gone": gone,
+            "reach": self.reach(),
+            "torch": torch,
+            "begun": issued() if torch else {},
+            "torch at": call_site(frames.get(threading.main_thread().ident or 0)) if torch else None,
+        }
         store.set(f"rank/{self._rank}", json.dumps(record))
 
-    def _peers(self, store: Store, channel: WatchedGroup) -> list[RankStatus]:
+    def _peers(self, store: Store, channel: WatchedGroup | _World) -> list[RankStatus]:
         self._publish(store)
         unseen = [rank for rank in channel.ranks if rank not in self._known]
         self._known.update(rank for rank in unseen if store.check([f"rank/{rank}"]))
@@ -464,7 +581,10 @@ def _peer(rank: int, channel: str, record: dict[str, Any] | None) -> RankStatus:
     gone = record["gone"]
     if gone is None and has_ended(record):
         gone = f"process {record['pid']} has ended"
-    return RankStatus(rank, number, operation, site, gone, record["reach"])
+    torch = {group: Pending(*entry) for group, entry in record["torch"].items()}
+    return RankStatus(
+        rank, number, operation, site, gone, record["reach"], torch, record["begun"], record["torch at"]
+    )
 
 
 def _stack() -> str:

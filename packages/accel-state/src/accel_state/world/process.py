@@ -233,6 +233,17 @@ class PartialState:
         """
         return self.participation is not None and self.participation.main_process_alone(operation)
 
+    def all_take_part(self, operation: str) -> None:
+        """Return when every process has called this for ``operation``, which starts no collective.
+
+        What follows may mix up the messages of other collectives, unless all processes take part in it.
+
+        Raises:
+            CollectiveMismatchError: a process waits in a collective that this one has not reached, or has ended.
+        """
+        if self.participation is not None:
+            self.participation.all_take_part(operation)
+
     def channel(self, group: dist.ProcessGroup | None = None) -> Channel | None:
         """The communication channel of ``group`` (None: all ranks); None if the group has one rank."""
         return None if self.channels is None else self.channels.of(group)
@@ -493,6 +504,7 @@ def _channels(
         REPORT_AFTER if runtime.collective_timeout_report is None else runtime.collective_timeout_report,
     )
     return Channels(
+        wire=None if rehearsal is not None else member.wire,
         rank=topology.rank,
         size=topology.world_size,
         device=device,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ _RELEASE = 0.1  # seconds
 _JOIN_TIMEOUT = timedelta(minutes=10)
 _CLONE_TIMEOUT = 60.0
 _NAMES = 10.0  # seconds until the host name of rank 0 must resolve
+_WIRED = 64  # ranks up to which a second group is made, whose connections grow with their square
 _GRACE = 5.0  # seconds after which a connection that ignores its own timeout is abandoned
 
 
@@ -47,6 +48,7 @@ class Membership:
         backend: PyTorch's backend string.
         store: a separate client of the world's key-value store, so that waiting on it blocks no collective.
         watch_store: another client, for the collective watchdog, which must answer while other clients wait.
+        wire: a group of all ranks for the messages of this project alone, where it costs next to nothing.
     """
 
     topology: Topology
@@ -54,6 +56,7 @@ class Membership:
     backend: str
     store: Store
     watch_store: Store
+    wire: dist.ProcessGroup | None = None
 
 
 Choice = Callable[[], tuple[torch.device, str]]
@@ -98,13 +101,14 @@ def join(topology: Topology, choose: Choice, options: Mapping[str, Any]) -> Memb
         device, backend = _agree(store, topology, choose, timeout)
         side, watch = store_client(store, "accel/side"), store_client(store, "accel/watch")
         _create_group(own, topology, device, backend, options)
+        wire = _create_wire(topology, device, options)
         _wait_until_all_joined(store, topology, timeout)
     except dist.DistError as error:
         raise LaunchError(
             f"rank {topology.rank} of {topology.world_size} lost the other ranks at {url} while joining; the rank "
             f"that failed first shows the cause. ({first_line(error)})"
         ) from error
-    return Membership(topology, device, backend, side, watch)
+    return Membership(topology, device, backend, side, watch, wire)
 
 
 def _create_group(
@@ -122,6 +126,15 @@ def _create_group(
         **arguments,
     )
     leave_at_exit(device)
+
+
+def _create_wire(
+    topology: Topology, device: torch.device, options: Mapping[str, Any]
+) -> dist.ProcessGroup | None:
+    """Gloo ends a process that gets a message longer than it expects, as from a collective of another kind."""
+    if device.type != "cpu" or dist.get_backend() != "gloo" or not 1 < topology.world_size <= _WIRED:
+        return None
+    return cast("dist.ProcessGroup", dist.new_group(timeout=options.get("timeout")))
 
 
 def leave_at_exit(device: torch.device) -> None:

@@ -1,0 +1,198 @@
+"""Collectives that torch runs without this project: those of DDP, FSDP2 and the script, which are in progress.
+
+Torch's flight recorder knows them. Nothing is recorded here; it is read only when ranks ask each other where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as native
+
+__all__ = [
+    "Pending",
+    "Waits",
+    "break_connections",
+    "cannot_meet",
+    "counters",
+    "end_collectives",
+    "groups",
+    "issued",
+    "not_begun",
+]
+
+_LARGEST = 40
+"""Characters of the sizes that are shown."""
+_logger = logging.getLogger(__name__)
+_NO_TAG = 0x7FFF_0000
+"""A tag that no message uses."""
+_AGAIN = 2.0
+"""Seconds between two looks into the recorder, which grow with the time that nothing has begun."""
+
+
+class Pending(NamedTuple):
+    """The first collective of a group that this process has begun and that has not completed.
+
+    Attributes:
+        number: among the collectives of the group, from 1; messages between two ranks do not count.
+        name: such as ``all_reduce``.
+        what: dtypes and sizes of its inputs.
+    """
+
+    number: int
+    name: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"torch's {self.name} ({self.what})"
+
+
+class Waits:
+    """The collectives that this process waits in, looked up rarely: reading the recorder takes tens of milliseconds.
+
+    Args:
+        without: tells the names of groups to leave out.
+    """
+
+    def __init__(self, without: Callable[[], Collection[str]]) -> None:
+        self._without = without
+        self._begun: dict[str, int] = {}
+        self._looked = 0.0
+        self.since = 0.0
+        self.found: dict[str, Pending] = {}
+
+    def look(self, now: float, patience: float) -> dict[str, Pending]:
+        """The collectives in progress by the names of their groups, once none has begun for ``patience`` seconds."""
+        begun = issued()
+        if begun != self._begun:
+            self._begun, self.since, self.found = begun, now, {}
+            self._looked = 0.0
+        due = now - self.since >= patience and now - self._looked >= max(_AGAIN, (now - self.since) / 2)
+        if due and any(begun.values()):
+            without = self._without()
+            self.found = {group: entry for group, entry in _recorded().items() if group not in without}
+            self._looked = now
+        return self.found
+
+
+def _recorded() -> dict[str, Pending]:
+    """The first collective in progress of each group; empty where torch does not record them."""
+    dump: Any = getattr(native, "_dump_fr_trace_json", None)
+    if dump is None:
+        return {}
+    found: dict[str, Pending] = {}
+    with contextlib.suppress(RuntimeError):  # a build without a recorder
+        for entry in json.loads(dump(True, True)).get("entries", []):
+            group = entry["process_group"][0]
+            if entry.get("retired", True) or entry.get("is_p2p") or group in found:
+                continue
+            sizes = ", ".join("x".join(map(str, size)) or "1" for size in entry.get("input_sizes", []))
+            kinds = ", ".join(dict.fromkeys(entry.get("input_dtypes", [])))
+            shown = sizes if len(sizes) <= _LARGEST else f"{sizes[:_LARGEST]}…"
+            name = entry["profiling_name"].rpartition(":")[2]
+            found[group] = Pending(entry["collective_seq_id"], name, f"{kinds} {shown}")
+    return found
+
+
+def groups() -> dict[dist.ProcessGroup, str]:
+    """All process groups of this process, with their names."""
+    world: Any = dist.distributed_c10d._world
+    return dict(world.pg_names)
+
+
+def issued() -> dict[str, int]:
+    """At least how many collectives this process has begun in each of its groups; messages may be counted too."""
+    return {
+        name: sum(counter._get_sequence_number_for_group() for counter in found)
+        for group, name in groups().items()
+        if (found := counters(group))
+    }
+
+
+def break_connections(group: dist.ProcessGroup) -> None:
+    """Make every collective and message in progress of a group on the CPU fail, on this rank and on its peers.
+
+    Gloo closes the connections of a group when one of its messages times out. To abort the group closes none in which a
+    collective waits (torch 2.13).
+
+    Args:
+        group: one that this process is a member of.
+    """
+    someone = 1 if group.rank() == 0 else 0
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], someone, _NO_TAG).wait(
+            timedelta(milliseconds=1)
+        )
+    except RuntimeError as error:
+        _logger.debug("broke the connections of group %s: %s", group.group_name, error)
+
+
+def end_collectives(group: dist.ProcessGroup) -> None:
+    """Make every collective in progress of a group fail; the group is of no use any more.
+
+    Args:
+        group: one that this process is a member of.
+    """
+    if "gloo" in str(dist.get_backend_config(group)):
+        break_connections(group)
+    group.abort()
+
+
+def counters(group: dist.ProcessGroup) -> list[Any]:
+    """The backends of a group that count the collectives they are given.
+
+    Args:
+        group: one that this process is a member of.
+    """
+    config = str(dist.get_backend_config(group))
+    found: list[Any] = []
+    for device_type in sorted({part.partition(":")[0] for part in config.split(",")}):
+        try:
+            backend: Any = group._get_backend(torch.device(device_type))
+            backend._get_sequence_number_for_group()
+        except RuntimeError as error:  # no such backend here, or it does not count
+            _logger.debug(
+                "group %s does not count collectives on %s: %s", group.group_name, device_type, error
+            )
+        else:
+            if all(backend is not other for other in found):
+                found.append(backend)
+    return found
+
+
+def not_begun(theirs: Mapping[str, Pending], begun: Mapping[str, int]) -> list[Pending]:
+    """The collectives in which another rank waits and that this process, a member of the group, has not begun.
+
+    Args:
+        theirs: in progress on the other rank.
+        begun: collectives of each group that have begun here.
+    """
+    return [their for group, their in theirs.items() if group in begun and their.number > begun[group]]
+
+
+def cannot_meet(
+    mine: Mapping[str, Pending],
+    begun: Mapping[str, int],
+    theirs: Mapping[str, Pending],
+    begun_there: Mapping[str, int],
+) -> bool:
+    """Whether two ranks wait in collectives of which each has begun one that the other has not, or differently.
+
+    Args:
+        mine: in progress here.
+        begun: collectives of each group that have begun here.
+        theirs: in progress on the other rank.
+        begun_there: begun on the other rank.
+    """
+    for group, their in theirs.items():
+        my = mine.get(group)
+        if my is not None and my.number == their.number and my.name != their.name:
+            return True
+    return bool(not_begun(theirs, begun) and not_begun(mine, begun_there))
